@@ -63,7 +63,7 @@ def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
 
 
 def schedules_of(accuracy: str, words: Sequence[str], ranks: int) -> tuple[Schedule, ...]:
-    """The schedules allowed beside `backward`, the most accurate first: `pipelined` costs no accuracy. Without `local`, which is
+    """The schedules allowed in addition to `backward`, the most accurate first: `pipelined` costs no accuracy. Without `local`, which is
     chosen in another way (`gradwire.auto.local`). The losses of `delayed` are measured on two ranks only."""
     found: list[Schedule] = [Pipelined()] if "pipelined" in words else []
     if "delayed" in words and (accuracy == "aggressive" or (accuracy == "safe" and ranks <= _DELAYED_RANKS)):
@@ -72,12 +72,12 @@ def schedules_of(accuracy: str, words: Sequence[str], ranks: int) -> tuple[Sched
 
 
 def specs_of(accuracy: str, tensors: Sequence[TensorInfo], ranks: int) -> tuple[Spec, ...]:
-    """The specs allowed for these tensors beside no compression, the most accurate first."""
+    """The specs allowed for these tensors in addition to no compression, the most accurate first."""
     return all_specs(accuracy, ranks) if any(tensor.dtype in _ENCODED_DTYPES for tensor in tensors) else ()
 
 
 def all_specs(accuracy: str, ranks: int) -> tuple[Spec, ...]:
-    """The specs that the class allows beside no compression on this number of ranks, the most accurate first.
+    """The specs that the class allows in addition to no compression on this number of ranks, the most accurate first.
 
     >>> all_specs("safe", ranks=2)
     (QSGD(bits=4, block=128), ErrorFeedback(QSGD(bits=2, block=128, rounding='nearest')))

@@ -123,7 +123,7 @@ class _Chosen(NamedTuple):
 
 
 class _Basis(NamedTuple):
-    """What a choice of bits is made from."""
+    """The basis of a choice of bits."""
 
     infos: Sequence[TensorInfo]
     rows: Sequence[Sequence[float]]

@@ -23,7 +23,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page, the picture and the numbers.")] = Path("runs/demo"),
     json: Json = False,
 ) -> None:
-    """Train a transformer on two nodes with a slow link between them: plain DDP beside gradwire's plan="auto". 2 minutes."""
+    """Train a transformer on two nodes with a slow link between them: plain DDP next to gradwire's plan="auto". 2 minutes."""
     _check_extra("matplotlib", "sklearn")
     from rich.console import Console
 
@@ -60,7 +60,7 @@ class BenchSize(NamedTuple):
 
 
 class BenchFiles(NamedTuple):
-    """What `gradwire bench` writes."""
+    """Options for the output of `gradwire bench`."""
 
     record: Annotated[Path | None, typer.Option(help="Folder for records of runs, for gradwire report.")] = None
     json: Annotated[Path | None, typer.Option(help="File for the results, written after every group of cells.")] = None

@@ -60,7 +60,7 @@ class PlanFiles(NamedTuple):
 
 
 class LimitOptions(NamedTuple):
-    """What the planner may choose from."""
+    """Options for the choices of the planner."""
 
     devices: Annotated[str | None, typer.Option(help="Comma-separated codec devices. Default: all measured.")] = None
     max_encodes: Annotated[int | None, typer.Option(help="The most encodes of one bucket, 0 to 4.")] = None
@@ -231,7 +231,7 @@ A_CLUSTER = (
     '{"version": 1, "nodes": 16, "ranks_per_node": 1, "intra": {"alpha_us": 10, "gbps": 100}, '
     '"inter": {"alpha_us": 30, "gbps": 10}}'
 )
-"""What a cluster file looks like: 16 nodes with 10 Gb/s between them."""
+"""An example of a cluster file: 16 nodes with 10 Gb/s between them."""
 
 
 @app.command()

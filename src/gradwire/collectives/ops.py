@@ -123,7 +123,7 @@ class Decode(Work):
     payload: torch.Tensor
     segments: Segments
     dtype: torch.dtype
-    """Of the values that were encoded."""
+    """The dtype of the values that were encoded."""
     add: bool
     into: torch.Tensor | Scattered
     context: Context
@@ -215,7 +215,7 @@ class Transfers:
                 done = self._done = link.streams.mark()
 
     def _operations(self, phase: int, wire: "Wire") -> Operations:
-        """What C++ runs. Made anew when the bucket's memory has moved."""
+        """The list that C++ runs. It is made anew when the bucket's memory has moved."""
         address = self.aliases[0].data_ptr()
         if address != self._listed_at:
             self._listed, self._listed_at = {}, address
@@ -227,7 +227,7 @@ class Transfers:
         return self._listed[phase]
 
     def _add(self, transfer: Transfer, tag: int, operations: Operations, shared_with: Sequence[int]) -> None:
-        """As `run` does it; but a part leaves as soon as it is encoded, and elements that come through shared memory are copied
+        """List the work of `run`, except that a part leaves as soon as it is encoded, and elements that come through shared memory are copied
         or added straight from there."""
         world_size = len(transfer.sent)
         others = [(self.rank + step) % world_size for step in range(1, world_size)]

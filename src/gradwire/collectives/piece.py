@@ -51,7 +51,7 @@ class Piece:
         return self.flat if self.apart is None else self.apart
 
     def values(self, start: int, end: int) -> torch.Tensor:
-        """These elements as they are now; a copy where they lie apart."""
+        """The current values of these elements; a copy if the elements are not contiguous."""
         if self.apart is None:
             return self.flat[start:end]
         return gathered(replace(self.apart[start:end], factor=1.0), self.runs.between(start, end))

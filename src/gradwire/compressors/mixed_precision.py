@@ -1,4 +1,4 @@
-"""Uncompressed tensors beside compressed ones, in one payload. Law: the compressor's; exact for uncompressed tensors."""
+"""Payloads that hold uncompressed tensors next to compressed ones. Law: the compressor's; exact for uncompressed tensors."""
 
 from collections.abc import Sequence
 

@@ -22,7 +22,7 @@ class SoleRank:
         self._flat = torch.zeros(segments.numel, dtype=dtype, device=segments.device)
         self._program = compressor.program(self._flat, state, segments) if compressor.spec.rounds else None
         self.payloads = [] if self._program is None else self._program.payloads
-        """What the last step sent: one payload, or the sum of each round."""
+        """The payloads of the last step: one payload, or the sum of each round."""
 
     def step(self, random: Sequence[int], decoded: Tensor) -> Tensor:
         """Encode and decode the gradient in `decoded`, which holds the decoded values afterwards. random: see `Context`."""

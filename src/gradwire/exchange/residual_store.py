@@ -189,7 +189,7 @@ class Remembered:
                 for what in chunk.remembers:
                     values = [*_carried_parts(carried, what, buffers, start, end)]
                     if values and any(memory.narrow for memory in chunk.memory):
-                        values = [(0, _joined(values, end - start))]
+                        values = [(0, _joined(values, end - start, buffers.flat.device))]
                     for at, part in values:
                         chunk.take_over(what, at, part)
 
@@ -221,9 +221,9 @@ def _carried_parts(
             yield low - start, slot.in_memory(own)[low - slot.offset : high - slot.offset]
 
 
-def _joined(values: Sequence[tuple[int, torch.Tensor]], numel: int) -> torch.Tensor:
+def _joined(values: Sequence[tuple[int, torch.Tensor]], numel: int, device: torch.device) -> torch.Tensor:
     """One tensor of `numel` elements with the parts at their places, and zeros elsewhere."""
-    whole = torch.zeros(numel, dtype=torch.float32, device=values[0][1].device)
+    whole = torch.zeros(numel, dtype=torch.float32, device=device)
     for at, part in values:
         whole[at : at + part.numel()] = part
     return whole

@@ -22,7 +22,7 @@ stand for the name; then C++ cannot run the call."""
 
 @dataclass(frozen=True)
 class Context:
-    """The input of an encode beside the tensor.
+    """The input of an encode in addition to the tensor.
 
     random: int64 tensor of (seed, step, encode number, rank) on the tensor's device: the key of the random stream. A resumed
     run repeats the stream, and ranks differ. A tensor, since graph capture would freeze a host number.
@@ -151,7 +151,7 @@ class WrappingCompressor(Compressor):
 
     @abstractmethod
     def around(self, inner: Compressor) -> Compressor:
-        """The same wrapper around another compressor."""
+        """Return a wrapper of this kind around another compressor."""
 
     def for_sum(self) -> Compressor:
         return self._around(self.inner.for_sum())

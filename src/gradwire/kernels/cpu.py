@@ -112,7 +112,7 @@ class Call(NamedTuple):
     words: tuple[int, ...]
     """The arguments, 64 bits each."""
     keeps: tuple[Any, ...]
-    """What the words point to."""
+    """The memory that the words point to."""
 
 
 def call(name: str, *arguments: Any) -> Call:

@@ -22,7 +22,7 @@ class Addresses:
         """They are kept alive: a lane may still work when its exchange is dropped."""
 
     def set(self, first: int, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
-        """These tensors, numbered from `first` on, lie at these addresses until `clear`."""
+        """Set the addresses of these tensors, numbered from `first` on, until `clear`."""
         self._table[first : first + len(tensors)] = [*addresses]
         self.tensors[first : first + len(tensors)] = tensors
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 State = torch.Tensor | None
-"""What an encode remembers of each element, such as a residual or a momentum, or None without a memory."""
+"""The state that an encode keeps for each element, such as a residual or a momentum; None without state."""
 
 
 class Segment(NamedTuple):
@@ -53,7 +53,7 @@ class Segments:
 
     @cached_property
     def joined(self) -> "Segments":
-        """The same elements, with neighbours of equal bits as one row. Its random numbers continue those of the first tensor."""
+        """Return the same elements, with neighbours of equal bits as one row. The row's random numbers continue those of the first tensor."""
         rows: list[Segment] = []
         for row in self.rows:
             if rows and rows[-1].offset + rows[-1].numel == row.offset and rows[-1].bits == row.bits:

@@ -1,4 +1,4 @@
-"""Ranks compare notes before the first exchange: same model, same plan, same versions; else all are told."""
+"""Ranks compare model, plan and versions before the first exchange. If these differ, all ranks raise the same error."""
 
 import json
 from collections.abc import Mapping

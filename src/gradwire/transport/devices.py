@@ -16,19 +16,19 @@ from gradwire.errors import StepStateError
 __all__ = ["OFFLOAD_LANES", "StandIn", "device_name", "kind_of", "offload_lanes", "stand_in", "standing_in"]
 
 OFFLOAD_LANES = 1
-"""Lanes for buckets that are encoded and decoded on CPUs, beside those of all other buckets."""
+"""The number of lanes for buckets with codecs on CPUs, in addition to the lanes of all other buckets."""
 
 
 class StandIn(Protocol):
-    """What stands in for a GPU."""
+    """An accelerator that stands in for a GPU."""
 
     @property
     def name(self) -> str:
-        """As in a profile. Without the word cpu, by which profiles tell CPUs from accelerators."""
+        """The name in a profile. It must not contain the word cpu, by which profiles tell CPUs from accelerators."""
         ...
 
     def codec(self, codec: Any) -> Any:
-        """What encodes and decodes on the accelerator as this codec does."""
+        """Return a codec that encodes and decodes on the accelerator like this codec."""
         ...
 
 

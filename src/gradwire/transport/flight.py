@@ -14,11 +14,11 @@ STEPS = 100
 
 
 class FlightTask(NamedTuple):
-    """What a lane did, or was doing."""
+    """One task of a lane, done or not."""
 
     what: str
     began_s: float
-    """Of the Unix clock, here and below."""
+    """Seconds of the Unix clock, here and below."""
     ended_s: float
     """0: it had not ended."""
 
@@ -32,7 +32,7 @@ class FlightStep(NamedTuple):
 
 
 class FlightRecord(Document, frozen=True, kw_only=True):
-    """What a rank wrote."""
+    """The record that a rank wrote."""
 
     what = "flight record"
     remedy = "It is written by a rank whose step failed."
@@ -58,7 +58,7 @@ class Doing:
 
 
 class Flight:
-    """Of the lanes of one group, on one rank."""
+    """The flight recorder of the lanes of one group, on one rank."""
 
     def __init__(self, rank: int, ranks: tuple[int, ...], name: str) -> None:
         """rank, ranks: as in messages. name: of the group."""

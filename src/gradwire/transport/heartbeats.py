@@ -1,6 +1,6 @@
 """Heartbeats: finding ranks that fall silent without closing, such as those of a machine that lost power.
 
-A killed process closes its connections, and the other ranks hear of it at once. A machine without power closes nothing: whoever
+A killed process closes its connections, and the other ranks notice at once. A machine without power closes nothing: whoever
 waits for it would wait until the timeout. So each pair of ranks has one more connection, which never carries data. The
 kernels at its two ends ask each other for a sign of life (TCP keepalive). They answer also for a rank that computes, or that
 was stopped: such a rank is slow, not dead.
@@ -52,7 +52,7 @@ class Heartbeats:
         self._finalizer()
 
     def close_copies(self) -> None:
-        """In a process that was forked, whose end must not shut down the connections of its parent."""
+        """Close the copies in a forked process, whose end must not shut down the connections of its parent."""
         for each in self._connections.values():
             each.close()
 

@@ -110,7 +110,7 @@ class InProcessGroup(Group):
     """The ranks of `run_ranks`, seen from one of them."""
 
     shared: "_Shared"
-    """What all ranks use."""
+    """The state that all ranks use."""
     node: str
     """The name of this rank's node."""
 
@@ -135,12 +135,12 @@ class InProcessGroup(Group):
 
 
 class _Shared:
-    """What the ranks of one call of `run_ranks` share."""
+    """The state that the ranks of one call of `run_ranks` share."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size, self.timeout_s = world_size, timeout_s
         self.values: dict[str, bytes] = {}
-        """Of the store."""
+        """The values of the store."""
         self.ended: set[int] = set()
         self._hubs: dict[str, _Hub] = {}
         self._lock = threading.Lock()
@@ -279,9 +279,9 @@ class _Hub:
     def __init__(self, shared: _Shared) -> None:
         self.shared, self.changed = shared, threading.Condition()
         self._unread: defaultdict[tuple[int, int, int], deque[torch.Tensor]] = defaultdict(deque)
-        """By source, target and tag."""
+        """Messages by source, target and tag."""
         self._receives: defaultdict[tuple[int, int, int], deque[weakref.ref[_Receive]]] = defaultdict(deque)
-        """Those that wait. One that was dropped takes no message."""
+        """Receives that wait. A receive that was dropped takes no message."""
         self._meetings: dict[int, _HubCollective] = {}
         self._met = [0] * shared.world_size
         """How many collectives each rank has called."""

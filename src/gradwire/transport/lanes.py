@@ -64,9 +64,9 @@ class Lanes:
         # a margin below the caller's timeout, so that the error is raised, with the ranks' names, within it
         self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
         self.flight = Flight(self._own_rank, self.group.global_ranks, self._name)
-        """What the lanes did."""
+        """The record of the lanes' work."""
         self.control = self._lane("control", torch.device("cpu"))
-        """For what ranks tell each other."""
+        """The lane for messages between ranks other than gradients."""
         try:
             names = self._told_first(lambda link: gather_bytes(link, self.group.node_name().encode()))
         except CommunicationError:
@@ -84,7 +84,7 @@ class Lanes:
         self.mendable = False
         """Whether `mend` can end the failure: nothing is under way on any rank."""
         self.running: weakref.ref[UsesLanes] | None = None
-        """What used the lanes last."""
+        """The last user of the lanes."""
         self._heartbeats: Heartbeats | None = None
         self.hold = False
         """For measurements: the lanes get nothing before all buckets are ready, so nothing is encoded or sent during backward."""
@@ -95,12 +95,12 @@ class Lanes:
 
     @property
     def name(self) -> str:
-        """The same on all ranks, and of no other lanes."""
+        """The name of these lanes, equal on all ranks and unlike that of any other lanes."""
         return self._name
 
     @property
     def _own_rank(self) -> int:
-        """As messages name it."""
+        """The own rank in messages."""
         return self.group.global_ranks[self.group.rank]
 
     def _lane(self, name: str, device: torch.device) -> Lane:
@@ -166,7 +166,7 @@ class Lanes:
             raise self.failure.again()
 
     def fail(self, error: GradwireError, mendable: bool = False) -> GradwireError:
-        """From now on everything raises this error. Returns it."""
+        """Make everything raise this error from now on. Returns the error."""
         if not mendable:
             with suppress(Exception):
                 words = f"{error} What lanes did is in {self.flight.write(str(error))}."
@@ -194,7 +194,7 @@ class Lanes:
 
     def _fail_all(self, error: GradwireError) -> GradwireError:
         """Tell all ranks this error, and end their waits."""
-        with suppress(Exception):  # no thread, no memory: the others then hear that this rank is gone
+        with suppress(Exception):  # no thread, no memory: the others then find that this rank is gone
             self._roll_call.sign(str(error), self._patience_s)
         self._break_off()
         return self.fail(error)
@@ -265,7 +265,7 @@ class Lanes:
 
     @contextmanager
     def told(self, what: str, step: int) -> Iterator[None]:
-        """Around an exchange beside those of gradients: a link that fails becomes an error that names what was waited for."""
+        """Guard an exchange of other values than gradients: a link that fails becomes an error that names what was waited for."""
         try:
             yield
         except LinkError as error:

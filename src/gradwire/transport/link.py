@@ -1,4 +1,4 @@
-"""Links: private communicators beside the caller's process group, each used by one thread.
+"""Links: private communicators in addition to the caller's process group, each used by one thread.
 
 A link is a separate backend object (gloo on CPU, NCCL on CUDA) over the caller's ranks, under a name that rank 0 chose. Links are
 not registered with torch.distributed: `new_group` names groups by their number in a process, so ranks of different sub-groups
@@ -35,7 +35,7 @@ from gradwire.transport.wire import Wire
 
 _DESCRIPTORS = "/dev/fd"
 _CHECK_TAGS = 2**24
-"""What the tags of checksums begin with."""
+"""The first tag of checksums."""
 
 
 class Pending(Protocol):
@@ -73,7 +73,7 @@ class Backend(Protocol):
 
 
 class Ends(Protocol):
-    """What a link knows of the connections of its backend."""
+    """The connections of a link's backend, as far as the link knows them."""
 
     def own_host(self) -> str | None:
         """The address by which this rank reaches the others; None where there is none."""
@@ -149,7 +149,7 @@ class Link:
         self.rank, self.world_size, self.timeout = group.rank, group.world_size, timeout
         self.streams = streams_for(device)
         self.wire: Wire | None = None
-        """What C++ runs phases on, where all ranks can."""
+        """The wire on which C++ runs phases, if all ranks can."""
         self._unfinished: AllToAll | None = None
         self._broken = False
         self.backend: Any  # a Backend; NCCL's has more
@@ -266,7 +266,7 @@ class AllToAll:
 
 
 class _Checked(AllToAll):
-    """With a checksum behind each part."""
+    """An exchange with a checksum behind each part."""
 
     def announce(self) -> None:
         super().announce()
@@ -380,7 +380,7 @@ class Connections:
         self._inodes = {}
 
     def leave_to_parent(self) -> None:
-        """In a process that was forked: close its copies. The numbers stay in use, since the backend's copy would close them
+        """Close the copies of a forked process. The numbers stay in use, since the backend's copy would close them
         again."""
         nothing = os.open(os.devnull, os.O_RDWR)
         for number, inode in self._inodes.items():

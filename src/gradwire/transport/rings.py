@@ -16,7 +16,7 @@ _LARGEST, _SMALLEST = 2**20, 2**16
 
 
 def ring_bytes(ranks: int) -> int:
-    """What each ring of a node with so many ranks holds. Larger messages pass in parts. Pairs of ranks grow with the square of
+    """The bytes that each ring of a node with so many ranks holds. Larger messages pass in parts. Pairs of ranks grow with the square of
     the ranks, so above 8 ranks rings are smaller.
 
     >>> [ring_bytes(ranks) // 1024 for ranks in (2, 8, 9, 16, 17, 64)]
@@ -42,7 +42,7 @@ class Connection(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Handles:
-    """What both ranks of a pair have open: the memory, and for each of them a bell that wakes it."""
+    """The descriptors that both ranks of a pair have open: the memory, and for each of them a bell that wakes it."""
 
     memory: int
     bells: tuple[int, int]
@@ -54,7 +54,7 @@ class Handles:
         opened: list[int] = []
         try:
             opened.append(os.memfd_create("gradwire"))
-            # memory that is short is told here, not by SIGBUS in a step
+            # a lack of memory shows here, not by SIGBUS in a step
             os.posix_fallocate(opened[0], 0, memory_bytes(capacity))
             opened += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
         except BaseException:
@@ -84,9 +84,9 @@ class Rings:
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         places = (begin, begin + _HEAD_BYTES + capacity)
         self.addresses = places if maker else places[::-1]
-        """Of the ring that this rank writes, and of the one that it reads."""
+        """The places of the ring that this rank writes, and of the ring that it reads."""
         self.bells = handles.bells if maker else handles.bells[::-1]
-        """Of this rank, and of the other one."""
+        """The bells of this rank and of the other rank."""
         self.capacity = capacity
         self._finalizer = weakref.finalize(self, _let_go, self._memory, self.bells)
         self._finalizer.atexit = False  # a thread may still run on it

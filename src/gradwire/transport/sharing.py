@@ -59,7 +59,7 @@ def _problems(control: Link, step: Callable[[], None], before: Sequence[str] = (
 
 
 class MemoryOffer:
-    """What a rank makes for the lower ranks of its node, and gets from the higher ones. The steps raise OSError."""
+    """The memory that a rank makes for the lower ranks of its node, and gets from the higher ones. The steps raise OSError."""
 
     def __init__(self, grid: Grid, lanes: int, until: float) -> None:
         self.address, self.token = b"\0gradwire-" + secrets.token_hex(8).encode(), secrets.token_bytes(16)
@@ -71,7 +71,7 @@ class MemoryOffer:
         self._made: dict[int, list[Handles]] = {}
         """For each lower rank: of each lane."""
         self._mapped: dict[int, list[Rings]] = {}
-        """With each rank, in the place of the handles."""
+        """Connections to each rank, to pass the handles on."""
         self._listener: socket.socket | None = None
 
     def make(self) -> None:

@@ -36,7 +36,7 @@ class Wire:
         _open.add(self)
 
     def share(self, peer: int, rings: Rings) -> None:
-        """From now on messages to and from that rank pass through memory, and its connection tells only that the rank is gone.
+        """Pass messages to and from that rank through memory from now on. Its connection then shows only whether the rank is gone.
         Both ranks do this before they run anything."""
         self._rings[peer] = rings
         entry = self._connections[peer]

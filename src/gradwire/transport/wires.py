@@ -85,7 +85,7 @@ def _listen(control: Link, lanes: int) -> socket.socket | None:
 
 
 def _card(listener: socket.socket | None, token: bytes) -> dict[str, str | int]:
-    """What a rank tells of itself; nothing where it cannot be reached."""
+    """The addresses and versions of this rank; nothing if other ranks cannot reach it."""
     if listener is None:
         return {}
     host, port = listener.getsockname()[:2]
@@ -99,7 +99,7 @@ def _is_ours(card: dict[str, str | int]) -> bool:
 
 
 def _connect(control: Link, cards: Sequence[dict[str, str]], meshes: list[Mesh], until: float) -> None:
-    """To the lower ranks."""
+    """Connect to the lower ranks."""
     for peer, card in enumerate(cards[: control.rank]):
         for lane, mesh in enumerate(meshes):
             mesh[peer] = socket.create_connection((card["host"], int(card["port"])), timeout=_left(until))
@@ -122,7 +122,7 @@ def _accept(control: Link, listener: socket.socket, token: bytes, meshes: list[M
 
 
 def _hello(connection: socket.socket) -> bytes:
-    """What it says, as far as that comes in time."""
+    """Receive the hello of the other end, as far as it comes in time."""
     told, until = b"", time.monotonic() + _HELLO_S
     with suppress(OSError):
         while len(told) < _HELLO.size and (left := until - time.monotonic()) > 0:

@@ -81,7 +81,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     touches_segments_only: ClassVar[bool] = False
     """Whether encode and decode leave elements outside their segments alone."""
     compressor: ClassVar[Any] = None
-    """What makes the compressor of a spec, or "module:name" of it. None where `kernels` says it all."""
+    """The factory of the spec's compressor, or its "module:name". None if `kernels` describes the compressor completely."""
 
     def kernels(self, part: float = 1.0) -> Kernels | None:
         """The kernels of encode and decode; None for a method that takes more than one kernel. `part`: what gradients were

@@ -130,7 +130,7 @@ class BlockTopK(Spec, frozen=True):
         return Law("contractive", self.ratio)
 
     def kernels(self, part: float = 1.0) -> Kernels:
-        """Of a block at least the part `ratio` of its squared norm is kept. NaN and Inf count as the largest, so of a block
+        """A block keeps at least the part `ratio` of its squared norm. NaN and Inf count as the largest, so of a block
         that holds any at least one travels, and the residual there stays as it was."""
         settings = self.ratio, self.block
         return Kernels(("block_topk_encode", *settings), ("block_topk_decode", *settings), typed=True)

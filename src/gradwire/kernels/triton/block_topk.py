@@ -70,7 +70,7 @@ def block_topk_encode_kernel(
 def block_topk_decode_kernel(
     values, places, table, dst, ROWS: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr, ADD: tl.constexpr
 ):
-    """As block_topk_encode_kernel; KEPT: a power of two, not less than the values of a block."""
+    """Decode a block; the opposite of block_topk_encode_kernel. KEPT: a power of two, not less than the values of a block."""
     first, numel, n, first_value, kept = block_program(table)
     block, i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :], tl.arange(0, KEPT)[None, :]
     inside = (i < n) & (block * n + i < numel)
@@ -115,7 +115,7 @@ def block_topk_encode(
 def block_topk_decode(
     payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, block: int, add: bool, dst: Tensor
 ) -> None:
-    """As `reference.block_topk_decode`, but a block whose places are damaged becomes NaN."""
+    """`reference.block_topk_decode`, but a block whose places are damaged becomes NaN."""
     blocks = _blocks_of(segments, ratio, block)
     check_dst(dst, blocks.numel, add)
     check_payload(payload, blocks.values * (dtype.itemsize + 1))

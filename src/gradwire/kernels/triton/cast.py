@@ -35,7 +35,7 @@ def cast_encode_kernel(
 def cast_decode_kernel(
     payload, dst, numel, BF16: tl.constexpr, ADD: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr
 ):
-    """What the payload holds, written to dst or added to it in float32."""
+    """Write the values of the payload to dst, or add them to dst in float32."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < numel
     value = widen_u16(load_u16(payload + at * (2 if BYTES else 1), inside, BYTES), BF16)

@@ -51,11 +51,11 @@ from gradwire.kernels.triton.numbers import magnitude, random_hash, stream_key
 
 _FORMATS = {"e4m3": E4M3.value, "e5m2": E5M2.value}
 _BITS = {CLIPPED.value: 2, E4M3.value: 8, E5M2.value: 8, NATURAL.value: 8, THRESHOLD.value: 2, FIXED.value: 2}
-"""Of an element, where they are not those of its segment."""
+"""Bits of an element, if these are not the bits of its segment."""
 _SCALES = {MINMAX.value: 2, FIXED.value: 0}
-"""Of a block, where there is not one."""
+"""Scales of a block, if a block does not have one scale."""
 _TERNARY = (MAX.value, CLIPPED.value)
-"""Whose codes of 2 bits stand for three values."""
+"""Formats whose codes of 2 bits stand for three values."""
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def decode_blocks(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, FACTOR: tl.constexpr, ADD: tl.constexpr,
     TERNARY: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """As encode_blocks."""
+    """Decode up to ROWS blocks of n elements, with the arguments of encode_blocks."""
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK // 8)[None, :]
     block, present = row[:, None], row < blocks
     width = BLOCK // 8 if WHOLE else (n + 7) // 8

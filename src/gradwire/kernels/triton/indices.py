@@ -23,7 +23,7 @@ ENTRIES = 1024
 
 
 class Groups(NamedTuple):
-    """What the programs of each launch work on, all int64 but `kept`. A group without elements is in none of them."""
+    """The tables of the programs of each launch, all int64 but `kept`. A group without elements is in none of them."""
 
     programs: Tensor
     """(programs, 4): first element in the flat buffer; elements; group; place of the first in the group."""

@@ -1,4 +1,4 @@
-"""What a launch needs beside tensors: the table of programs, checks of sizes, the options."""
+"""Arguments of a launch other than tensors: the table of programs, checks of sizes, the options."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -14,7 +14,7 @@ from gradwire.kernels import is_float
 from gradwire.kernels.segments import Segments
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
-"""Of every launch: a * b + c is rounded twice, as in the reference."""
+"""Options of every launch: a * b + c is rounded twice, as in the reference."""
 
 ELEMENTS = 4096
 """Elements of a program, where its blocks are no larger."""
@@ -35,7 +35,7 @@ def program(table, ALIGNED: tl.constexpr):
 
 
 class Programs(NamedTuple):
-    """What each program of a launch works on."""
+    """The work of each program of a launch."""
 
     table: Tensor
     """int64 of shape (programs, 8) on the device. A program has equal blocks that follow each other, or one partial block.
@@ -60,7 +60,7 @@ def blocks_each(block: int) -> int:
 
 
 def made_once(make: Callable[Concatenate[Segments, P], T]) -> Callable[Concatenate[Segments, P], T]:
-    """Of what is made of segments: made once, and kept with them."""
+    """Make the value of a function of segments once, and keep it with the segments."""
 
     @wraps(make)
     def of(segments: Segments, /, *args: P.args, **kwargs: P.kwargs) -> T:

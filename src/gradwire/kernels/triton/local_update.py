@@ -18,7 +18,7 @@ def local_update_kernel(
     weight, gradient, squares, mean, out, numel, rate, own, momentum, kept, taken, eps,
     SQUARES: tl.constexpr, MEAN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """As `reference.local_update`."""
+    """`reference.local_update` for one tile."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < numel
     g = widen(tl.load(gradient + at, mask=inside, other=0.0))

@@ -21,7 +21,7 @@ from gradwire.kernels.triton.numbers import magnitude, narrow, random_hash
 HEIGHT, WIDTH = 32, 64
 """Rows and columns of a tile."""
 PROGRAMS = 256
-"""Of a matrix, at most."""
+"""The largest number of programs of a matrix."""
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def back_project(src: Tensor, residual: State, matrices: Tensor, rank: int, p: T
 
 
 def orthogonalise(matrices: Tensor, rank: int, p: Tensor) -> None:
-    """As `reference.orthogonalise`: a program a matrix."""
+    """`reference.orthogonalise`, with one program for each matrix."""
     launch(orthogonalise_kernel, len(matrices), matrices, rank, p, TILE=1024)
 
 

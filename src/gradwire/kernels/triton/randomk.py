@@ -48,7 +48,7 @@ def base_of(stream, KEY: tl.constexpr):
 
 @triton.jit
 def stretches_of(base, table, STRETCHES: tl.constexpr):
-    """Of STRETCHES stretches the first element, the length, the element drawn, all in the flat buffer, the place of its value,
+    """For STRETCHES stretches, the first element, the length, the element drawn, all in the flat buffer, the place of its value,
     and how many of them there are."""
     row = table + tl.program_id(0) * 7
     offset, numel, kept, which = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
@@ -124,7 +124,7 @@ class _Stretches(NamedTuple):
     """int64 of shape (programs, 7): first element of the run; its elements; its stretches; number of the program's first
     stretch; place of its value; key of the tensor; the run's first element within the tensor."""
     stretches: int
-    """Of a program, at most."""
+    """The largest number of stretches of a program."""
     width: int
     longest: int
     """No stretch is longer; a power of two."""

@@ -135,7 +135,7 @@ def send_kernel(
 
 
 class Given:
-    """What is selected from, as the kernels take it."""
+    """The values to select from, as the kernels take them."""
 
     def __init__(
         self, src: Tensor, residual: State, momentum: State = None, decay: float = 0.0, factors: Tensor | None = None
@@ -149,7 +149,7 @@ class Given:
 
 
 def select(given: Given, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Of each group the smallest magnitude that is sent, as its bits, and how many that are equal to it are sent; int32."""
+    """For each group, the smallest magnitude that is sent, as its bits, and how many that are equal to it are sent; int32."""
     device, count = given.src.device, len(groups.table)
     least, need = torch.zeros(count, dtype=torch.int32, device=device), groups.kept.clone()
     histogram = torch.zeros(count * BINS.value, dtype=torch.int32, device=device)
@@ -163,7 +163,7 @@ def select(given: Given, groups: Groups) -> tuple[Tensor, Tensor]:
 
 
 def chosen_counts(given: Given, groups: Groups, least: Tensor, need: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each program how many equal ones it sends, and how many elements are sent before it; int64."""
+    """For each program, how many equal elements it sends, and how many elements are sent before it; int64."""
     larger, equal = torch.empty(2, len(groups.programs), dtype=torch.int64, device=given.src.device)
     launch(
         count_chosen_kernel, len(groups.programs), *given.arguments, groups.programs, least, larger, equal,

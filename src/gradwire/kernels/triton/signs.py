@@ -181,7 +181,7 @@ def _encode(
 
 
 def _constants(programs: Programs, block: int, means: int) -> dict[str, Any]:
-    """What the kernels are compiled for. Without blocks a program lies in one."""
+    """The constants that the kernels are compiled for. Without blocks, a program is inside one block."""
     span = max(ELEMENTS, block)
     each = {"SPAN": span, "BLOCK": block or span, "MEANS": means, "ALIGNED": programs.aligned}
     return {**each, "num_warps": 8 if span > ELEMENTS else 4}

@@ -89,7 +89,7 @@ def dgc_encode(
     bound: float,
     payload: Tensor,
 ) -> None:
-    """As `reference.dgc_encode`. Norms are summed in float64 in another order: what brings one back to the bound can differ in
+    """`reference.dgc_encode`. Norms are summed in float64 in another order: what brings one back to the bound can differ in
     the last bit of a float32, once in some hundred million times."""
     groups = groups_of(segments, ratio, False, src.itemsize)
     check_flat(src, groups.numel, [residual, momentum])
@@ -103,7 +103,7 @@ def dgc_encode(
 def topk_decode(
     payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, together: bool, add: bool, dst: Tensor
 ) -> None:
-    """As `reference.topk_decode`, but a group whose indices are damaged becomes NaN."""
+    """`reference.topk_decode`, but a group whose indices are damaged becomes NaN."""
     groups = groups_of(segments, ratio, together, dtype.itemsize)
     check_dst(dst, groups.numel, add)
     check_payload(payload, groups.payload_bytes)
@@ -136,7 +136,7 @@ def _send(given: Given, groups: Groups, floor: float, payload: Tensor) -> None:
 
 
 def _clipping(src: Tensor, groups: Groups, bound: float) -> Tensor:
-    """What brings the norm of each group back to the bound, if it is larger and finite."""
+    """The factor that brings the norm of each group back to the bound, if the norm is larger and finite."""
     squares = torch.empty(len(groups.programs), dtype=torch.float64, device=src.device)
     norms = torch.empty(len(groups.table), dtype=torch.float64, device=src.device)
     launch(squares_kernel, len(groups.programs), src, groups.programs, squares, TILE=ELEMENTS)
