@@ -227,8 +227,8 @@ class Transfers:
         return self._listed[phase]
 
     def _add(self, transfer: Transfer, tag: int, operations: Operations, shared_with: Sequence[int]) -> None:
-        """List the work of `run`, except that a part leaves as soon as it is encoded, and elements that come through shared memory are copied
-        or added straight from there."""
+        """List the work of `run`, except that a part leaves as soon as it is encoded, and elements that come through
+        shared memory are copied or added straight from there."""
         world_size = len(transfer.sent)
         others = [(self.rank + step) % world_size for step in range(1, world_size)]
         targets = unsent = [to for to in others if transfer.sent[to].numel()]

@@ -53,7 +53,8 @@ class Segments:
 
     @cached_property
     def joined(self) -> "Segments":
-        """Return the same elements, with neighbours of equal bits as one row. The row's random numbers continue those of the first tensor."""
+        """Return the same elements, with neighbours of equal bits as one row. The row's random numbers continue those
+        of the first tensor."""
         rows: list[Segment] = []
         for row in self.rows:
             if rows and rows[-1].offset + rows[-1].numel == row.offset and rows[-1].bits == row.bits:

@@ -16,8 +16,8 @@ _LARGEST, _SMALLEST = 2**20, 2**16
 
 
 def ring_bytes(ranks: int) -> int:
-    """The bytes that each ring of a node with so many ranks holds. Larger messages pass in parts. Pairs of ranks grow with the square of
-    the ranks, so above 8 ranks rings are smaller.
+    """The bytes that each ring of a node with so many ranks holds. Larger messages pass in parts. Pairs of ranks grow
+    with the square of the ranks, so above 8 ranks rings are smaller.
 
     >>> [ring_bytes(ranks) // 1024 for ranks in (2, 8, 9, 16, 17, 64)]
     [1024, 1024, 256, 256, 64, 64]

@@ -1,7 +1,7 @@
 """The streams that a lane uses. On CPU there are none: a call returns when its work is done.
 
-On CUDA a lane encodes on one stream and decodes on another, apart from the communicator's own. Events join the streams, so the host
-never waits between the first launch and the last. A mark is such an event.
+On CUDA a lane encodes on one stream and decodes on another, apart from the communicator's own. Events join the
+streams, so the host never waits between the first launch and the last. A mark is such an event.
 """
 
 from collections.abc import Iterator

@@ -36,8 +36,8 @@ class Wire:
         _open.add(self)
 
     def share(self, peer: int, rings: Rings) -> None:
-        """Pass messages to and from that rank through memory from now on. Its connection then shows only whether the rank is gone.
-        Both ranks do this before they run anything."""
+        """Pass messages to and from that rank through memory from now on. Its connection then shows only whether the
+        rank is gone. Both ranks do this before they run anything."""
         self._rings[peer] = rings
         entry = self._connections[peer]
         (entry.out, entry.into), (entry.bell, entry.peer_bell) = rings.addresses, rings.bells

@@ -131,8 +131,8 @@ class TernGrad(BlockSpec, frozen=True):
         return Law("none") if self.clip else Law("unbiased")
 
     def kernels(self, part: float = 1.0) -> Kernels:
-        """The kernels. Unclipped TernGrad is QSGD with 2 bits. A block with a NaN or an Inf decodes to NaN throughout, and keeps the
-        residual it had."""
+        """The kernels. Unclipped TernGrad is QSGD with 2 bits. A block with a NaN or an Inf decodes to NaN
+        throughout, and keeps the residual it had."""
         unclipped = "qsgd_encode", self.block, "max", "stochastic"
         encode = ("terngrad_encode", self.block, self.clip) if self.clip else unclipped
         return Kernels(encode, ("qsgd_decode", self.block, "max"), random=True)

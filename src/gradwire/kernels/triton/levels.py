@@ -75,9 +75,10 @@ def scales_of(
 
 @triton.jit
 def grid_of(low, high, bits, CODE: tl.constexpr, FACTOR: tl.constexpr):
-    """The values that code_of and value_of need of blocks with these scales, bits of bfloat16 as int32. Uniform levels: base, inverse,
-    origin, code of zero, step. Others: what values are multiplied with to be coded, biased exponent of the lowest power, what
-    codes are multiplied with, exponent that codes of powers begin after, nothing. Thresholds: the threshold."""
+    """The values that code_of and value_of need of blocks with these scales, bits of bfloat16 as int32. Uniform
+    levels: base, inverse, origin, code of zero, step. Others: what values are multiplied with to be coded, biased
+    exponent of the lowest power, what codes are multiplied with, exponent that codes of powers begin after, nothing.
+    Thresholds: the threshold."""
     scale, one = bf16_value(high), tl.full(high.shape, 1.0, tl.float32)
     if CODE <= CLIPPED:
         if CODE == MINMAX:
