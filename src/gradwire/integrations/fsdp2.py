@@ -36,9 +36,8 @@ def compress(model: Module, spec: Spec, parameters: Spec | None = None) -> "Modu
     Accumulation with `set_requires_gradient_sync(False)` sends nothing.
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
     run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: FSDP2 gathers parameters exactly.
-    Returns the exchanges, which hold residuals and statistics.
-
-    Raises PlanError for a model without such modules, and for a spec that has no scheme "alltoall" or changes from step to step.
+    Returns the exchanges, which hold residuals and statistics. Raises PlanError for a model without such modules, and for a spec
+    that has no scheme "alltoall" or changes from step to step.
     Backward raises DisagreementError on all ranks if ranks differ, CommunicationError if a rank died or stalled.
 
     Example::
@@ -115,17 +114,13 @@ class ModuleExchanges:
         return self._exchanges[key]
 
     def state_dict(self) -> dict[str, bytes]:
-        """This rank's steps and residuals as bytes of `torch.save`, with key `rank{r}`. Call it between steps; save all ranks'
-        states."""
+        """This rank's steps and residuals as bytes, key `rank{r}`. Call it between steps, and save the states of all ranks."""
         own = {name: exchange.state_dict() for name, exchange in self._exchanges.items()}
         return {f"rank{dist.get_rank()}": to_bytes({**self._saved, **own})}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Load what `state_dict` returned on this rank, with the same ranks. Call it before the first forward.
-
-        Raises PlanError after the first forward, and ValueError for the state of another rank or model. If the state does not fit
-        in another way, backward raises ValueError.
-        """
+        """Load what `state_dict` returned on this rank, with the same ranks. Call it before the first forward. Raises PlanError
+        later, and ValueError for the state of another rank or model; backward raises ValueError for any other misfit."""
         if self._exchanges:
             raise PlanError("load_state_dict() was called after a step. Call it before the first one.")
         own = f"rank{dist.get_rank()}"
@@ -138,8 +133,7 @@ class ModuleExchanges:
         self._saved = saved
 
     def stats(self) -> dict[str, ExchangeStats]:
-        """Statistics of each exchange of this rank so far, by `gradients of MODULE` and `parameters of MODULE`. Each prints as a
-        line."""
+        """Statistics of this rank's exchanges so far, by `gradients of MODULE` and `parameters of MODULE`, to print as lines."""
         return {name: exchange.stats() for name, exchange in self._exchanges.items()}
 
     def close(self) -> None:
