@@ -1,4 +1,4 @@
-// Local updates. Unlike codecs, which run on lanes beside the script, they run on the script's thread, and with its threads.
+// Local updates. They run on the script's thread and with its threads; codecs run on the threads of lanes instead.
 #include "api.hpp"
 
 // Of the OpenMP runtime that torch has loaded, if it has: its threads are the script's own. No runtime is linked here.

@@ -35,7 +35,7 @@ struct Gradient {
   float factor;
 };
 
-// What the random stream is keyed by, beside the tensor.
+// The words of the random stream's key, without the tensor's.
 struct Stream {
   int64_t seed, step, encode, rank;
 };
@@ -58,7 +58,7 @@ struct Quantiser {
   Summing* summing = nullptr;
 };
 
-// What a payload of blocks with one scale each holds, beside QSGD's uniform levels.
+// The kinds of payloads of blocks with one scale each, other than QSGD's uniform levels.
 enum class Code : int32_t { e4m3 = 0, e5m2 = 1, natural = 2, exponential = 3 };
 
 struct Scaled {

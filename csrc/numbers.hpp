@@ -33,7 +33,7 @@ GW_INLINE float to_float(bf16 x) { return float_of(u32(x.raw) << 16); }
 GW_INLINE float to_float(f16 x) {
   const u32 magnitude = x.raw & 0x7fffu, sign = u32(x.raw & 0x8000u) << 16;
   // exponent moved from bias 15 to 127. A subnormal gets the smallest normal's, which is taken off again: exact, and no operand
-  // is a subnormal float32, which a script may have told the processor to take for zero
+  // is a subnormal float32, which a script may have set the processor to take for zero
   constexpr u32 smallest_normal = u32(128 - 15) << 23;
   const u32 fraction = magnitude << 13, normal = fraction + (u32(127 - 15) << 23);
   const u32 subnormal = bits_of(float_of(smallest_normal | fraction) - float_of(smallest_normal));

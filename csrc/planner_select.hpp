@@ -266,20 +266,20 @@ class Selection {
     return found;
   }
 
-  // In which a link does not work, at least, after the last tensor's first exchange on it, if it has this program.
+  // Least time that a link idles after the last tensor's first exchange, if the tensor has this program.
   Time tail(const Program& program, int link) const {
     int first = 0, tasks = static_cast<int>(program.tasks.size());
     while (first < tasks && program.tasks[first].resource != link) first++;
     if (first == tasks) return 0;
     const int count = alone_.count(), skew = alone_.buckets.skew;
     const Key key = launch_key(count - 1, program.tasks[first].phase, skew);
-    Time behind = 0, beside = 0;
+    Time behind = 0, elsewhere = 0;
     for (int tensor = std::max(0, count - kOvertaken); tensor < count - 1; tensor++)
       for (const Task& task : alone_.buckets.at(tensor)->tasks)
         if (task.resource == link && launch_key(tensor, task.phase, skew) > key) behind += task.length;
     for (int at = first; at < tasks; at++)
-      if (program.tasks[at].resource != link) beside += program.tasks[at].length;
-    return std::max(Time{0}, beside - behind);
+      if (program.tasks[at].resource != link) elsewhere += program.tasks[at].length;
+    return std::max(Time{0}, elsewhere - behind);
   }
 };
 

@@ -1,7 +1,7 @@
 // A ring of bytes in memory that two processes share: one of them writes, the other one reads, neither takes a lock.
 //
 // Whoever has nothing to do tells at which position of the other one it goes on, looks once more, and sleeps until its bell rings:
-// an eventfd, so that the same poll also hears of a connection that closes.
+// an eventfd, so that the same poll also notices a connection that closes.
 #pragma once
 #include <unistd.h>
 

@@ -41,7 +41,7 @@ template <class Codec, bool Residual>
 static void encode_segments(const Gradient& src, float* residual, const Segment* segments, i64 count, const Stream& stream,
                             const Quantiser& q, u8* payload) {
   alignas(64) float tile[kMaxBlock];
-  constexpr i64 most = 4096;  // elements of a tile, or one block: it stays in a core's nearest cache beside the residual
+  constexpr i64 most = 4096;  // elements of a tile, or one block: it stays in a core's nearest cache together with the residual
   const i64 whole = q.block < most ? most / q.block * q.block : q.block;
   u8* scales = payload;
   u8* const first_code = payload + coded_size(segments, count, q.block, Codec::words, Codec::bits, Codec::ternary).scales;

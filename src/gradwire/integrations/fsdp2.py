@@ -128,8 +128,8 @@ class ModuleExchanges:
         return {f"rank{dist.get_rank()}": to_bytes(own | {_RANKS: dist.get_world_size()})}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Take up what `state_dict` returned on this rank, with the same ranks. Before the first forward. Raises PlanError after
-        it, and ValueError for another rank's or model's; backward raises ValueError for what else does not fit."""
+        """Load what `state_dict` returned on this rank, with the same ranks. Call it before the first forward. Raises PlanError
+        later, and ValueError for the state of another rank or model; backward raises ValueError for any other misfit."""
         if self._lanes:
             raise PlanError("load_state_dict() was called after a step. Call it before the first one.")
         own = f"rank{dist.get_rank()}"
