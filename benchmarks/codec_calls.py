@@ -6,12 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.collectives import Program
 from gradwire.compressors import compressor_for
-from gradwire.compressors.base import Context
 from gradwire.core import Spec
 from gradwire.core.specs import ElementRun
-from gradwire.kernels.segments import Segment, Segments
+from gradwire.kernels import Context, Program, Segment, Segments
 
 
 class CodecCalls(NamedTuple):

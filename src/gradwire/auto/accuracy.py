@@ -114,7 +114,9 @@ def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
     """
     if not schedule.costs_accuracy:
         return tuple(specs)
-    return (LOCAL_SPECS if schedule.sends_weights else _DELAYED_SPECS) if specs else ()
+    if schedule.sends_weights:
+        return tuple(spec for spec in LOCAL_SPECS if spec in specs)
+    return _DELAYED_SPECS if specs else ()
 
 
 def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:

@@ -76,15 +76,16 @@ def _priced(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Sp
     simulator = Simulator(profile, cluster, costs)
     policies = [policy_of(spec, infos) for spec in specs_under(_STREAMED, specs) or (Identity(),)]
     for every in EVERY:
-        exchange_us: list[float] = []
+        exchange_us: dict[int, float] = {}
         for schedule, (at, policy) in product((averaged(every), streamed(every)), enumerate(policies)):
-            if schedule.delay and _least_us(schedule, exchange_us[at], compute_us) > compute_us / (1 - EXPOSED):
+            least_us = _least_us(schedule, exchange_us.get(at, 0.0), compute_us)
+            if schedule.delay and least_us > compute_us / (1 - EXPOSED):
                 continue
-            with suppress(PlanError):  # fewer tensors than fragments
+            with suppress(PlanError):  # fewer tensors than fragments, or no costs of the spec
                 plan = msgspec.structs.replace(policy, schedule=schedule).plan(infos, ranks, per_node)
                 step_us = simulator.step_us(plan)
                 if not schedule.delay:
-                    exchange_us.append(every * (step_us - compute_us))
+                    exchange_us[at] = every * (step_us - compute_us)
                 yield plan, step_us
 
 

@@ -194,7 +194,7 @@ def doctor(
     To measure the links, start the ranks with torchrun or `gradwire emulate`: torchrun ... -m gradwire doctor
     """
     if flight or files:
-        from gradwire.doctor import behind
+        from gradwire.doctor.flight import behind
         from gradwire.transport import FlightRecord
 
         if not (flight and files):

@@ -5,13 +5,11 @@ let the ranks of a job meet and measure, `examine` calls them in order, `report`
 """
 
 from gradwire.doctor.examine import examine
-from gradwire.doctor.flight import behind
 from gradwire.doctor.report import Finding, Report, summary, tables
 
 __all__ = [
     "Finding",
     "Report",
-    "behind",
     "examine",
     "summary",
     "tables",
