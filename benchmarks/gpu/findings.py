@@ -90,9 +90,15 @@ def rows_of(file: str, run: str, section: str | None = None) -> list[dict[str, A
     return [row for row in rows if row["run"] == run and section in (None, row["section"])]
 
 
+PARENT = "GRADWIRE_GPU_PARENT"
+"""The variable with the id of the process that starts another one."""
+
+
 def die_with_parent() -> None:
     """Ask Linux to end this process when its parent ends. A killed run leaves no process on the device."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if str(os.getppid()) != os.environ.get(PARENT, str(os.getppid())):
+        os._exit(1)  # the parent ended while this process loaded its modules
 
 
 def end_by(until: float) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
-from benchmarks.gpu.findings import ABORTED, DIFFERS, FAILED, PASSED, Job, die_with_parent, end_by, last_printed
+from benchmarks.gpu.findings import ABORTED, DIFFERS, FAILED, PARENT, PASSED, Job, die_with_parent, end_by, last_printed
 from benchmarks.gpu.kernels import differing, largest_difference, outcome_of
 from benchmarks.gpu.training import PLANS, SUMS, free_port, init_group, trained
 
@@ -114,7 +114,7 @@ def run_world(job: Job, world_size: int) -> None:
         ranks = [
             subprocess.Popen(
                 [*command, str(rank), str(world_size), str(port)],
-                env=os.environ | own | {"NCCL_HOSTID": f"host{rank}"},
+                env=os.environ | own | {"NCCL_HOSTID": f"host{rank}", PARENT: str(os.getpid())},
                 stdout=output,
                 stderr=output,
             )

@@ -56,11 +56,11 @@ def processes_of(file: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_run_on_a_cpu_writes_the_findings_of_every_section(tmp_path: Path) -> None:
     done = subprocess.run(
-        command(tmp_path, "--minutes", "3"),
+        command(tmp_path, "--minutes", "8"),
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=560,
         env=gpu.environment(),
     )
     rows = read(tmp_path / "cpu.jsonl")
