@@ -105,7 +105,7 @@ def _wait_for(tensor: torch.Tensor) -> None:
 
 
 def codec_on(where: str, codec: Compressor, device: str) -> Compressor:
-    """What encodes and decodes on `where`, cpu or gpu, for gradients on `device`, of the same two.
+    """Return the compressor that encodes and decodes on `where` for gradients on `device`; both are "cpu" or "gpu".
 
     On an accelerator that stands in for a GPU, codecs that change nothing take no time, and neither do those whose sums are taken
     in rounds.

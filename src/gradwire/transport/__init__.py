@@ -9,7 +9,7 @@ from gradwire.transport.lane import Lane
 from gradwire.transport.lanes import Lanes
 from gradwire.transport.link import AllToAll, Group, Link, SilentLink
 from gradwire.transport.meter import Meter
-from gradwire.transport.operations import Operations, refused
+from gradwire.transport.operations import Operations
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark, Streams
 from gradwire.transport.wire import Wire
@@ -39,7 +39,6 @@ __all__ = [
     "gather_bytes",
     "kind_of",
     "node_name",
-    "refused",
     "short_slices",
     "standing_in",
     "transfer",
