@@ -43,8 +43,8 @@ def parallelize(
     drift_check_steps: ranks compare checksums of their weights every so many steps. If these differ, all ranks raise
     DisagreementError with the first tensor that differs. 0: never.
     accuracy: what "auto" may choose from. "exact": no compression. "safe": also QSGD with 4 bits and, on two ranks, with 2
-    bits and error feedback: the specs whose loss on that number of ranks ended at most 1 % above DDP's on the bench's transformer.
-    "aggressive": also 2 bits on more ranks, PowerSGD, EF-SignSGD and Top-k 1 %.
+    bits and error feedback: the specs whose loss on that number of ranks ended at most 1 % above DDP's, on the bench's
+    transformer. "aggressive": also 2 bits on more ranks, PowerSGD, EF-SignSGD and Top-k 1 %.
     schedules: the schedules that "auto" may choose from: "backward", "pipelined", "delayed" and "local". The last two are never
     used with accuracy="exact". docs/schedules.md says what each asks of a script. "pipelined" costs no accuracy. "local" trains
     another model than DDP, and runs only if all others wait long for exchanges. If a schedule that is not allowed would be
