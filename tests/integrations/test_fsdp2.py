@@ -401,8 +401,8 @@ def test_heads_in_turns_resume_bit_for_bit(worlds: Worlds, tmp_path: Path, last:
     assert worlds.run(2, resumed_in_turns, str(tmp_path / "saved"), last, first) == [True] * 2
 
 
-def compressed_again() -> tuple[bool, int]:
-    """Whether a second `compress` without `parameters` gathers exact ones, and the threads beside those of one model."""
+def compressed_again() -> tuple[bool, bool]:
+    """Whether a second `compress` without `parameters` gathers exact ones, and whether there are more threads than of one."""
     model, inputs = sharded(network()), torch.randn(4, 7, generator=seeded(1))
     with torch.no_grad():
         exact = model(inputs)
@@ -414,10 +414,10 @@ def compressed_again() -> tuple[bool, int]:
         same = torch.equal(model(inputs), exact)
     model(inputs).square().mean().backward()
     gc.collect()
-    more = len(gradwire_threads()) - before
+    more = len(gradwire_threads()) > before  # threads of an earlier model of this process may end meanwhile
     exchanges.close()
     return same, more
 
 
 def test_a_second_call_replaces_the_first_one(worlds: Worlds) -> None:
-    assert worlds.run(2, compressed_again) == [(True, 0)] * 2
+    assert worlds.run(2, compressed_again) == [(True, False)] * 2

@@ -116,7 +116,8 @@ class _Progress:
         """A lane failed or was let go."""
         with self._lock:
             self.has_failed = True
-            waited_for: list[Future[Any]] = [*self.done, self.at_gate, self.failed]
+            # first `failed`: whoever is woken by another one asks it who is to blame
+            waited_for: list[Future[Any]] = [self.failed, *self.done, self.at_gate]
             for future in waited_for:
                 if not future.done():
                     future.set_result(None)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.launch import launch_tasks, tasks_by_lane
-from gradwire.exchange.executor import PhaseTask
+from gradwire.exchange.executor import PhaseTask, _Progress
 from gradwire.exchange.layout import cut
 
 
@@ -158,3 +158,11 @@ def test_cuts_that_can_be_checked_by_hand(numels: list[int], granularity: int, p
     got = cut(numels, granularity, 0, sum(numels), parts)
     assert len(got) == len(edges)
     assert got == edges
+
+
+def test_whoever_a_failure_wakes_finds_it_recorded() -> None:
+    progress, recorded = _Progress(1, [1]), []
+    for waited_for in (progress.done[0], progress.at_gate):
+        waited_for.add_done_callback(lambda _: recorded.append(progress.failed.done()))
+    progress.fail()
+    assert recorded == [True, True]
