@@ -183,3 +183,29 @@ def _fails() -> dict[str, torch.Tensor]:
 def test_states_are_gathered_of_all_ranks_or_none(worlds: Worlds) -> None:
     first, second = worlds.run(2, gathered_in_mid_step)
     assert second == "as ordered" and first.startswith("rank 1 could not save its state")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_files_of_an_earlier_save_with_more_ranks_are_left_out(tmp_path: Path, ranks: int) -> None:
+    for saving, steps in ((3, 4), (2, 7)):
+        with World(saving, group_timeout_s=15.0) as world:
+            world.run(saved_run, "feedback", str(tmp_path / "both"), steps)
+            world.run(saved_run, "feedback", str(tmp_path / str(saving)), steps)
+    with World(ranks, group_timeout_s=15.0) as world:
+        mixed = world.run(resumed_run, "feedback", [str(tmp_path / "both")] * ranks, 3)
+        alone = world.run(resumed_run, "feedback", [str(tmp_path / "2")] * ranks, 3)
+    assert [weights for weights, _ in mixed] == [weights for weights, _ in alone] and len(alone[0][0]) == 64
+    for _, warned in mixed:
+        assert any("beside those of step 7 of 2 ranks. Left out: gradwire-rank2.pt." in each for each in warned)
+
+
+def test_files_of_two_jobs_at_one_step_are_told_on_all_ranks(tmp_path: Path) -> None:
+    def act(world: World) -> list[tuple[str, list[str]]]:
+        for name in ("a", "b"):
+            world.run(saved_run, "feedback", str(tmp_path / name), 7)
+        shutil.copy(tmp_path / "b" / "gradwire-rank1.pt", tmp_path / "a")
+        return world.run(resumed_run, "feedback", [str(tmp_path / "a")] * 2, 3)
+
+    first, second = in_a_short_world(act)
+    assert first == second
+    assert "the job in rank 0's state is " in first[0] and "these were not saved together" in first[0]

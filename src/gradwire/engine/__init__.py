@@ -5,7 +5,7 @@ from gradwire.engine.observers import Observer
 from gradwire.engine.overlap import compiled
 from gradwire.engine.prepare import facts, prepare
 from gradwire.engine.registry import REGISTRY
-from gradwire.engine.saving import load_state, state_of
+from gradwire.engine.saving import SET, load_state, state_of
 from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
 from gradwire.engine.session import FirstDriver, Session
@@ -13,6 +13,7 @@ from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, Patch, t
 
 __all__ = [
     "REGISTRY",
+    "SET",
     "ClipsGradients",
     "CopiesWeights",
     "Corrects",

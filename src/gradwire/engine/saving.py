@@ -17,6 +17,9 @@ from gradwire.errors import StepStateError
 from gradwire.exchange import Saved, added_up, read_state, split, warn_of_lost, write_state
 from gradwire.transport import gather_bytes
 
+SET = "saved_by"
+"""The key of a file's state with the name of the job that saved it, in bytes: files of one set have the same."""
+
 
 def state_of(session: Session) -> dict[str, torch.Tensor]:
     """See `Handle.state_dict`."""
@@ -40,7 +43,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
         if (state := read()) is not None:
             saved = read_state(state, session.group)
             plan = _checked_plan(session, saved)
-            card |= _card_of(saved)
+            card |= _card_of(saved, bytes(state[SET].tolist()).decode() if SET in state else "")
     if saved is None:
         return False
     before, together = session.plan, _taken_together(saved, card["everybody"])
@@ -112,10 +115,10 @@ def _exchanged(session: Session, card: Mapping[str, Any]) -> list[dict[str, Any]
     return [json.loads(row) for row in rows]
 
 
-def _card_of(saved: Saved) -> dict[str, Any]:
+def _card_of(saved: Saved, job: str) -> dict[str, Any]:
     """The parts of a state that must be equal on all ranks, or that decide what ranks do together."""
     decided = "" if saved.decided is None else saved.decided.digest()
-    alike = {"step": saved.step, "order": saved.order, "plan": decided, "search": saved.searching}
+    alike = {"step": saved.step, "order": saved.order, "plan": decided, "search": saved.searching, "job": job}
     return {"alike": alike, "own": saved.own, "measuring": bool(saved.measuring)}
 
 

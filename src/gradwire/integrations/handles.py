@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gradwire.api import Handle
 from gradwire.core import make_folder, write_whole
-from gradwire.engine import Patch, load_state
+from gradwire.engine import SET, Patch, load_state
 from gradwire.errors import DisagreementError, StepStateError
 from gradwire.exchange import Exchange
 from gradwire.transport import agree
@@ -57,34 +57,62 @@ def facts(handle: Handle) -> dict[str, float]:
 
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Call it on every rank, between steps."""
-    write_whole(make_folder(folder) / _name(handle), to_bytes(handle.state_dict()))
+    state = handle.state_dict() | {SET: torch.tensor(list(handle.session.lanes.name.encode()), dtype=torch.uint8)}
+    write_whole(make_folder(folder) / _name(handle), to_bytes(state))
 
 
 def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     """Take up what ranks wrote into the folder. Collective: every rank calls it, between steps. All ranks load, or none.
 
-    A rank reads its own file; where another number of ranks saved, or its own file is missing, all files. If no rank finds a
-    file, residuals begin at zero, with a warning.
+    A rank reads its own file; where another number of ranks saved, or its own file is missing, the files of all ranks that saved
+    together. Files of an earlier save with more ranks are left out, with a warning. If no rank finds a file, residuals begin at
+    zero, with a warning.
 
     Raises ValueError on all ranks if a rank finds no file and another one does, if a file does not fit the handle, and if files
-    are of different steps.
+    were not saved together.
     """
     device, group = handle.session.device, handle.session.group
 
     def read() -> dict[str, Any] | None:
         own, files = Path(folder) / _name(handle), sorted(Path(folder).glob("gradwire-rank*.pt"))
-        state = torch.load(own, map_location=device, weights_only=True) if own in files else {}
-        ranks = state.get(f"rank{group.global_ranks[group.rank]}/ranks")
-        if ranks is None or tuple(ranks.tolist()) != group.global_ranks:
-            for path in files:
-                state |= torch.load(path, map_location=device, weights_only=True)
-        return state if files else None
+        states = {path: torch.load(path, map_location=device, weights_only=True, mmap=True) for path in files}
+        together = _saved_together(folder, states)
+        if own in together and _ranks_of(states[own]) == group.global_ranks:
+            return states[own]
+        return {key: value for path in together for key, value in states[path].items()} or None
 
     if not load_state(handle.session, read):
         warnings.warn(
             f"{folder} has no gradwire-rank*.pt: it was saved without gradwire, or by another node. Residuals begin at zero.",
             stacklevel=3,
         )
+
+
+def _ranks_of(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The ranks that saved together with the one whose state it is."""
+    ranks = next((value for key, value in state.items() if key.startswith("rank") and key.endswith("/ranks")), None)
+    return None if ranks is None else tuple(ranks.tolist())
+
+
+def _saved_together(folder: str | os.PathLike[str], states: Mapping[Path, Mapping[str, Any]]) -> list[Path]:
+    """The files of one save: all files, unless those of one save are whole and others are left of an earlier one."""
+    sets: dict[Any, list[Path]] = {}
+    for path, state in states.items():
+        step = next(
+            (int(value) for key, value in state.items() if key.startswith("rank") and key.endswith("/step")), -1
+        )
+        job = bytes(state[SET].tolist()) if SET in state else b""
+        sets.setdefault((_ranks_of(state), step, job), []).append(path)
+    whole = [(key, paths) for key, paths in sets.items() if key[0] is not None and len(paths) == len(key[0])]
+    if len(sets) < 2 or len(whole) != 1:
+        return [*states]
+    (((ranks, step, _), paths),) = whole
+    warnings.warn(
+        f"{folder} has gradwire-rank*.pt of an earlier save, beside those of step {step} of {len(ranks)} ranks. Left out: "
+        f"{', '.join(path.name for path in states if path not in paths)}. Remove them.",
+        stacklevel=5,
+    )
+    return paths
 
 
 def resume_together(exchange: Exchange, state: Mapping[str, Any]) -> None:
