@@ -4,6 +4,7 @@ A part is a module with `run(arguments) -> int`, the exit status.
 """
 
 import importlib
+import os
 import sys
 
 from gradwire.errors import GradwireError
@@ -67,6 +68,7 @@ def main(arguments: list[str]) -> int:
     if arguments and arguments[0] not in PARTS:
         print(f"there is no benchmark {arguments[0]!r}; there are: {', '.join(PARTS)}", file=sys.stderr)
         return 2
+    os.environ.setdefault("GRADWIRE_RECORD_ARGUMENTS", "1")  # a result says how to get it again
     chosen = [(arguments[0], arguments[1:])] if arguments else [(part, []) for part in DEFAULT]
     try:
         return max(importlib.import_module(_module(part)).run(options) for part, options in chosen)

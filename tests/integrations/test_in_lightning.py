@@ -89,6 +89,8 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "clipping": ({"gradient_clip_val": 0.1}, False),
     "bfloat16": ({"precision": "bf16-mixed"}, False),
     "by hand": ({}, True),
+    "barebones": ({"barebones": True}, False),
+    "no log": ({"log_every_n_steps": 0}, False),
 }
 
 

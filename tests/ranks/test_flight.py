@@ -11,7 +11,7 @@ from worlds import Worlds
 import gradwire as gw
 from gradwire.cli import app
 from gradwire.doctor.flight import behind
-from gradwire.transport.flight import STEPS, Flight, FlightRecord
+from gradwire.transport.flight import FILES, STEPS, Flight, FlightRecord
 
 
 def record(rank: int, step: int, ended: int, open_task: str = "") -> FlightRecord:
@@ -45,6 +45,21 @@ def test_who_was_behind() -> None:
 def test_the_last_steps_are_kept() -> None:
     steps = record(0, 3 * STEPS, 0).steps
     assert [step.step for step in steps] == [*range(2 * STEPS + 1, 3 * STEPS + 1)]
+
+
+def test_by_default_files_lie_in_a_folder_of_this_user_and_the_last_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRADWIRE_FLIGHT_DIR")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    paths = [Flight(0, (0, 1), f"job{number}").write("as ordered") for number in range(FILES + 3)]
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700 and paths[-1].stat().st_mode & 0o777 == 0o600
+    assert len(list(folder.iterdir())) == FILES and paths[-1].exists() and not paths[0].exists()
+    folder.chmod(0o777)
+    other = Flight(0, (0, 1), "job").write("as ordered").parent
+    assert other != folder and other.stat().st_mode & 0o777 == 0o700, "whoever may write there may put links there"
 
 
 def test_a_step_that_fails_is_written(worlds: Worlds, folder: Path) -> None:

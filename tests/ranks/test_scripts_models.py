@@ -288,6 +288,16 @@ def quantised_buffer() -> nn.Module:
     return layer
 
 
+class Packed(torch.Tensor):
+    """A weight that is no plain tensor, like the quantised bases under LoRA."""
+
+
+def frozen_subclass() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3))
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Packed), requires_grad=False)
+    return model
+
+
 def synchronised_batch_norm() -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
 
@@ -332,6 +342,7 @@ def test_a_reentrant_checkpoint_in_an_object(worlds: Worlds) -> None:
         (layer_without_memory, ["PlanError", "meta"]),
         (partly_without_memory, ["PlanError", "meta"]),
         (quantised_buffer, ["PlanError", "table"]),
+        (frozen_subclass, ["PlanError", "the frozen parameter '0.0.weight' is a Packed", "params_and_buffers_to_ignore"]),
         (synchronised_batch_norm, ["ValueError: SyncBatchNorm expected input tensor to be on GPU"]),
     ],
     ids=name_of,
@@ -342,6 +353,21 @@ def test_models_that_are_refused(worlds: Worlds, layer: Callable[[], nn.Module],
         assert word in told
         assert word in other
     assert first == second, "the next model is not synchronised"
+
+
+def scripted() -> tuple[str, bool]:
+    """What is said of a TorchScript model, and whether its weights are as they were."""
+    torch.manual_seed(dist.get_rank())
+    model = torch.jit.script(nn.Sequential(nn.Linear(6, 3)))
+    before = [each.detach().clone() for each in model.parameters()]
+    with pytest.raises(gw.PlanError) as caught:
+        gw.parallelize(model, plan=gw.Identity())
+    return str(caught.value), all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_torchscript_model_is_refused_before_weights_travel(worlds: Worlds) -> None:
+    for told, unchanged in worlds.run(2, scripted):
+        assert "model is a TorchScript model" in told and unchanged
 
 
 def copied_root() -> bool:

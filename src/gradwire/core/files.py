@@ -3,26 +3,32 @@
 import contextlib
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from gradwire.core.checks import printable
 from gradwire.errors import FormatError, WriteError
 
 
-def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+def write_whole(path: str | os.PathLike[str], content: str | bytes, private: bool = False) -> None:
     """Write a temporary file in the target's folder, flush it to disk, and rename it to the target. Text is UTF-8.
 
-    A symbolic link still points to the target. A target that is no regular file, such as `/dev/stdout`, is written directly.
+    private: only this user may read a file that is made new. A file that is there keeps its mode. A symbolic link still points to
+    the target, unless another user put the link into a folder where everybody may write. A target that is no regular file, such
+    as `/dev/stdout`, is written directly.
     Raises WriteError, an OSError, that names the file. The old file is then unchanged, and no temporary file is left.
     """
     target = Path(os.path.realpath(path))
     name = printable(os.fspath(path), longest=1024)
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
+        _check_link(path, name)
         if target.exists() and not target.is_file():
             target.write_bytes(data)
         else:
-            _replace(target, data)
+            _replace(target, data, private)
+    except WriteError:
+        raise
     except FileNotFoundError as error:
         raise WriteError(
             f"{name}: cannot be written: there is no folder {printable(str(target.parent))}. Make it."
@@ -55,10 +61,26 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _replace(target: Path, data: bytes) -> None:
+def _check_link(path: str | os.PathLike[str], name: str) -> None:
+    """Raises WriteError for a symbolic link of another user in a folder where everybody may write, as in /tmp."""
+    if not os.path.islink(path):
+        return
+    owner, folder = os.lstat(path).st_uid, os.stat(os.path.dirname(os.path.abspath(path)))
+    if folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH and owner not in (os.geteuid(), folder.st_uid):
+        raise WriteError(
+            f"{name}: cannot be written: it is a symbolic link that user {owner} made in a folder where everybody may write, and "
+            "it may point to a file of yours. Remove it, or choose another folder."
+        )
+
+
+def _replace(target: Path, data: bytes, private: bool) -> None:
     temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}")
+    kept = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+    flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private or kept is not None else 0o666
     try:
-        with open(temporary, "xb") as file:
+        with open(os.open(temporary, flags, mode), "wb") as file:
+            if kept is not None:
+                os.fchmod(file.fileno(), kept)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -67,3 +89,14 @@ def _replace(target: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+    _sync(target.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Flush the folder, so that the new name outlives a loss of power. Some file systems cannot."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,14 +1,21 @@
 """The provenance of the numbers in a file."""
 
 import datetime
+import os
 import platform
+import re
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+
+_SECRET = re.compile(r"token|secret|passw|pwd|credential|api.?key|access.?key|private.?key|auth|^-*key$", re.IGNORECASE)
+_USER = re.compile(r"(\w+://)[^/@\s]*@")
+_HIDDEN = "..."
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,11 +31,41 @@ class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @staticmethod
     def now() -> "Made":
-        """Record this host, this time and the command of this process. Absolute paths are cut to their last part."""
-        words = [Path(word).name if word.startswith("/") else word for word in sys.orig_argv]
+        """Record this host, this time and the command of this process.
+
+        Absolute paths are cut to their last part. Of a script's command only the script's name is kept, since files travel and
+        arguments may be secrets; with `GRADWIRE_RECORD_ARGUMENTS=1` its arguments too, without values that look like secrets.
+        """
+        words = without_secrets(sys.orig_argv, all_words=os.environ.get("GRADWIRE_RECORD_ARGUMENTS") == "1")
+        words = [Path(word).name if word.startswith("/") else word for word in words]
         words = [word.encode("utf-8", "backslashreplace").decode() for word in words]  # bytes that are no text
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return Made(host=socket.gethostname(), date=date, command=shlex.join(words), processor=processor_name())
+
+
+def without_secrets(argv: Sequence[str], all_words: bool = False) -> list[str]:
+    """A command without secrets. Commands of gradwire itself keep their arguments, other programs keep theirs with `all_words`.
+
+    Left out are values of options and variables that are named like secrets (token, key, password), what stands before the host
+    of a URL, and code after `-c`.
+    """
+    with_value = ("-X", "-W")  # options of Python
+    ends = (at for at, word in enumerate(argv) if at and not word.startswith("-") and argv[at - 1] not in with_value)
+    end = next(ends, len(argv))
+    program = Path(argv[end]).name if end < len(argv) else ""
+    if argv[end - 1 : end] == ["-c"]:
+        return [*argv[:end], _HIDDEN]
+    if not all_words and program.partition(".")[0] != "gradwire":
+        return [*argv[: end + 1]]
+    kept: list[str] = []
+    for before, word in zip(["", *argv], argv, strict=False):
+        option, equals, _ = word.partition("=")
+        if equals and _SECRET.search(option):
+            word = f"{option}={_HIDDEN}"
+        elif _SECRET.search(before) and before.startswith("-") and "=" not in before and not word.startswith("-"):
+            word = _HIDDEN
+        kept.append(_USER.sub(rf"\1{_HIDDEN}@", word))
+    return kept
 
 
 def processor_name() -> str:

@@ -42,11 +42,13 @@ _TOO_DEEP = "lists and objects are nested deeper than in any document of gradwir
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the formats: a frozen struct that is one JSON file.
 
-    A subclass sets `what` (the format's name in messages) and `remedy` (how to get a right file).
+    A subclass sets `what` (the format's name in messages), `remedy` (how to get a right file) and `private` (whether others than
+    this user may not read a new file).
     """
 
     what: ClassVar[str] = "document"
     remedy: ClassVar[str] = "Write the file again."
+    private: ClassVar[bool] = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings in the order of the format. Optional fields at their default are left out."""
@@ -61,7 +63,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
         Raises WriteError if the file cannot be written.
         """
-        write_whole(path, self.to_json())
+        write_whole(path, self.to_json(), self.private)
 
     @classmethod
     def from_dict(cls, data: object) -> Self:

@@ -41,6 +41,11 @@ def prepare(
             "model is wrapped in DistributedDataParallel, which would send gradients too. Pass model.module, or keep DDP and "
             "call model.register_comm_hook(gw.DDPState(plan=gw.QSGD(bits=4)), gw.ddp_hook)."
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PlanError(
+            "model is a TorchScript model: torch runs no hook of it, and gradwire finds the begin of a step by one. Pass the "
+            "module that was scripted or traced, and use torch.compile for speed."
+        )
     _check_memory(model)
     parameters = {name: p for name, p in shared_parameters(model) if p.requires_grad}
     if not parameters:
@@ -77,6 +82,13 @@ def _check_memory(model: torch.nn.Module) -> None:
         if tensor.is_quantized:
             raise PlanError(
                 f"{name!r} is quantized, and gradwire cannot send such tensors from rank 0. Keep it outside."
+            )
+    for name, parameter in shared_parameters(model):
+        if not parameter.requires_grad and type(parameter.data) is not torch.Tensor:
+            raise PlanError(
+                f"the frozen parameter {name!r} is a {type(parameter.data).__name__}, and gradwire cannot send such tensors from "
+                "rank 0. Load the same values on every rank, and leave them out of what ranks share: "
+                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [names])."
             )
 
 

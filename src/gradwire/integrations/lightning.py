@@ -82,7 +82,8 @@ class GradwireStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Write gradwire's numbers into the log."""
         trainer = self.lightning_module.trainer
-        if self.handle is not None and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+        every = trainer.log_every_n_steps  # 0: never, as with barebones=True
+        if self.handle is not None and every and (trainer.global_step + 1) % every == 0:
             self.lightning_module.log_dict(facts(self.handle))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

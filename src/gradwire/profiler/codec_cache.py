@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -30,11 +31,9 @@ def cached_codecs(specs: Sequence[Spec], device: torch.device, sizes: Sequence[i
 
     sizes: bytes of gradient, as `measure_codecs` takes them. They are part of the key.
     """
-    path = _folder() / f"codecs-{_key(device, tuple(sizes))}.json"
-    try:
-        kept = Costs.load(path)
-    except (OSError, FormatError):
-        kept = Costs(codecs=())
+    name, kept = f"codecs-{_key(device, tuple(sizes))}.json", Costs(codecs=())
+    with suppress(OSError, FormatError, RuntimeError):
+        kept = Costs.load(_folder() / name)
     kind = "cpu" if device.type == "cpu" else "gpu"
     known = {codec.spec for codec in kept.codecs if codec.device == kind}
     missing = [spec for spec in dict.fromkeys(specs) if spec.encodes and spec not in known]
@@ -43,15 +42,14 @@ def cached_codecs(specs: Sequence[Spec], device: torch.device, sizes: Sequence[i
     measured = measure_codecs(missing, device, sizes, seconds / (2 * len(sizes) * len(missing)))
     costs = Costs(codecs=(*kept.codecs, *measured.codecs), made=measured.made)
     try:
-        make_folder(path.parent)
-        write_whole(path, costs.to_json())
-    except OSError as error:
+        write_whole(make_folder(_folder()) / name, costs.to_json())
+    except (OSError, RuntimeError) as error:
         _LOGGER.debug("codecs' times are measured in each run: %s", error)
     return costs
 
 
 def _folder() -> Path:
-    """Return the folder of gradwire's caches for this user."""
+    """Return the folder of gradwire's caches for this user. Raises RuntimeError where the user has no home."""
     if own := os.environ.get("GRADWIRE_CACHE_DIR", ""):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME", "")

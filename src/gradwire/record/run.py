@@ -172,6 +172,7 @@ class Run(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "record of a run"
     remedy: ClassVar[str] = "Record it again: with handle.record(FOLDER) around the training loop."
+    private: ClassVar[bool] = True
 
     version: int = 1
     made: Made

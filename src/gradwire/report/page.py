@@ -19,7 +19,7 @@ def write_report(folder: Path, out: Path | None = None) -> str:
     run = Run.read(folder)
     run_folder = folder if folder.is_dir() else folder.parent
     path = out or run_folder / "report.html"
-    write_whole(path, page(run, predicted(run, run_folder)))
+    write_whole(path, page(run, predicted(run, run_folder)), private=True)
     return f"{summary(run)}\nReport: {path}"
 
 

@@ -105,7 +105,7 @@ def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypat
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, name=name, real=real: (done.append(name), real(*a)))
     write_whole(tmp_path / "file", "text \N{SNOWMAN}")
-    assert done == ["fsync", "replace"]
+    assert done == ["fsync", "replace", "fsync"], "the last one is of the folder"
     assert contents(tmp_path) == {"file": "text \N{SNOWMAN}".encode()}
 
 
@@ -129,3 +129,34 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
     finally:
         os.umask(mask)
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_a_file_keeps_its_mode_and_a_private_one_is_private(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_whole(tmp_path / "open", b"first")
+        write_whole(tmp_path / "private", b"first", private=True)
+        assert (mode_of(tmp_path / "open"), mode_of(tmp_path / "private")) == (0o644, 0o600)
+        for mode in (0o600, 0o640, 0o664):
+            (tmp_path / "open").chmod(mode)
+            write_whole(tmp_path / "open", b"second")
+            assert mode_of(tmp_path / "open") == mode and (tmp_path / "open").read_bytes() == b"second"
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link of another user")
+def test_a_link_that_another_user_put_into_a_shared_folder_is_refused(tmp_path: Path) -> None:
+    shared, victim = tmp_path / "shared", tmp_path / "victim"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    victim.write_bytes(b"precious")
+    (shared / "cluster.json").symlink_to(victim)
+    os.lchown(shared / "cluster.json", 12345, 12345)
+    with pytest.raises(WriteError, match="a symbolic link that user 12345 made in a folder where everybody may write"):
+        CLUSTER.save(shared / "cluster.json")
+    assert victim.read_bytes() == b"precious"

@@ -70,3 +70,15 @@ def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, base: str, exp
     monkeypatch.delenv("GRADWIRE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", base)
     assert codec_cache._folder() == (Path(expected) if expected else Path.home() / ".cache" / "gradwire")
+
+
+def test_without_a_home_each_run_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("GRADWIRE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    costs, measured = asked([QSGD(bits=4)])
+    assert measured == [QSGD(bits=4)] and len(costs.codecs) == 1
