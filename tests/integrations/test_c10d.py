@@ -56,7 +56,9 @@ def reduced() -> dict[str, Any]:
     objects: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(objects, dist.get_rank(), group=group)
     told["objects"] = objects
-    told["specs"] = {str(bucket.main_spec) for each in group._exchanges.values() for bucket in each.plan.buckets}
+    told["specs"] = {
+        str(bucket.main_spec) for each in group._exchanges.values() if each for bucket in each.plan.buckets
+    }
     end(group)
     return told
 
@@ -70,6 +72,33 @@ def test_only_large_sums_of_floats_are_quantised(worlds: Worlds, ranks: int) -> 
             assert told[name] == [0.0, 0.0]
         assert told["specs"] == {"QSGD(bits=4, block=128, blocks='bucket')"}
         assert told["max"] == [ranks - 1.0] and told["objects"] == list(range(ranks))
+
+
+def of_many_sizes() -> tuple[int, int, bool, bool]:
+    """Exchanges after 100 all-reduces of other sizes, and after these again; whether the second ones, and sizes of the beginning,
+    are quantised."""
+    group = group_of(min_numel=1000)
+
+    def quantises(numel: int) -> bool:
+        exact = torch.randn(numel, generator=seeded(dist.get_rank()))
+        found = exact.clone()
+        dist.all_reduce(exact)
+        dist.all_reduce(found, group=group)
+        return not torch.equal(exact, found)
+
+    def made() -> int:
+        return sum(each is not None for each in group._exchanges.values())
+
+    first = [quantises(1000 + 8 * number) for number in range(300)]
+    after_first = made()
+    second = [quantises(1000 + 8 * number) for number in range(200, 300)]
+    told = after_first, made(), all(second) and first[:32] == [True] * 32 and not any(first[32:]), quantises(3384)
+    end(group)
+    return told
+
+
+def test_sizes_that_do_not_return_are_left_to_gloo(worlds: Worlds) -> None:
+    assert worlds.run(2, of_many_sizes) == [(0, 100, True, True)] * 2
 
 
 def network() -> nn.Sequential:

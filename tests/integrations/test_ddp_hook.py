@@ -1,5 +1,6 @@
 """DistributedDataParallel with gradwire's hook: plain DDP's numbers under an identity plan, residuals, states, refusals."""
 
+import gc
 import io
 import os
 import time
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from beside_ddp import batch, everything, normalised, plain, sgd
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Given, World, Worlds, digest, seeded
 
@@ -421,6 +423,26 @@ def test_plans_that_ddp_cannot_run_name_parallelize(plan: Any) -> None:
         gw.bucket_sizes(plain(), plan)
 
 
+def found_though_frozen() -> tuple[bool, int]:
+    """Whether the hook averages when `gc.freeze` came before the first backward; and what is frozen after."""
+    run, _ = wrapped(plain(), gw.Identity())
+    gc.collect()
+    gc.freeze()
+    try:
+        run(batch(0)).square().mean().backward()
+        mean = torch.cat([each.grad.flatten() for each in run.parameters()])
+        gathered = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mean)
+        return all(torch.equal(each, mean) for each in gathered), gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+def test_a_model_that_the_collector_froze_is_found(worlds: Worlds) -> None:
+    for averaged, frozen_objects in worlds.run(2, found_though_frozen):
+        assert averaged and frozen_objects > 1000
+
+
 def said(act: Callable[[], Any]) -> str:
     try:
         act()
@@ -451,6 +473,14 @@ def misused() -> list[str]:
     same, state = wrapped(plain(), FEEDBACK)
     state.load_state_dict(saved)
     told.append(said(lambda: same(batch(0)).sum().backward()))
+    first, state = wrapped(plain(), gw.QSGD(bits=4))
+    first(batch(0)).sum().backward()
+    second = DistributedDataParallel(plain())
+    second.register_comm_hook(state, gw.ddp_hook)
+    told.append(said(lambda: second(batch(0)).sum().backward()))
+    cast = DistributedDataParallel(plain())
+    cast.register_comm_hook(gw.DDPState(plan=gw.QSGD(bits=4)), fp16_compress_wrapper(gw.ddp_hook))
+    told.append(said(lambda: cast(batch(0)).sum().backward()))
     return told
 
 
@@ -459,7 +489,8 @@ SAID = (
     "StepStateError: this DDPState is registered with 2 DDP models",
     "PlanError: rule ('no_such', Identity()) matches none", "PlanError: model is wrapped in DistributedDataParallel",
     "ValueError: the state has 4 tensors, and DDP averages 2", "ValueError: the state has no key that begins with rank0/",
-    "ValueError: the state was saved under plan",
+    "ValueError: the state was saved under plan", "StepStateError: this DDPState averages gradients of another DDP model",
+    "PlanError: the hook got torch.float16 for gradients of torch.float32: a hook around it",
 )  # fmt: skip
 
 

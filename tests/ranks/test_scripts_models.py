@@ -342,7 +342,10 @@ def test_a_reentrant_checkpoint_in_an_object(worlds: Worlds) -> None:
         (layer_without_memory, ["PlanError", "meta"]),
         (partly_without_memory, ["PlanError", "meta"]),
         (quantised_buffer, ["PlanError", "table"]),
-        (frozen_subclass, ["PlanError", "the frozen parameter '0.0.weight' is a Packed", "params_and_buffers_to_ignore"]),
+        (
+            frozen_subclass,
+            ["PlanError", "the frozen parameter '0.0.weight' is a Packed", "params_and_buffers_to_ignore"],
+        ),
         (synchronised_batch_norm, ["ValueError: SyncBatchNorm expected input tensor to be on GPU"]),
     ],
     ids=name_of,

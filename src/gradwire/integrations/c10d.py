@@ -3,11 +3,10 @@
 Example; nothing else changes in a script with DDP::
 
     import gradwire.integrations.c10d
-
     dist.init_process_group("gradwire")
 
-Importing this module registers the backend "gradwire". The backend quantises large all-reduces of floating-point tensors on the
-CPU with `gw.QSGD`, and exchanges them one after another on a thread while backward runs. For everything else it is gloo.
+Importing this module registers the backend "gradwire". It quantises large all-reduces of floating-point tensors on the CPU
+with `gw.QSGD`, and exchanges them one after another on a thread while backward runs. For everything else it is gloo.
 """
 
 import warnings
@@ -32,9 +31,10 @@ from gradwire.transport import KERNELS, Lanes, agree
 
 __all__ = ["exclude_layer", "quantise", "register_model", "set_layer_bits"]
 
+_MOST_AT_ONCE, _MOST = 32, 256
+"""After so many sizes gloo does one that is new, until it comes again. So many are remembered, each in about twice its memory."""
 _recent: deque[Any] = deque(maxlen=4)
-"""The last works of gloo, kept alive here. If a thread of gloo freed a work, it would wait for Python's lock, which DDP holds
-when it ends a group."""
+"""The last works of gloo: a thread of gloo that freed one would wait for Python's lock, which DDP holds when it ends a group."""
 
 
 class _Settings:
@@ -59,10 +59,8 @@ def quantise(bits: int = 4, min_numel: int = 2**14) -> None:
 
 def register_model(model: torch.nn.Module) -> None:
     """Quantise only gradients of this model's parameters, each layer by itself: no block crosses a layer, and biases and norms
-    stay uncompressed. Call it on every rank, before the first all-reduce.
-
-    Layers are found by the memory of their gradients: in DDP with `gradient_as_bucket_view=True`, or in `all_reduce(p.grad)`.
-    """
+    stay uncompressed. Call it on every rank, before the first all-reduce. Layers are found by the memory of their gradients: in
+    DDP with `gradient_as_bucket_view=True`, or in `all_reduce(p.grad)`."""
     _settings.parameters = {name: weakref.ref(each) for name, each in model.named_parameters() if each.requires_grad}
     _settings.layers = {}
 
@@ -96,7 +94,7 @@ class QuantisingGroup(dist.ProcessGroup):
         self._set_default_backend(kind)
         self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._lanes: Lanes | None = None
-        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+        self._exchanges: dict[tuple[Any, ...], Exchange | None] = {}  # the last used last; None: gloo did it once
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="gradwire-c10d")
 
     def getBackendName(self) -> str:
@@ -107,10 +105,10 @@ class QuantisingGroup(dist.ProcessGroup):
         """All-reduce with gloo, or quantise in an exchange on the worker's thread. Returns a work that completes at the end."""
         opts, tensor = opts or dist.AllreduceOptions(), tensors[0] if isinstance(tensors, (list, tuple)) else tensors
         sums, means = (opts.reduceOp == each for each in (dist.ReduceOp.SUM, dist.ReduceOp.AVG))
-        parts = self._parts(tensor) if sums or means else None
-        if parts is None:
+        parts, factor = self._parts(tensor) if sums or means else None, self.size() if sums else 1
+        exchange = self._exchange_of(parts) if parts else None
+        if parts is None or exchange is None:
             return _gloos("allreduce")(self, tensors, opts)
-        exchange, factor = self._exchange_of(parts), self.size() if sums else 1
         done: torch.futures.Future[Any] = torch.futures.Future()
         self._worker.submit(_average, exchange, parts, tensor, factor, done)
         return _create_work_from_future(done.then(_result_of))
@@ -144,10 +142,12 @@ class QuantisingGroup(dist.ProcessGroup):
         )
         return None
 
-    def _exchange_of(self, parts: Mapping[str, torch.Tensor]) -> Exchange:
+    def _exchange_of(self, parts: Mapping[str, torch.Tensor]) -> Exchange | None:
+        """The exchange of these layers. None, on all ranks, if there are many exchanges and this one may never come again."""
         of_parts = ((name, part.dtype, part.shape, _settings.layers.get(name)) for name, part in parts.items())
         key = (_settings.bits, bool(_settings.parameters), *of_parts)
-        if key not in self._exchanges:
+        again, exchange = key in self._exchanges, self._exchanges.pop(key, None)
+        if exchange is None and (again or len(self._exchanges) < _MOST_AT_ONCE):
             rules = [(escape(name), _settings.layers[name]) for name in parts if name in _settings.layers]
             default = QSGD(bits=_settings.bits, blocks="tensor" if _settings.parameters else "bucket")
             policy = Policy(default=default, rules=rules, exempt_vectors=bool(_settings.parameters))
@@ -160,8 +160,11 @@ class QuantisingGroup(dist.ProcessGroup):
                 lanes.open(facts, torch.device("cpu"))
             with lanes.told("all ranks to compare an all-reduce", 0):
                 lanes.control.submit(lambda link: agree(link, facts, lanes.group.global_ranks)).result()
-            self._exchanges[key] = Exchange.on(lanes, parts, plan, 0)
-        return self._exchanges[key]
+            exchange = Exchange.on(lanes, parts, plan, 0)
+        self._exchanges[key] = exchange
+        if len(self._exchanges) > _MOST:
+            self._exchanges.pop(next(iter(self._exchanges)))
+        return exchange
 
 
 @torch.no_grad()

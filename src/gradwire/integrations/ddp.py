@@ -1,10 +1,8 @@
 """A communication hook of DistributedDataParallel that averages gradients with `gw.Exchange`.
 
-DDP calls the hook for each of its buckets, in the same order on all ranks. One exchange holds the gradients of all parameters by
-name, for any buckets that DDP makes. The lanes work while backward runs, and the hook of the last bucket waits for them.
-"""
+DDP calls the hook for each bucket, in the same order on all ranks. One exchange holds the gradients of all parameters by name.
+Its lanes work while backward runs, and the hook of the last bucket waits for them."""
 
-import gc
 import os
 from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
@@ -18,11 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core import Backward, Plan, Spec, show
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, info_of, plan_for, read_state
-from gradwire.integrations.handles import resume_together
+from gradwire.integrations.handles import all_objects, resume_together
 from gradwire.plan import Policy
 from gradwire.transport import Group
 
 __all__ = ["DDPState", "bucket_sizes", "ddp_hook"]
+_ONE_EACH = (
+    "Call model.register_comm_hook(gw.DDPState(plan), gw.ddp_hook) once, with a state of its own for each model."
+)
 PlanForDDP: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str]
 
 
@@ -33,7 +34,6 @@ class DDPState:
     of the model inside DDP. A policy's plan is made again when DDP has brought its buckets into gradient-ready order.
     Means are over all ranks of DDP's group, in `join()` too, for any `divide_by_initial_world_size`. With error feedback a
     parameter that no rank used in a step (`find_unused_parameters`) loses its residual. torch averages sparse gradients.
-
     Raises PlanError for a plan that DDP cannot run. In backward the hook raises PlanError if the plan does not fit the model,
     DisagreementError on all ranks if ranks differ, CommunicationError if a rank died or stalled.
 
@@ -60,7 +60,9 @@ class DDPState:
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange one of DDP's buckets. The future gets the buffer, with mean gradients, after the step's last bucket."""
-        exchange, buffer = self._begin() if bucket.index() == 0 else self._exchange, bucket.buffer()
+        if bucket.index() == 0:
+            self._begin(bucket)
+        exchange, buffer = self._exchange, bucket.buffer()
         if exchange is None or buffer.is_sparse:
             done = allreduce_hook(self._group, bucket)
         else:
@@ -86,8 +88,7 @@ class DDPState:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of this rank's step, plan and residuals, with keys `rank{r}/...`; empty before the first step. Call it between
         steps, and save the states of all ranks. A run continues bit for bit from the state after the second step (with
-        `static_graph` the third) or a later one.
-        """
+        `static_graph` the third) or a later one."""
         if self._exchange is None:
             return dict(self._saved)
         state, names = self._exchange.state_dict(), list(self._parameters)
@@ -96,25 +97,30 @@ class DDPState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned: this rank's own state, or, with another number of ranks, the states of all ranks that
-        saved, in one dictionary. Call it between steps, on every rank, after `register_comm_hook`; it sends nothing.
-
-        Raises ValueError that names the mistake in the state. If the state does not fit the plan, the next step raises ValueError
-        at its begin.
-        """
+        saved, in one dictionary. Call it between steps, on every rank, after `register_comm_hook`; it sends nothing. Raises
+        ValueError that names the mistake in the state; if it does not fit the plan, the next step raises ValueError."""
         self._find_model()
         names, order = list(self._parameters), read_state(state, Group.of(self._group)).order if state else []
         if order and sorted(order) != list(range(len(names))):
             raise ValueError(
                 f"the state has {len(order)} tensors, and DDP averages {len(names)}: it was saved with another model, or other "
-                "parameters were frozen. Load it into the model that it was saved with."
+                "parameters were frozen. Load it into that model."
             )
         if self._exchange is not None:
             self._exchange.close()
         self._exchange, self._came, self._saved = None, [], dict(state)
         self._order, self._order_known = [names[at] for at in order], bool(order)
 
-    def _begin(self) -> Exchange | None:
+    def _begin(self, bucket: GradBucket) -> None:
         self._find_model()
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        if not buffer.is_sparse and any(each not in self._names for each in parameters):
+            raise StepStateError(f"this DDPState averages gradients of another DDP model. {_ONE_EACH}")
+        if buffer.dtype != parameters[0].dtype:
+            raise PlanError(
+                f"the hook got {buffer.dtype} for gradients of {parameters[0].dtype}: a hook around it, such as "
+                "fp16_compress_wrapper, casts them. Register gw.ddp_hook alone; the spec gw.Cast() sends 16 bits."
+            )
         if self._exchange is None and self._parameters:  # not all gradients are sparse
             self._order = self._order or list(self._parameters)[::-1]
             made = self._make()
@@ -123,7 +129,6 @@ class DDPState:
         self._came = [*self._came[-1:], []]
         if self._exchange is not None:
             self._exchange.begin()
-        return self._exchange
 
     def _make(self) -> Exchange:
         ordered = {name: self._parameters[name] for name in self._order}
@@ -145,12 +150,11 @@ class DDPState:
         """Search all objects once for the DDP model with this state: DDP gives a hook neither names nor its model."""
         if self._group is not None:
             return
-        models = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+        models = (each for each in all_objects() if issubclass(type(each), DistributedDataParallel))
         found = [each for each in models if any(state is self for _, state in vars(each).get("_comm_hooks", ()))]
         if len(found) != 1:
             raise StepStateError(
-                f"this DDPState is registered with {len(found)} DDP models, and belongs to one. Call "
-                "model.register_comm_hook(state, gw.ddp_hook) once, with a state of its own for each model."
+                f"this DDPState is registered with {len(found)} DDP models, and belongs to one. {_ONE_EACH}"
             )
         self._group = found[0].process_group
         self._parameters = _averaged(found[0].module, found[0].parameters_to_ignore)
@@ -170,10 +174,7 @@ def bucket_sizes(model: torch.nn.Module, plan: PlanForDDP, group: dist.ProcessGr
     become ready in the reverse order of registration. With `find_unused_parameters` DDP uses the sizes in the wrong order: leave
     them out. Raises PlanError if the plan does not fit the model.
 
-    Example::
-
-        model = DistributedDataParallel(model, bucket_cap_mb_list=gw.bucket_sizes(model, plan))
-    """
+    Example: `model = DistributedDataParallel(model, bucket_cap_mb_list=gw.bucket_sizes(model, plan))`"""
     averaged = _averaged(model, getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     infos = [info_of(*each) for each in averaged.items()][::-1]
     made, _ = plan_for(_checked(plan), infos, dist.get_world_size(group))
@@ -187,9 +188,8 @@ def _checked(plan: Any) -> Plan | Policy | Spec:
         plan = Plan.load(plan)
     if not isinstance(plan, (Plan, Policy, Spec)) or getattr(plan, "schedule", Backward()) != Backward():
         raise PlanError(
-            f"plan is {show(plan)}. Inside DDP it is a spec, a gw.Policy, a gw.Plan or the path of a plan's file, with the "
-            "schedule gw.Backward(): DDP decides when gradients are sent. For others write handle = gw.parallelize(model, "
-            "optimizer, plan=...) in place of DDP."
+            f"plan is {show(plan)}. In DDP it is a spec, a gw.Policy, a gw.Plan or a plan's file, with gw.Backward(): DDP "
+            "decides when gradients are sent. For others write handle = gw.parallelize(model, optimizer, plan=...) in place of DDP."
         )
     return plan
 

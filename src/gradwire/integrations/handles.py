@@ -1,5 +1,6 @@
 """Helpers for handles inside frameworks: the model's `no_sync`, numbers for the log, and all ranks' states in checkpoints."""
 
+import gc
 import io
 import os
 import warnings
@@ -21,6 +22,7 @@ from gradwire.transport import agree
 
 __all__ = [
     "NoSync",
+    "all_objects",
     "facts",
     "from_bytes",
     "gather_states",
@@ -113,6 +115,17 @@ def _saved_together(folder: str | os.PathLike[str], states: Mapping[Path, Mappin
         stacklevel=5,
     )
     return paths
+
+
+def all_objects() -> list[Any]:
+    """All objects that the garbage collector knows, those too that `gc.freeze` hides."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.collect()  # what is garbage now would be frozen for good
+    gc.unfreeze()
+    found = gc.get_objects()
+    gc.freeze()
+    return found
 
 
 def resume_together(exchange: Exchange, state: Mapping[str, Any]) -> None:
