@@ -189,7 +189,7 @@ def _checked(plan: Any) -> Plan | Policy | Spec:
     if not isinstance(plan, (Plan, Policy, Spec)) or getattr(plan, "schedule", Backward()) != Backward():
         raise PlanError(
             f"plan is {show(plan)}. In DDP it is a spec, a gw.Policy, a gw.Plan or a plan's file, with gw.Backward(): DDP "
-            "decides when gradients are sent. For others write handle = gw.parallelize(model, optimizer, plan=...) in place of DDP."
+            "decides when gradients are sent. Else write handle = gw.parallelize(model, optimizer, plan=...) in place of DDP."
         )
     return plan
 
