@@ -164,10 +164,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(
-    finals: Finals,
-    arms: Iterable[str],
-    other: Callable[[str], str] = lambda arm: REFERENCE,
-    others: str = REFERENCE,
+    finals: Finals, arms: Iterable[str], other: Callable[[str], str] = lambda arm: REFERENCE, others: str = REFERENCE
 ) -> list[str]:
     """Return Markdown: a row for every job and arm, with the arm that it is compared with. others: the heading of those
     arms."""

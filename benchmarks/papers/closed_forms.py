@@ -164,10 +164,7 @@ def max_speedup(
 def dear_us(forward_us: float, backward_us: float, reduce_scatter_us: float, all_gather_us: float) -> float:
     """DeAR: reduce-scatter under backward, all-gather under the next forward. DeAR, equation 7; the denominator of equation 6."""
     _times(
-        forward_us=forward_us,
-        backward_us=backward_us,
-        reduce_scatter_us=reduce_scatter_us,
-        all_gather_us=all_gather_us,
+        forward_us=forward_us, backward_us=backward_us, reduce_scatter_us=reduce_scatter_us, all_gather_us=all_gather_us
     )
     return max(forward_us, all_gather_us) + max(backward_us, reduce_scatter_us)
 

@@ -88,11 +88,7 @@ class ResNet(nn.Module):
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
-        stages: list[nn.Module] = [
-            nn.Conv2d(1, width, 3, 2, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-        ]
+        stages: list[nn.Module] = [nn.Conv2d(1, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
         before = width
         for stage in range(4):
             after = width * 2**stage

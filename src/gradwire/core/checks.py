@@ -53,13 +53,7 @@ def number(
 
 
 def whole(
-    field: str,
-    value: object,
-    what: str,
-    *,
-    low: int = 0,
-    high: int = _INT64,
-    error: type[GradwireError] = FormatError,
+    field: str, value: object, what: str, *, low: int = 0, high: int = _INT64, error: type[GradwireError] = FormatError
 ) -> None:
     """Refuse everything but a whole number from `low` to `high`, both included."""
     bound = f"from {low} to {high}" if high < _INT64 else f"at least {low} and below 2**63"

@@ -174,11 +174,7 @@ class Prices:
         return PricedBucket(self.tasks(bucket.option, spec.rounds, self._shares(bucket), size), pieces)
 
     def tasks(
-        self,
-        option: tuple[str, ...],
-        rounds: int,
-        shares: Mapping[Spec, float],
-        size: Bytes,
+        self, option: tuple[str, ...], rounds: int, shares: Mapping[Spec, float], size: Bytes
     ) -> tuple[Price, ...]:
         """The tasks of one piece of a bucket.
 

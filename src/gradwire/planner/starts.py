@@ -114,11 +114,7 @@ def by_curves(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fusi
 
 
 def close_after(
-    backward_us: Sequence[float],
-    nbytes: Sequence[float],
-    costs: FusionCosts,
-    *,
-    limits: Iterable[float] = _TRIED_BYTES,
+    backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, *, limits: Iterable[float] = _TRIED_BYTES
 ) -> tuple[int, ...]:
     """Cupcake's bucket fusion: a bucket closes with the tensor that exceeds the limit. The best limit of 2, 4, ... 64 MB."""
 

@@ -177,9 +177,5 @@ def sweep_table(rows: Sequence[SweepRow], profile: Profile) -> str:
 
 def sweep_json(rows: Sequence[SweepRow], profile: Profile) -> str:
     """JSON of all numbers on one line; equal inputs give equal bytes."""
-    content = {
-        "model": profile.model,
-        "alone_us": alone_us(profile),
-        "rows": [row._asdict() for row in rows],
-    }
+    content = {"model": profile.model, "alone_us": alone_us(profile), "rows": [row._asdict() for row in rows]}
     return json.dumps(content) + "\n"
