@@ -16,20 +16,9 @@ from gradwire.bench.statistics import RESAMPLES
 from gradwire.record.run import Interval
 
 __all__ = [
-    "AGGRESSIVE",
-    "CANDIDATES",
-    "EXACT",
-    "LEARNS_AS_DDP",
-    "METHODS",
-    "POWERSGD",
-    "RIVALS",
-    "SAFE",
-    "WINDOW",
-    "MatrixCell",
-    "Reached",
-    "paired_ratio",
-    "smooth",
-]
+    "AGGRESSIVE", "CANDIDATES", "EXACT", "LEARNS_AS_DDP", "METHODS", "POWERSGD", "RIVALS", "SAFE", "WINDOW",
+    "MatrixCell", "Reached", "paired_ratio", "smooth",
+]  # fmt: skip
 
 EXACT, SAFE, AGGRESSIVE = "gradwire:auto-exact", "gradwire:auto", "gradwire:auto-aggressive"
 POWERSGD = "ddp-powersgd"

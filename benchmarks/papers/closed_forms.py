@@ -8,20 +8,9 @@ from gradwire.core.checks import number, whole
 from gradwire.errors import PlanError
 
 __all__ = [
-    "all_gather_us",
-    "all_reduce_us",
-    "bit_sgd_us",
-    "cd_sgd_mean_us",
-    "cd_sgd_staggered_us",
-    "cd_sgd_us",
-    "dear_saving_us",
-    "dear_us",
-    "local_update_us",
-    "max_speedup",
-    "reduce_scatter_us",
-    "s_sgd_us",
-    "wfbp_us",
-]
+    "all_gather_us", "all_reduce_us", "bit_sgd_us", "cd_sgd_mean_us", "cd_sgd_staggered_us", "cd_sgd_us",
+    "dear_saving_us", "dear_us", "local_update_us", "max_speedup", "reduce_scatter_us", "s_sgd_us", "wfbp_us",
+]  # fmt: skip
 
 
 def s_sgd_us(compute_us: float, exchange_us: float) -> float:

@@ -15,14 +15,8 @@ from gradwire.planner.starts import along_lines
 from gradwire.sim.simulator import FS_PER_US
 
 __all__ = [
-    "PRUNINGS",
-    "FusionSearch",
-    "OffloadSearch",
-    "OptionSearch",
-    "fusion_searches",
-    "offload_search",
-    "option_search",
-]
+    "PRUNINGS", "FusionSearch", "OffloadSearch", "OptionSearch", "fusion_searches", "offload_search", "option_search",
+]  # fmt: skip
 
 PRUNINGS = {
     "Algorithm 1": (True, True),

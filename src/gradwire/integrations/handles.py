@@ -20,15 +20,8 @@ from gradwire.exchange import Exchange
 from gradwire.transport import agree
 
 __all__ = [
-    "NoSync",
-    "facts",
-    "from_bytes",
-    "gather_states",
-    "load_handle",
-    "resume_together",
-    "save_handle",
-    "to_bytes",
-]
+    "NoSync", "facts", "from_bytes", "gather_states", "load_handle", "resume_together", "save_handle", "to_bytes",
+]  # fmt: skip
 
 
 class NoSync(Patch):

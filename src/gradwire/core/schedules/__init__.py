@@ -19,16 +19,9 @@ from gradwire.core.strict import convert
 from gradwire.errors import FormatError, PlanError
 
 __all__ = [
-    "Backward",
-    "Delayed",
-    "LocalSteps",
-    "Nesterov",
-    "Pipelined",
-    "Schedule",
-    "as_schedule",
-    "schedule_class",
+    "Backward", "Delayed", "LocalSteps", "Nesterov", "Pipelined", "Schedule", "as_schedule", "schedule_class",
     "schedule_kinds",
-]
+]  # fmt: skip
 
 
 class Backward(Schedule, frozen=True, tag="backward"):
