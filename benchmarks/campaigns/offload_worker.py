@@ -67,8 +67,7 @@ class Asleep:
 
 
 def profiled(accelerator: SleepingAccelerator) -> PlanningJob:
-    """Return the job from which the plans are made. A step is timed without the optimizer, so the profile has none
-    either."""
+    """Return the job from which the plans are made. A step is timed without the optimizer, so the profile has none either."""
     trained = Asleep(accelerator, gw.Uniform(gw.Identity()))
     with tempfile.TemporaryDirectory() as name:
         with trained.handle.profile(Path(name), PROFILE_STEPS, [SPEC]) as found:

@@ -123,8 +123,7 @@ class OffloadSearch(NamedTuple):
 
 
 def offload_search(job: PlanningJob, draft: Draft, most: int = 100_000) -> OffloadSearch:
-    """Search for the compressed tensors of a draft that go to CPUs. most: the number of products up to which all are
-    tried."""
+    """Search for the compressed tensors of a draft that go to CPUs. most: the number of products up to which all are tried."""
     parts = draft.parts
     moved = {
         place: job.program(part._replace(choice=Choice(part.choice.spec, on_cpu(part.choice.option))))

@@ -104,8 +104,7 @@ class Handle:
         )
 
     def time_codec(self, repeats: int = 5) -> float:
-        """Measure the CPU seconds of one step's encodes and decodes when nothing else runs. Returns the median of
-        `repeats`.
+        """Measure the CPU seconds of one step's encodes and decodes when nothing else runs. Returns the median of `repeats`.
 
         Sends nothing. Call it between steps; gradients and residuals are as before afterwards.
         """

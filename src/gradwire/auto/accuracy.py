@@ -63,9 +63,8 @@ def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
 
 
 def schedules_of(accuracy: str, words: Sequence[str], ranks: int) -> tuple[Schedule, ...]:
-    """The schedules allowed in addition to `backward`, the most accurate first: `pipelined` costs no accuracy.
-    `local` is not among them: `gradwire.auto.local` decides about it. The losses of `delayed` are measured on
-    two ranks only."""
+    """The schedules allowed in addition to `backward`, the most accurate first: `pipelined` costs no accuracy. `local` is not
+    among them: `gradwire.auto.local` decides about it. The losses of `delayed` are measured on two ranks only."""
     found: list[Schedule] = [Pipelined()] if "pipelined" in words else []
     if "delayed" in words and (accuracy == "aggressive" or (accuracy == "safe" and ranks <= _DELAYED_RANKS)):
         found += [*_SAFE_DELAYED, *([Delayed(k=None)] if accuracy == "aggressive" else [])]

@@ -1,11 +1,9 @@
-"""Driver of `gw.AdaptiveBits`: chooses the bits of each tensor while the job trains, from errors that `bit_errors`
-measures.
+"""Driver of `gw.AdaptiveBits`: chooses the bits of each tensor while the job trains, from errors that `bit_errors` measures.
 
-In one step of each period every rank encodes and decodes everything that it is about to send, with every number of
-bits: its own gradients, or the tensors that the schedule sends instead. If an option encodes the sum of all ranks too,
-the error of that encode follows from the norm of the mean. Squared errors are added over ranks and encodes. Rank 0 then
-chooses the bits. The new plan keeps the buckets, so residuals stay in place. Buckets change only if tensors get blocks
-of different sizes.
+In one step of each period every rank encodes and decodes everything that it is about to send, with every number of bits: its
+own gradients, or the tensors that the schedule sends instead. If an option encodes the sum of all ranks too, the error of that
+encode follows from the norm of the mean. Squared errors are added over ranks and encodes. Rank 0 then chooses the bits. The
+new plan keeps the buckets, so residuals stay in place. Buckets change only if tensors get blocks of different sizes.
 """
 
 import logging
@@ -37,8 +35,7 @@ UNIFORM = WIDTHS.index(4)
 _FIRST = 10
 """The first step that is measured: gradients of the first steps are not typical."""
 _RULES = {"exact": exact, "time": exact, "kmeans": kmeans, "linear": linear}
-"""The rule that chooses bits by payload bytes, by name. "time" uses the exact rule until the times of the job are
-known."""
+"""The rule that chooses bits by payload bytes, by name. "time" uses the exact rule until the times of the job are known."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.plan import AdaptiveBits, encodes_again
 
 WIDTHS = tuple(range(2, 9))
-"""Numbers of bits to choose from. `adaptive.ways(WIDTHS)` are the specs of these widths: the ways to encode a
-tensor."""
+"""Numbers of bits to choose from. `adaptive.ways(WIDTHS)` are the specs of these widths: the ways to encode a tensor."""
 _ARRIVED, _STEPS_SENT, _STEPS_ARRIVED = -3, -2, -1
 """Indices of the last columns of a row."""
 _TOP = 0.01
@@ -190,10 +189,9 @@ def of_both_encodes(
     row: a row of `BitErrors`, summed over ranks. present: the index of the way that the tensor has now. unbiased:
     whether the errors of an encode are independent noise.
 
-    An encode of the sum loses as much as an encode of a gradient, relative to the norm. Only the owner of a shard has
-    the sum before that encode. Other ranks receive the sum in the present encoding, which would lose nothing if it were
-    encoded in the same way again. So the error is estimated from the norm of the received sum, without the noise of the
-    encodes before.
+    An encode of the sum loses as much as an encode of a gradient, relative to the norm. Only the owner of a shard has the sum
+    before that encode. Other ranks receive the sum in the present encoding, which would lose nothing if it were encoded in the
+    same way again. So the error is estimated from the norm of the received sum, without the noise of the encodes before.
     """
     *errors, square, top = row[:_ARRIVED]
     arrived, steps_sent, steps_arrived = row[_ARRIVED:]

@@ -1,5 +1,4 @@
-"""Watches a running job after a decision: exchanges step times between ranks, and requests a new decision after a
-change.
+"""Watches a running job after a decision: exchanges step times between ranks, and requests a new decision after a change.
 
 `changes` finds the signs of a change in the numbers. This module does the communication: ranks exchange their step
 times, and measure the links again before a change of links counts.
@@ -31,8 +30,7 @@ decision chooses the same plan again."""
 
 
 def seconds_for(step_us: float) -> float:
-    """Return the time for measuring one kind of link, and for the planner's search, in a job with steps of this
-    length."""
+    """Return the time for measuring one kind of link, and for the planner's search, in a job with steps of this length."""
     return min(_MOST_SECONDS, _STEPS_WORTH * step_us / 1e6)
 
 
@@ -75,8 +73,7 @@ class ChangeWatch:
         """Returns all ranks' values of the window that was sent one step before."""
 
     def step(self, live: Live, us: float) -> DecisionRequest | None:
-        """Add the time of a step on this rank. Returns a request if a new decision is due. All ranks return the
-        same."""
+        """Add the time of a step on this rank. Returns a request if a new decision is due. All ranks return the same."""
         self._cycle.append((us, live.link_us))
         step_us, link_us = (fmean(column) for column in zip(*self._cycle, strict=True))
         self._window.append((step_us, link_us, max(0.0, step_us - live.exposed_us), live.inputs))

@@ -22,8 +22,7 @@ LARGE_LINK, SMALL_LINK = 2.5, 1.5
 BATCH = 1.25
 """Factor between the input elements of a step before and now. Counts after two windows."""
 COMPUTE, _COMPUTE_WINDOWS = 2.0, 10
-"""Factor between the computation time now and the planned one, and the number of windows in a row after which it
-counts."""
+"""Factor between the computation time now and the planned one, and the number of windows in a row after which it counts."""
 _LINK_PART = 0.1
 """Link times count if they are at least this share of a step, before or now."""
 _KEPT = 15
@@ -114,8 +113,7 @@ class StepPace:
         self.mark_s: float | None = None
         """The end of the last step; None before the first."""
         self._follows = False
-        """Whether only the script's own work lies between the last step and the next one: no change of plan and no
-        pause."""
+        """Whether only the script's own work lies between the last step and the next one: no change of plan and no pause."""
 
     @property
     def usual_s(self) -> float:

@@ -1,8 +1,7 @@
 """Driver of `gw.Delayed(k="auto")`: chooses how often buckets are corrected, from the residuals of error feedback.
 
-In one step of each period every rank adds up the squares of its residuals and of its own gradients. Ranks exchange the
-two sums, and each rank finds the same k. The larger the residuals are relative to the gradients, the more often
-corrections come.
+In one step of each period every rank adds up the squares of its residuals and of its own gradients. Ranks exchange the two
+sums, and each rank finds the same k. The larger the residuals are relative to the gradients, the more often corrections come.
 """
 
 import math

@@ -73,8 +73,7 @@ class Live:
         return 1e6 * reports[-1].exposed_s if reports else 0.0
 
     def wait(self) -> None:
-        """Wait for the computation on the device, and for nothing else: gathers may still run during the next
-        forward."""
+        """Wait for the computation on the device, and for nothing else: gathers may still run during the next forward."""
         if self.device.type != "cpu":
             torch.accelerator.current_stream(self.device).synchronize()
 

@@ -178,8 +178,7 @@ class _Plans:
         return min(self.us(plan) for plan in plans)
 
     def best_first(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Return the plans close to the best in the order of their accuracy, then the others in the order of their
-        times."""
+        """Return the plans close to the best in the order of their accuracy, then the others in the order of their times."""
         if not plans:
             return []
         close_us = _CLOSE * self.least_us(plans)

@@ -28,8 +28,7 @@ STOP = 0.01
 _SIZES = 64
 """The number of sizes, evenly spaced on a logarithmic scale."""
 AGAIN = 3
-"""Trials that the Bayesian search keeps to repeat the best groupings. If there are fewer than ten trials, it keeps a
-third."""
+"""Trials that the Bayesian search keeps to repeat the best groupings. If there are fewer than ten trials, it keeps a third."""
 LOOKS = 3
 """The search ends after so many trials of the best grouping."""
 _NOISE = 0.02

@@ -1,8 +1,7 @@
 """Finds the plan that is fastest to a loss, from the times of real steps. Pure: no communication.
 
-The plan with the best prediction runs first. The error of its prediction is the assumed error of all predictions. A
-plan does not run if its prediction is slower by more than this error, or if it costs accuracy and is not predicted to
-be faster.
+The plan with the best prediction runs first. The error of its prediction is the assumed error of all predictions. A plan does
+not run if its prediction is slower by more than this error, or if it costs accuracy and is not predicted to be faster.
 
 If several plans run, their turns are interleaved, A B C A B C, so that a slower machine affects all plans alike. There
 is a second round if the best two are alike and the budget allows it. A first turn ends at once if its steps are clearly
@@ -56,8 +55,7 @@ class Candidate(NamedTuple):
     plain: bool = False
     """Whether this is plain all-reduce."""
     loss: int = 0
-    """Place in the order of accuracy, 0 for the most accurate. The lowest place is chosen among equally fast
-    candidates."""
+    """Place in the order of accuracy, 0 for the most accurate. The lowest place is chosen among equally fast candidates."""
     cycle: int = 1
     """Number of steps in a cycle. Times vary inside a cycle, so the mean of each cycle counts."""
     steps_for_one: float = 1.0
@@ -84,9 +82,8 @@ class TrialTurn(NamedTuple):
 class Trial:
     """A trial in progress.
 
-    candidates: in the order in which they run, the best prediction first. current: the index of the plan that runs
-    since an earlier decision; None if there is none. steps, spent_us: the steps and the time that deciding took before
-    the trial.
+    candidates: in the order in which they run, the best prediction first. current: the index of the plan that runs since an
+    earlier decision; None if there is none. steps, spent_us: the steps and the time that deciding took before the trial.
     """
 
     def __init__(

@@ -36,8 +36,7 @@ Batch = tuple[Tensor, Tensor]
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's digits, shuffled once: float32 images [1797, 64] of mean 0 and deviation 1, labels
-    [1797]."""
+    """Return scikit-learn's digits, shuffled once: float32 images [1797, 64] of mean 0 and deviation 1, labels [1797]."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -48,8 +47,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 @cache
 def standard_library_text(vocabulary: int) -> Tensor:
-    """Return the standard library's top-level modules in name order, as int64 characters. They depend on the Python
-    version.
+    """Return the standard library's top-level modules in name order, as int64 characters. They depend on the Python version.
 
     The few bytes at or above `vocabulary` become the last character.
     """

@@ -49,8 +49,7 @@ class Method(ABC):
     wrong_on_purpose = False
     """Whether the method leaves out a part of each step. The bench then keeps neither its loss nor its speedup."""
     forward_us = 0.0
-    """Time of the last step's forward, including the method's own work and waits. `backward_us` is the same of
-    backward."""
+    """Time of the last step's forward, including the method's own work and waits. `backward_us` is the same of backward."""
     backward_us = 0.0
 
     def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None) -> None:
@@ -245,8 +244,7 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def allreduce_bytes(size: int, world_size: int) -> int:
-    """Return the bytes that one rank sends in an all-reduce: a reduce-scatter and an all-gather, each of (n-1)/n of
-    `size`."""
+    """Return the bytes that one rank sends in an all-reduce: a reduce-scatter and an all-gather, each of (n-1)/n of `size`."""
     return 2 * size * (world_size - 1) // world_size
 
 

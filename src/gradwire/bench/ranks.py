@@ -1,5 +1,4 @@
-"""Connects the ranks of a bench run outside of measurements: barriers, agreement on errors, gathering, byte
-counters."""
+"""Connects the ranks of a bench run outside of measurements: barriers, agreement on errors, gathering, byte counters."""
 
 import ctypes
 import json

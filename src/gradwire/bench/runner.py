@@ -106,8 +106,7 @@ def gbps_of(link: str) -> float | None:
 
 
 def emulation_problem() -> str | None:
-    """Return why this machine cannot emulate links, or None if it can. Restarts the process in a user namespace if
-    needed."""
+    """Return why this machine cannot emulate links, or None if it can. Restarts the process in a user namespace if needed."""
     problem = permission_problem()
     if problem is None:
         reexec_in_user_namespace_if_needed([sys.executable, *sys.orig_argv[1:]])

@@ -41,8 +41,7 @@ def wire_us(planned_bytes: int, gbps: float | None) -> float:
 
 
 def median_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: int = 0) -> Interval:
-    """Return how many times faster than the baseline: the ratio of medians, with a 95 % percentile bootstrap
-    interval."""
+    """Return how many times faster than the baseline: the ratio of medians, with a 95 % percentile bootstrap interval."""
     generator = np.random.default_rng(seed)
 
     def resampled_medians(values: Sequence[float]) -> NDArray[np.float64]:

@@ -47,8 +47,7 @@ HELD_OUT_FROM = 900_000
 """Number of held-out batches, and step of the first one. No run trains for so many steps."""
 PER_RANK = ("wall_us", "cpu_us", "forward_us", "backward_us", "loss", "sent_bytes", "planned_bytes", "codec_us")
 SHARED = ("failure", "counted", "decided", "held_out")
-"""Fields of a `MethodRecord` with one value for all ranks, from rank 0. The other fields have a value from each
-rank."""
+"""Fields of a `MethodRecord` with one value for all ranks, from rank 0. The other fields have a value from each rank."""
 
 
 class Contestant(msgspec.Struct):

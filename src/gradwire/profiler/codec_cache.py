@@ -25,8 +25,7 @@ _LOGGER = logging.getLogger("gradwire")
 
 
 def cached_codecs(specs: Sequence[Spec], device: torch.device, sizes: Sequence[int], seconds: float) -> Costs:
-    """Return the times of these specs on this machine. Specs that the file lacks are measured, for about `seconds` in
-    all.
+    """Return the times of these specs on this machine. Specs that the file lacks are measured, for about `seconds` in all.
 
     sizes: bytes of gradient, as `measure_codecs` takes them. They are part of the key.
     """

@@ -1,7 +1,6 @@
 """Measures encodes and decodes by size, on one thread, because a lane has one thread.
 
-Each call takes the next part of a buffer larger than the caches, because a gradient is seldom in a cache during
-training.
+Each call takes the next part of a buffer larger than the caches, because a gradient is seldom in a cache during training.
 """
 
 import itertools

@@ -34,8 +34,7 @@ class Profiling:
     Rank 0 writes profile.json, cluster.json and costs.json into the folder; all ranks have the fields below. Each link
     and each spec takes about a second. Rank 0 warns if the times of a link do not follow latency and rate.
 
-    Raises StepStateError if the loop made too few steps, or if the plan changed, as `plan="auto"` does if a link slows
-    down.
+    Raises StepStateError if the loop made too few steps, or if the plan changed, as `plan="auto"` does if a link slows down.
 
     Example::
 

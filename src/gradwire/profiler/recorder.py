@@ -1,8 +1,7 @@
 """Records the moments of training steps, by hooks on an ordinary training loop.
 
-A step lasts from one forward of the model to the next. *Quiet* and *loaded* steps alternate. In quiet steps all sends
-wait until the last gradient is ready; in loaded steps exchanges run as usual. Both give the same sums, so training is
-not affected.
+A step lasts from one forward of the model to the next. *Quiet* and *loaded* steps alternate. In quiet steps all sends wait
+until the last gradient is ready; in loaded steps exchanges run as usual. Both give the same sums, so training is not affected.
 """
 
 import time

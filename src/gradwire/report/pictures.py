@@ -1,5 +1,4 @@
-"""Draws curves as PNGs that are readable at half a page's width. Every curve has its own colour, marker and line
-style."""
+"""Draws curves as PNGs that are readable at half a page's width. Every curve has its own colour, marker and line style."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence

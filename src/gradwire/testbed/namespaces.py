@@ -201,8 +201,7 @@ def _is_dead(owner: re.Match[str] | None) -> bool:
 
 
 def permission_problem() -> str | None:
-    """Return why namespaces cannot be made here, or None if they can. The first call tries; later calls return its
-    answer."""
+    """Return why namespaces cannot be made here, or None if they can. The first call tries; later calls return its answer."""
     missing = [tool for tool in ("ip", "tc", "unshare", "mount") if find_tool(tool) is None]
     if missing:
         package = "iproute2" if {"ip", "tc"} & set(missing) else "util-linux"
