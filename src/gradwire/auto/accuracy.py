@@ -119,8 +119,7 @@ def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
 
 
 def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
-    """Return a policy with this spec for all tensors of a dtype that can be encoded, vectors excepted. Other tensors
-    stay uncompressed."""
+    """Return a policy with this spec for tensors of a dtype that can be encoded, except vectors. Others stay uncompressed."""
     if not spec.encodes:
         return Uniform(spec)
     others = sorted({tensor.dtype for tensor in tensors} - {*_ENCODED_DTYPES})

@@ -1,7 +1,6 @@
 """Measures the error of each tensor with each number of bits, for the driver in `adaptive_bits`.
 
-The errors of the first encode come from the tensors that a rank sends. The errors of a second encode follow from the
-norms of the means that ranks get.
+The errors of the first encode come from the tensors that a rank sends. Those of a second one follow from norms of means.
 """
 
 import math
@@ -107,8 +106,7 @@ class BitErrors:
         self.us += 1e6 * (time.perf_counter() - began)
 
     def step_ended(self) -> bool:
-        """Count a step. Returns whether it was the last one. Raises the error of the exchange if waiting for its means
-        fails."""
+        """Count a step. Returns whether it was the last one. Raises the exchange's error if waiting for means fails."""
         self._take_means()
         self._left -= 1
         return self.done
@@ -212,8 +210,7 @@ def _first_link(option: Sequence[str]) -> str:
 
 
 def measured(adaptive: AdaptiveBits, name: str, gradient: torch.Tensor, step: int, rank: int) -> list[float]:
-    """Return the squared error of each way, the squared norm, and the squared norm of the top values of a rank's flat
-    gradient."""
+    """Return the squared error of each way, the squared norm, and that of the top values of a rank's flat gradient."""
     device, numel, found = gradient.device, gradient.numel(), []
     context = Context(torch.tensor([0, step, 0, rank], device=device))
     decoded = torch.empty(numel, dtype=torch.float32, device=device)

@@ -67,8 +67,7 @@ class ChangeSigns:
     ) -> Change | None:
         """Add one window of steps. Returns a change if there is a sign of one.
 
-        steps_us, computes_us: of the slowest rank. links_us: of the rank that waited least. inputs: elements, summed
-        over ranks.
+        steps_us, computes_us: of the slowest rank. links_us: of the rank that waited least. inputs: elements of all ranks.
         """
         now, compute_us = (median(links_us), median(inputs)), median(computes_us)
         if self._first is None:
@@ -122,16 +121,14 @@ class StepPace:
         return median_low(between) if between else 0.0
 
     def step(self, began_s: float, ended_s: float) -> float:
-        """Add a step. Returns the start of the step in seconds: `began_s`, the start of its forward, minus the usual
-        time between steps."""
+        """Add a step. Returns its start in seconds: `began_s`, the start of its forward, minus the usual time between steps."""
         if self.mark_s is not None and self._follows:
             self._between[self._plan].append(began_s - self.mark_s)
         self.mark_s, self._follows = ended_s, True
         return began_s - self.usual_s
 
     def runs(self, plan: int) -> None:
-        """Note that another plan runs from now on. plan: its number. The usual time between steps so far is its first
-        value."""
+        """Note that another plan runs now. plan: its number. The usual time between steps so far is its first value."""
         if plan not in self._between:
             self._between[plan] = deque([self.usual_s], maxlen=_KEPT)
         self._plan = plan

@@ -133,8 +133,7 @@ def say_failed(instead: str) -> None:
 
 
 def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:
-    """Return why a saved plan cannot belong to the policy of `own`; '' if it can. Buckets may differ, and specs in
-    `ways` replace each other.
+    """Return why a saved plan is not of the policy of `own`; '' if it is. Buckets may differ; specs in `ways` replace each other.
 
     >>> from gradwire.core import QSGD, Identity, TensorInfo
     >>> from gradwire.plan.policy import Uniform

@@ -263,8 +263,7 @@ class Auto:
         return current
 
     def _find_refused(self, live: Live) -> dict[str, str]:
-        """Return the allowed kinds of schedule that the script cannot run. Each has the reason of the first rank with a
-        reason."""
+        """Return the allowed kinds of schedule that the script cannot run, each with the reason of the first such rank."""
         own: dict[str, str] = {}
         if self._stepped is not None:
             self._stepped.remove()

@@ -56,8 +56,7 @@ class Live:
 
     @property
     def inputs(self) -> int:
-        """Number of elements in the inputs of the model's training forwards in this step; 0 if the script calls parts
-        of the model."""
+        """Number of elements in the inputs of this step's training forwards; 0 if the script calls parts of the model."""
         return self.session.inputs
 
     @property
@@ -134,8 +133,7 @@ class Live:
 
 
 class Stepped:
-    """Watches the steps of optimizers until `remove`. Some schedules call `step()` themselves, and not every script
-    allows this."""
+    """Watches the steps of optimizers until `remove`. Some schedules call `step()`, and not every script allows it."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._handles: list[Any] = []

@@ -67,8 +67,7 @@ class Look:
     def ended(self, live: Live, began_s: float, us: float, pace: StepPace) -> tuple[Profile, float] | None:
         """End a step that began at `began_s` and took `us` microseconds on this rank. Collective in the last step.
 
-        Returns None before the last step; after it the profile, and the time of that step on the slowest rank. Both are
-        equal on all ranks.
+        Returns None before the last step; then the profile and that step's time on the slowest rank, equal on all ranks.
         """
         assert pace.mark_s is not None
         self._moments.ended(began_s, pace.mark_s)
@@ -155,6 +154,5 @@ def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[int]) -> float:
 
 
 def codecs_of(live: Live, specs: Sequence[Spec], seconds: float) -> Costs:
-    """Return the times of encodes and decodes on this machine. Specs that no earlier run measured are measured in about
-    `seconds`."""
+    """Return the times of codecs on this machine. Specs that no earlier run measured are measured in about `seconds`."""
     return cached_codecs(specs, live.device, _CODEC_SIZES, seconds)

@@ -1,9 +1,8 @@
 """Driver of `gw.Tuned`: tries bucket sizes, and keeps the one with the highest throughput.
 
-A trial begins with some steps that do not count, because memory is new. The mean of its other steps on the slowest rank
-counts. Rank 0 searches and sends each size; every rank makes the same plan from it. A step is timed from the end of one
-backward to the end of the next, so that the next forward of the pipelined schedule counts. A pause between two steps,
-such as an evaluation, does not count.
+The first steps of a trial do not count, because memory is new. The mean of its other steps on the slowest rank counts. Rank 0
+searches and sends each size; every rank makes the same plan from it. A step is timed from the end of one backward to the end of
+the next, so that the next forward of the pipelined schedule counts. Pauses, such as evaluations, do not count.
 """
 
 import time
@@ -113,8 +112,7 @@ class Tuning:
         return unlike(plan, own)
 
     def resumed(self, session: Session, saved: Saved) -> None:
-        """Go on from a saved state with the saved size. Search anew if the search had not ended, or if other ranks
-        saved the size."""
+        """Go on with the saved size. Search anew if the search had not ended, or if other ranks saved the size."""
         settled = saved.own and not saved.searching
         self._infos, self.searching = (Live(session).infos, False) if settled else (None, True)
 

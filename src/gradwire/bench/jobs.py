@@ -222,8 +222,7 @@ class MLPJob(DigitsJob):
 class ResNetJob(DigitsJob):
     """A residual network with BatchNorm on the digits at 32x32: many small tensors and a few large ones.
 
-    Every batch adds new noise with the images' deviation. Without noise the network would memorise the images within a
-    hundred steps.
+    Every batch adds new noise with the images' deviation. Without noise it would memorise them within a hundred steps.
     """
 
     name = "resnet"
@@ -280,11 +279,9 @@ class TransformerJob(TextJob):
 
 
 class EmbeddingsJob(TextJob):
-    """Two embedding tables with a row for every hash of three characters: the three before the next character, and the
-    three before them.
+    """Two embedding tables with a row for every hash of three characters: those before the next one, and the three before.
 
-    The tables hold nearly all parameters, and a batch uses few of their rows. So a step computes little and has large
-    gradients.
+    The tables hold nearly all parameters, and a batch uses few of their rows. So steps compute little, with large gradients.
     """
 
     name = "embeddings"

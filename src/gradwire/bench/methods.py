@@ -10,8 +10,7 @@ gradwire:SPEC   gradwire with a policy, such as gradwire:qsgd4, or a policy and 
 gradwire:auto   gradwire chooses the plan (also gradwire:auto-exact, gradwire:auto-aggressive; gradwire:adaptive chooses bits);
                 gradwire:auto@all chooses among all schedules
 
-Each method has its own model and optimizer from the same seed, and its own process group. So all methods can run in one
-process, in turns.
+Each method has its own model and optimizer from one seed, and its own process group. So all can run in turns in a process.
 """
 
 import contextlib

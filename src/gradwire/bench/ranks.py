@@ -43,8 +43,7 @@ class Ranks:
             dist.barrier()
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank. They are sent as JSON, because unpickling bytes of the network is
-        unsafe."""
+        """Return the values of all ranks, by rank. They travel as JSON, because unpickling is unsafe."""
         if not self.distributed:
             return [value]
         text = json.dumps(value).encode()

@@ -31,8 +31,7 @@ from gradwire.testbed import (
 )
 
 FEWEST_WARMUP_STEPS = 3
-"""Fewest warm-up steps. DDP rebuilds its buckets after its first step, and torch's PowerSGD hook begins to compress in
-the third."""
+"""Fewest warm-up steps. DDP rebuilds its buckets after the first, and torch's PowerSGD hook compresses from the third on."""
 ALONE_WARMUP_STEPS = 10
 FAILURE_LINES = 40
 Network = EmulatedCluster | Loopback

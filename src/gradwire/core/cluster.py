@@ -20,7 +20,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gbps: float
     """Gigabits per second of one node's share, in either direction; above 0."""
     cpu_us: float = 0.0
-    """Processor time in microseconds of a rank for one all-reduce, without the time for the bytes. `Cluster.allreduce` alone
+    """A rank's processor time in microseconds for one all-reduce, without that for bytes. `Cluster.allreduce` alone
     uses this field."""
     cpu_us_per_byte: float = 0.0
     """Processor time in microseconds of a rank for each byte of an all-reduce. Copies into the bucket's memory and back count."""

@@ -1,5 +1,4 @@
-"""Gathers the facts of one process: versions, backends, kernels, cores, variables, interfaces, the choices of gloo and
-NCCL."""
+"""Gathers the facts of one process: versions, backends, kernels, cores, variables, interfaces, gloo's and NCCL's choices."""
 
 import ipaddress
 import os

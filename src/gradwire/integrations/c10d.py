@@ -33,8 +33,8 @@ from gradwire.transport import KERNELS, Lanes, agree
 __all__ = ["exclude_layer", "quantise", "register_model", "set_layer_bits"]
 
 _recent: deque[Any] = deque(maxlen=4)
-"""The last works of gloo, kept alive here. If a thread of gloo freed a work, it would wait for Python's lock, which DDP holds
-when it ends a group."""
+"""The last works of gloo, kept alive: a thread of gloo that freed one would wait for Python's lock, which DDP holds when it
+ends."""
 
 
 class _Settings:

@@ -98,8 +98,7 @@ class DDPState:
         """Load what `state_dict` returned: this rank's own state, or, with another number of ranks, the states of all ranks that
         saved, in one dictionary. Call it between steps, on every rank, after `register_comm_hook`; it sends nothing.
 
-        Raises ValueError that names the mistake in the state. If the state does not fit the plan, the next step raises ValueError
-        at its begin.
+        Raises ValueError that names the mistake in the state. If the state does not fit the plan, the next step raises it.
         """
         self._find_model()
         names, order = list(self._parameters), read_state(state, Group.of(self._group)).order if state else []
@@ -163,8 +162,7 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.
 
 
 def bucket_sizes(model: torch.nn.Module, plan: PlanForDDP, group: dist.ProcessGroup | None = None) -> list[float]:
-    """Sizes for DDP's `bucket_cap_mb_list`, in MiB (2**20 bytes) of gradients. With these sizes DDP calls the hook when a bucket
-    of the plan is complete.
+    """Sizes for DDP's `bucket_cap_mb_list`, in MiB of gradients, with which DDP calls the hook when a plan's bucket is complete.
 
     model: the model that DDP will wrap. plan: as for `DDPState`. group: DDP's `process_group`. The sizes assume that gradients
     become ready in the reverse order of registration. With `find_unused_parameters` DDP uses the sizes in the wrong order: leave

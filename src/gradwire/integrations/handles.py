@@ -59,8 +59,7 @@ def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     A rank reads its own file; where another number of ranks saved, or its own file is missing, all files. If no rank finds a
     file, residuals begin at zero, with a warning.
 
-    Raises ValueError on all ranks if a rank finds no file and another one does, if a file does not fit the handle, and if files
-    are of different steps.
+    Raises ValueError on all ranks if only some find a file, if one does not fit the handle, and if they are of different steps.
     """
     device, group = handle.session.device, handle.session.group
 
@@ -104,8 +103,8 @@ def resume_together(exchange: Exchange, state: Mapping[str, Any]) -> None:
 
 def gather_states(handle: Handle) -> dict[str, torch.Tensor]:
     """The states of all ranks in one dictionary on the first rank of the handle's group, on the CPU; nothing on the others.
-    Collective, between steps. If a rank has no state, as in the middle of a step, that rank raises its own error, and the
-    others StepStateError."""
+    Collective, between steps. A rank without a state, as in the middle of a step, raises its own error, and the others
+    StepStateError."""
     group, device = handle.session.group, handle.session.device
     data, problem = b"", None
     try:

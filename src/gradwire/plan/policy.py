@@ -166,17 +166,16 @@ class Policy(_Default, frozen=True, kw_only=True):
     added uncompressed inside each node, and nodes exchange the compressed sums by the first of each spec's `schemes`; specs that
     cannot encode a sum travel flat. None: "hierarchical" if all nodes have the same number of ranks and more than one, else
     "flat". Other values: the name of a collective (`gradwire options --collectives` lists them), the name of a system such as
-    "CGX between nodes", or the tasks of any option of docs/options.md, separated by spaces. Uncompressed buckets use the same
+    "CGX between nodes", or the tasks of an option of docs/options.md with spaces between. Uncompressed buckets use the same
     links."""
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings the bucket to this number of bytes of gradient. Larger: fewer, later launches.
     None: 1 MiB for each rank, from 2 to 8 MiB, since a rank sends a bucket as one message to each rank, and each message
     has a price. The value is a plain guess; the planner's search finds better ones."""
     edge_bytes: int = 256 * 1024
-    """The size of the smallest buckets, at both ends of backward. The first bucket is small so that the link starts early. The
-    last one is small because nothing hides its exchange. In between a bucket closes when it holds as many bytes as all earlier
-    buckets or as all later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more: all buckets
-    are alike."""
+    """The size of the smallest buckets, at both ends of backward. The first is small so that the link starts early, the last one
+    because nothing hides its exchange. In between a bucket closes when it holds as many bytes as all earlier buckets or as all
+    later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more: all alike."""
     chunk_bytes: int = 8 * 2**20
     """A larger bucket is exchanged in chunks of this number of bytes; 0 never cuts. Smaller: codecs and links overlap more, and
     there are more launches. A plain guess too. All-reduce is not cut: the collective cuts inside."""
@@ -242,8 +241,8 @@ class Policy(_Default, frozen=True, kw_only=True):
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
-        """Buckets in the order in which they become ready. A bucket closes with the tensor that fills it; buckets at both ends
-        are smaller.
+        """Buckets in the order in which they become ready. The tensor that fills a bucket closes it. Those at both ends are
+        small.
 
         A vector that is not compressed joins the next bucket of compressed tensors that becomes ready, or the last bucket of all,
         so that no bucket becomes ready later. If no bucket can carry vectors, exempt tensors get at most two buckets, unless

@@ -2,8 +2,7 @@
 
 The file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in the folder `gradwire` of `$XDG_CACHE_HOME` or `~/.cache`. Its
 key is made of the processor or GPU, the versions of torch and gradwire, and the kernels' library, so other machines and other
-kernels have files of their own. A file that cannot be read is measured anew; one that cannot be written costs each run the
-measurement.
+kernels have files of their own. An unreadable file is measured anew; one that cannot be written costs each run that.
 """
 
 import hashlib

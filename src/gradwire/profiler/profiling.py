@@ -135,8 +135,7 @@ class Profiling:
 def profile_from(
     recorder: Recorder, session: Session, quiet: torch.Tensor, loaded: torch.Tensor
 ) -> tuple[Profile, float]:
-    """Return the profile, and the CPU time of a quiet step's exchange. quiet, loaded: the recorder's rows, slowest over
-    ranks."""
+    """Return the profile, and the CPU time of a quiet step's exchange. quiet, loaded: rows, slowest over ranks."""
     infos = [info_of(name, parameter) for name, parameter in session.parameters.items()]
     found = model_times(infos, recorder.modules, quiet, loaded, recorder.entered)
     device = recorder.clock.device

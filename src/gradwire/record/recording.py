@@ -316,8 +316,7 @@ def _number(loss: object) -> float:
 
 
 class Watched(NamedTuple):
-    """The moments of one step, without tasks, and the lanes' tasks of this step and of the step before. Lanes may add
-    tasks."""
+    """The moments of one step, without tasks, and the lanes' tasks of this step and the one before. Lanes may add tasks."""
 
     step: Moments
     aside_s: float

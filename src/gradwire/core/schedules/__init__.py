@@ -111,8 +111,7 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     delay: int = 0
     """Local steps that run during an exchange before its mean is used. More: slower links are hidden, staler means."""
     mixing: float = 1.0
-    """The share of the global weights in the weights of the next local step. 1: the global weights alone. Less: a part of the
-    rank's own weights stays."""
+    """The share of the global weights in those of the next local step. 1: they alone. Less: a part of the rank's own stays."""
 
     def __post_init__(self) -> None:
         whole("every", self.every, "the local steps from one exchange to the next", low=1)

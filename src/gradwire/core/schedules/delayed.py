@@ -66,8 +66,7 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
     warmup_steps: int = 0
     """Synchronous, uncompressed steps at the start. More: closer to plain SGD, no overlap."""
     local_lr: float | None = None
-    """Learning rate of the local update; None: the param_group's, times `local_ratio`. 0: the next step computes on global
-    weights, one behind."""
+    """Rate of the local update; None: the param_group's, times `local_ratio`. 0: the next step has global weights, one behind."""
     local_update: bool = True
     """Whether there is a local update. False: the next step waits for the exchange, and no communication is hidden."""
     stagger: bool = True
