@@ -8,6 +8,7 @@ from gradwire.core.checks import (
     freeze_pairs,
     near,
     number,
+    numbers,
     only_version,
     printable,
     show,
@@ -15,6 +16,7 @@ from gradwire.core.checks import (
     under,
     unique,
     whole,
+    wholes,
     word,
 )
 from gradwire.core.cluster import Cluster, Link
@@ -109,8 +111,8 @@ __all__ = [
     "as_schedule", "as_spec", "changed", "check_plain", "code_bytes", "coded_bytes", "codes_on_cpu", "collective",
     "collective_of", "convert", "entry_points", "example_specs", "fingerprint", "freeze", "freeze_pairs", "in_base_3",
     "index_bytes", "index_low_bits", "innermost", "installed_collectives", "installed_specs", "is_link_word", "kept_of",
-    "lanes_of_pieces", "launch_tasks", "make_folder", "named", "native", "near", "number", "only_version", "parse",
+    "lanes_of_pieces", "launch_tasks", "make_folder", "named", "native", "near", "number", "numbers", "only_version", "parse",
     "printable", "qsgd_bytes", "read", "read_text", "register_spec", "schedule_class", "schedule_kinds", "schedules",
     "show", "spec_from_dict", "spec_from_text", "specs", "tasks_by_lane", "text", "uncompressed", "under", "unique",
-    "whole", "word", "write_whole",
+    "whole", "wholes", "word", "write_whole",
 ]  # fmt: skip

@@ -44,6 +44,7 @@ from gradwire.core import (
     under,
     unique,
     whole,
+    wholes,
     word,
 )
 from gradwire.errors import FormatError, PlanError
@@ -89,11 +90,8 @@ class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         text("names", self.names, "a pattern of tensor names")
-        whole("min_numel", self.min_numel, "elements")
-        whole("min_dims", self.min_dims, "dimensions")
-        for field in ("max_numel", "max_dims"):
-            if (most := getattr(self, field)) is not None:
-                whole(field, most, "elements" if field == "max_numel" else "dimensions")
+        wholes(self, "elements", "min_numel", "max_numel")
+        wholes(self, "dimensions", "min_dims", "max_dims")
         if self.dtype is not None:
             word("dtype", self.dtype, tuple(DTYPE_BYTES))
 
@@ -190,9 +188,8 @@ class Policy(_Default, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
         if self.scheme is not None:
             check_scheme(self.scheme)
-        if self.bucket_bytes is not None:
-            whole("bucket_bytes", self.bucket_bytes, "bytes of gradient at which a bucket closes", low=1)
-        whole("edge_bytes", self.edge_bytes, "bytes of gradient that close a bucket at an end of backward", low=1)
+        wholes(self, "bytes of gradient at which a bucket closes", "bucket_bytes", low=1)
+        wholes(self, "bytes of gradient that close a bucket at an end of backward", "edge_bytes", low=1)
         whole("chunk_bytes", self.chunk_bytes, "bytes of gradient per chunk, 0 for never cut")
         word("residual_dtype", self.residual_dtype, RESIDUAL_DTYPES)
 

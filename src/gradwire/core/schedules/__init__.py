@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from gradwire.core import entry_points
-from gradwire.core.checks import near, number, show, under, whole
+from gradwire.core.checks import flags, near, number, show, under, whole
 from gradwire.core.entry_points import SCHEDULES
-from gradwire.core.schedules.base import Schedule, check_flag
+from gradwire.core.schedules.base import Schedule
 from gradwire.core.schedules.delayed import Delayed
 from gradwire.core.strict import convert
 from gradwire.errors import FormatError, PlanError
@@ -49,7 +49,7 @@ class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True)
     optimizer's state, the same bytes on the wire, no rank holds the whole mean gradient."""
 
     def __post_init__(self) -> None:
-        check_flag(self, "shard_optimizer")
+        flags(self, "shard_optimizer")
 
     @property
     def engine(self) -> str:
