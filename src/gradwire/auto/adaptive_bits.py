@@ -18,17 +18,16 @@ import msgspec
 import torch
 
 from gradwire.auto.bit_errors import WIDTHS, BitErrors, SavedBitErrors, check, columns, of_both_encodes
-from gradwire.auto.decision import say, unlike
+from gradwire.auto.decision import PlanDriver, say, unlike
 from gradwire.auto.job_times import JobTimes, JobTiming
 from gradwire.auto.live import Live
-from gradwire.core import ElementRun, Latest, Plan, Spec, TensorInfo, innermost
+from gradwire.core import ElementRun, Plan, Spec, TensorInfo, innermost
 from gradwire.engine import EndsLater, Session
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
 from gradwire.plan import AdaptiveBits, Policy
 from gradwire.planner.bits import Assignment, Sensitivity, error_budget, exact, kmeans, linear
 from gradwire.planner.exposed import shortest, step_times, with_specs
-from gradwire.record import Decision
 
 UNIFORM = WIDTHS.index(4)
 """Index of 4 bits among the ways. The error of 4 bits for all tensors sets the error budget."""
@@ -144,28 +143,19 @@ def _read(saved: Saved) -> tuple[_Kept, JobTimes | None]:
         ) from error
 
 
-class AdaptiveBitsDriver:
+class AdaptiveBitsDriver(PlanDriver):
     """Driver of one handle with `gw.AdaptiveBits`."""
 
-    searching = False
-
     def __init__(self, adaptive: AdaptiveBits) -> None:
+        super().__init__(adaptive)
         self.adaptive = adaptive
         self.later_specs = adaptive.ways(WIDTHS)
-        self.decisions = Latest[Assigned]()
         self._errors: BitErrors | None = None
         self._timing = JobTiming(self.later_specs) if adaptive.rule == "time" else None
-
-    def __repr__(self) -> str:
-        return repr(self.adaptive)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """Return the policy until the first measurement."""
         return self.adaptive.policy
-
-    def recorded(self) -> Decision:
-        """Return the last assignment as a recorded run stores it."""
-        return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
 
     def refuses(self, plan: Plan, own: Plan) -> str:
         """Return why a saved plan cannot come from the policy with other bits; '' if it can."""

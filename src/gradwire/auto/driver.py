@@ -149,10 +149,7 @@ class Auto:
             self._begin(live)
         live.wait()
         now = self.clock()
-        began_s = live.began_s
-        if began_s is None:
-            began_s = now if self._pace.mark_s is None else self._pace.mark_s
-        self._began_s = self._pace.step(began_s, now)
+        self._began_s = self._pace.step(live.began_s, now)
         if live.group.world_size == 1:
             self._phase = self._watching  # there is nothing to decide
         elif live.everybody:
