@@ -54,7 +54,7 @@ from gradwire.core.payload import (
 )
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan, Prediction
 from gradwire.core.profile import Profile, TensorProfile
-from gradwire.core.provenance import Made
+from gradwire.core.provenance import Made, processor_name
 from gradwire.core.schedules import (
     Backward,
     Delayed,
@@ -111,8 +111,8 @@ __all__ = [
     "as_schedule", "as_spec", "changed", "check_plain", "code_bytes", "coded_bytes", "codes_on_cpu", "collective",
     "collective_of", "convert", "entry_points", "example_specs", "fingerprint", "freeze", "freeze_pairs", "in_base_3",
     "index_bytes", "index_low_bits", "innermost", "installed_collectives", "installed_specs", "is_link_word", "kept_of",
-    "lanes_of_pieces", "launch_tasks", "make_folder", "named", "native", "near", "number", "numbers", "only_version", "parse",
-    "printable", "qsgd_bytes", "read", "read_text", "register_spec", "schedule_class", "schedule_kinds", "schedules",
-    "show", "spec_from_dict", "spec_from_text", "specs", "tasks_by_lane", "text", "uncompressed", "under", "unique",
-    "whole", "wholes", "word", "write_whole",
+    "lanes_of_pieces", "launch_tasks", "make_folder", "named", "native", "near", "number", "numbers", "only_version",
+    "parse", "printable", "processor_name", "qsgd_bytes", "read", "read_text", "register_spec", "schedule_class",
+    "schedule_kinds", "schedules", "show", "spec_from_dict", "spec_from_text", "specs", "tasks_by_lane", "text",
+    "uncompressed", "under", "unique", "whole", "wholes", "word", "write_whole",
 ]  # fmt: skip

@@ -34,8 +34,8 @@ class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def processor_name() -> str:
     """The processor, as the kernel names it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         lines = []
     named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor())
+    return next(named, platform.processor() or platform.machine())

@@ -8,7 +8,6 @@ kernels have files of their own. An unreadable file is measured anew; one that c
 import hashlib
 import logging
 import os
-import platform
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 
 from gradwire._version import __version__
-from gradwire.core import LIBRARY, Costs, Spec, make_folder, write_whole
+from gradwire.core import LIBRARY, Costs, Spec, make_folder, processor_name, write_whole
 from gradwire.errors import FormatError
 from gradwire.profiler.codecs import measure_codecs
 
@@ -58,17 +57,8 @@ def _folder() -> Path:
 
 @cache
 def _key(device: torch.device, sizes: tuple[int, ...]) -> str:
-    name = _processor() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    name = processor_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
     library = hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if LIBRARY.exists() else "reference"
     simd = torch.backends.cpu.get_cpu_capability()
     text = repr((name, simd, torch.__version__, __version__, library, sizes))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    """Return the processor's name from Linux, or elsewhere from Python."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
