@@ -1,5 +1,4 @@
-"""Compares adaptive bits with uniform 4 bits and auto over slow links, in turns in one run: steps, and losses at equal
-steps.
+"""Compares adaptive bits with uniform 4 bits and auto over slow links, in turns in one run: steps, and losses at equal steps.
 
     python -m benchmarks adaptive [--job transformer] [--links 100mbit 200mbit] [--seeds 0 1 2] [--steps 30]
 
@@ -42,8 +41,7 @@ METHODS = {
     BY_TIME: f"{GRADWIRE_PREFIX}adaptive-time",
     AUTO: f"{GRADWIRE_PREFIX}auto",
 }
-"""The methods by their names in tables. 4 bits are the policy that AdaptiveBits begins with: vectors stay
-uncompressed."""
+"""The methods by their names in tables. 4 bits are the policy that AdaptiveBits begins with: vectors stay uncompressed."""
 DECIDING_STEPS = 15
 LAST = 10
 """Steps at the end of which the loss is the mean."""

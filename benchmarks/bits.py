@@ -1,5 +1,4 @@
-"""Measures bits by tensor (CGX section 5): the bytes that the exact choice saves at equal error, and the losses with
-it.
+"""Measures bits by tensor (CGX section 5): the bytes that the exact choice saves at equal error, and the losses with it.
 
     python -m benchmarks bits [--parts sizes losses] [--jobs transformer resnet] [--seeds 0 1 2 3 4] [--steps 300]
 

@@ -98,11 +98,7 @@ def measured(numel: int, pairs: int, bits: int) -> dict[str, dict[str, list[floa
         decode()
         ended = time.perf_counter()
         if turn >= 3:
-            for part, seconds in (
-                ("encode", encoded - began),
-                ("receive", summed_s),
-                ("decode", ended - received_all),
-            ):
+            for part, seconds in (("encode", encoded - began), ("receive", summed_s), ("decode", ended - received_all)):
                 times[way][part].append(seconds)
     return times
 

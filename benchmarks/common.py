@@ -37,9 +37,8 @@ def collected(
 ) -> dict[str, Any]:
     """Return the JSON objects that the ranks of `python -m MODULE ARGUMENTS` print, merged. Each rank has one thread.
 
-    hears: a function that gets every line of standard output first; a line for which it returns True is dropped. Other
-    lines go to standard error, except warnings. Raises SystemExit if a rank fails, no object comes, or `timeout`
-    seconds pass.
+    hears: a function that gets every line of standard output first; a line for which it returns True is dropped. Other lines
+    go to standard error, except warnings. Raises SystemExit if a rank fails, no object comes, or `timeout` seconds pass.
     """
     found: dict[str, Any] = {}
 

@@ -1,5 +1,4 @@
-"""Compares the choices of `accuracy="safe"` with plain synchronous SGD: specs under `backward`, and the delayed
-schedule.
+"""Compares the choices of `accuracy="safe"` with plain synchronous SGD: specs under `backward`, and the delayed schedule.
 
 Held-out loss and accuracy, transformer and CNN, paired by seed.
 
@@ -71,8 +70,7 @@ def run(arguments: list[str]) -> int:
 
 
 def table(finals: Finals) -> list[str]:
-    """Return Markdown: a row for every job and arm, then the staggered arms next to those that correct everything at
-    once."""
+    """Return Markdown: a row for every job and arm, then the staggered arms next to those that correct everything at once."""
     staggered = paired.table(finals, ARMS, lambda arm: arm.removesuffix(", staggered"), "unstaggered")
     return [*paired.table(finals, ARMS), *(["", *staggered] if staggered else [])]
 

@@ -61,8 +61,7 @@ def case(regime: Regime, tensors: int) -> tuple[list[float], list[int], tuple[fl
 
 
 def timed(repeats: int, *arguments: Any) -> tuple[Any, float]:
-    """Return the result of `optimal`, and its median CPU time in milliseconds. It runs on one thread and waits for
-    nothing."""
+    """Return the result of `optimal`, and its median CPU time in milliseconds. It runs on one thread and waits for nothing."""
     taken = []
     for _ in range(repeats):
         start = time.process_time()

@@ -1,5 +1,4 @@
-"""Measures how the cost of a step grows: the time beyond the floor against tensors, elements and ranks. Writes
-docs/growth.md.
+"""Measures how the cost of a step grows: the time beyond the floor against tensors, elements and ranks. Writes docs/growth.md.
 
     python -m benchmarks growth [--curves tensors elements ranks] [--seconds 8] [--largest 200e6] [--out docs]
 

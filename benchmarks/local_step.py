@@ -62,8 +62,7 @@ def run(arguments: list[str], methods: Mapping[str, str]) -> int:
 
 
 def _measured(link: str, nodes: int, turns: int, methods: Mapping[str, str]) -> dict[str, Any]:
-    """Return the measured and the predicted mean step of each method, in milliseconds; for the floor, the measured
-    one."""
+    """Return the measured and the predicted mean step of each method, in milliseconds; for the floor, the measured one."""
     asked = BenchRequest(
         [JOB],
         [link],

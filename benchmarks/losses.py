@@ -1,5 +1,4 @@
-"""Measures learning with every compressor: mean loss of the last 20 steps against plain DDP's, transformer and CNN, by
-seed.
+"""Measures learning with every compressor: mean loss of the last 20 steps against plain DDP's, transformer and CNN, by seed.
 
     python -m benchmarks losses [--jobs transformer resnet] [--seeds 0 1 2] [--steps 300] [--only TopK]
 

@@ -86,10 +86,7 @@ def page(speeds: dict[str, Any], losses: dict[str, Any]) -> str:
     """The page, from the two results; {} where there is none."""
     made = speeds.get("made", {})
     machine = f" Measured on {made['cpu']}, {made['date']}, `{made['command']}`." if made else ""
-    lines = [
-        HEAD.format(machine=machine),
-        "",
-    ]
+    lines = [HEAD.format(machine=machine), ""]
     lines += table(
         COLUMNS, [_cells(entry, speeds.get("rows", []), losses.get("finals", {})) for entry in [*ENTRIES, *_added()]]
     )

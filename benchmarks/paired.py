@@ -1,5 +1,4 @@
-"""Functions that benchmarks of learning share: training side by side on two ranks of plain loopback, paired by seed and
-data.
+"""Functions that benchmarks of learning share: training side by side on two ranks of plain loopback, paired by seed and data.
 
 All arms of a seed begin with the same weights and get the same batches; towards the end the global weights are evaluated, several
 times, on the same batches that no arm has trained on. What is measured is written at once, so that a long run can be cut in
@@ -97,9 +96,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure the missing results of `names`, write each at once, and return all known results by job, name and seed.
 
-    train: a function from job, seed, steps and a few names to the result of each name. about: further entries of the
-    file. given: results of another benchmark, by job, name and seed. The first names come first, over all seeds and
-    jobs.
+    train: a function from job, seed, steps and a few names to the result of each name. about: further entries of the file.
+    given: results of another benchmark, by job, name and seed. The first names come first, over all seeds and jobs.
     """
     known = json.loads(path.read_text()) if path.exists() else {}
     if options.again:
@@ -164,10 +162,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(
-    finals: Finals,
-    arms: Iterable[str],
-    other: Callable[[str], str] = lambda arm: REFERENCE,
-    others: str = REFERENCE,
+    finals: Finals, arms: Iterable[str], other: Callable[[str], str] = lambda arm: REFERENCE, others: str = REFERENCE
 ) -> list[str]:
     """Return Markdown: a row for every job and arm, with the arm that it is compared with. others: the heading of those
     arms."""

@@ -1,5 +1,4 @@
-"""Measures the time of planning, the predicted step of each method's plan, and the distance of joint from the best
-plan.
+"""Measures the time of planning, the predicted step of each method's plan, and the distance of joint from the best plan.
 
     python -m benchmarks planner [--repeats 3] [--scaling] [--cases DIR] [--random N [--first SEED]]
 

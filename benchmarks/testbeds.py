@@ -27,8 +27,7 @@ ALGORITHMS: dict[str, Spec] = {
     "OneBit": OneBit(),
 }
 FORWARD = 0.5
-"""Forward as a share of backward: DeAR's assumption (equation 9), because the published profiles have no forward
-times."""
+"""Forward as a share of backward: DeAR's assumption (equation 9), because the published profiles have no forward times."""
 GRACE, HITOPKCOMM = SYSTEMS["GRACE"][0], SYSTEMS["HiTopKComm"][0]
 DDP_BYTES = 25 * 2**20
 

@@ -60,11 +60,7 @@ class ComputeOnly(TwoPhase):
         pass
 
 
-KEPT: dict[str, type[TwoPhase]] = {
-    "reduce-only": ReduceOnly,
-    "gather-only": GatherOnly,
-    "compute-only": ComputeOnly,
-}
+KEPT: dict[str, type[TwoPhase]] = {"reduce-only": ReduceOnly, "gather-only": GatherOnly, "compute-only": ComputeOnly}
 
 
 def keep_only(part: str, exchange: Exchange) -> None:

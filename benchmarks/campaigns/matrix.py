@@ -58,8 +58,7 @@ RIVAL_STEPS = 120
 
 SHARE_OF_WIRE = {"floor": 0.0, "ddp-fp16": 0.5, POWERSGD: 0.03, SAFE: 0.1, AGGRESSIVE: 0.05}
 SHARE_OF_WIRE |= dict.fromkeys(CANDIDATES[1:], 0.1)
-"""Rough share of plain DDP's wire time that a method needs, if it is not all; used only to estimate the length of the
-run."""
+"""Rough share of plain DDP's wire time that a method needs, if it is not all; used only to estimate the length of the run."""
 PLAIN_STEPS_TO_DECIDE = 6
 START_S = 20.0
 

@@ -16,20 +16,9 @@ from gradwire.bench.statistics import RESAMPLES
 from gradwire.record.run import Interval
 
 __all__ = [
-    "AGGRESSIVE",
-    "CANDIDATES",
-    "EXACT",
-    "LEARNS_AS_DDP",
-    "METHODS",
-    "POWERSGD",
-    "RIVALS",
-    "SAFE",
-    "WINDOW",
-    "MatrixCell",
-    "Reached",
-    "paired_ratio",
-    "smooth",
-]
+    "AGGRESSIVE", "CANDIDATES", "EXACT", "LEARNS_AS_DDP", "METHODS", "POWERSGD", "RIVALS", "SAFE", "WINDOW",
+    "MatrixCell", "Reached", "paired_ratio", "smooth",
+]  # fmt: skip
 
 EXACT, SAFE, AGGRESSIVE = "gradwire:auto-exact", "gradwire:auto", "gradwire:auto-aggressive"
 POWERSGD = "ddp-powersgd"
@@ -178,8 +167,7 @@ class MatrixCell:
 
     @property
     def apart(self) -> float:
-        """Return the largest distance of the losses of `LEARNS_AS_DDP` from DDP's, as a share of the first step's
-        loss."""
+        """Return the largest distance of the losses of `LEARNS_AS_DDP` from DDP's, as a share of the first step's loss."""
         known = np.asarray(self._ddp_learning)
         largest = 0.0
         for name in LEARNS_AS_DDP:
@@ -210,9 +198,8 @@ def smooth(curve: Sequence[float]) -> list[float]:
 
 
 def paired_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: int = 0) -> Interval:
-    """Return how many times faster than the baseline, by pairs measured next to each other: the median of their ratios,
-    with a 95 % percentile bootstrap interval over pairs. A drift of the machine affects both measurements of a pair
-    alike."""
+    """Return how many times faster than the baseline, by pairs measured next to each other: the median of their ratios, with a
+    95 % percentile bootstrap interval over pairs. A drift of the machine affects both measurements of a pair alike."""
     ratios = np.asarray(baseline_us, dtype=np.float64) / np.asarray(times_us, dtype=np.float64)
     chosen = np.random.default_rng(seed).integers(len(ratios), size=(RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(ratios[chosen], axis=1), [2.5, 97.5])

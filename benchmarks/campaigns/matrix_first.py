@@ -16,15 +16,8 @@ from gradwire.bench.statistics import RESAMPLES
 from gradwire.record.run import Interval
 
 __all__ = [
-    "COLUMNS",
-    "FIRST_STEP",
-    "JUDGED_STEPS",
-    "MOST_BEHIND",
-    "MOST_OVER_BEST",
-    "FirstSteps",
-    "first_steps",
-    "missed",
-]
+    "COLUMNS", "FIRST_STEP", "JUDGED_STEPS", "MOST_BEHIND", "MOST_OVER_BEST", "FirstSteps", "first_steps", "missed",
+]  # fmt: skip
 
 FIRST_STEP, JUDGED_STEPS = 20, 300
 """Auto's time since the start counts from this step, up to that one."""

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
+from benchmarks.campaigns.sleeping import LayerTimes, SleepingAccelerator, SleepingModel
 from gradwire.bench.ranks import Ranks
-from gradwire.bench.sleeping import LayerTimes, SleepingAccelerator, SleepingModel
 from gradwire.core.launch import codes_on_cpu
 from gradwire.core.plan import Plan
 from gradwire.exchange.host_codec import OFFLOAD_WORKERS
@@ -67,8 +67,7 @@ class Asleep:
 
 
 def profiled(accelerator: SleepingAccelerator) -> PlanningJob:
-    """Return the job from which the plans are made. A step is timed without the optimizer, so the profile has none
-    either."""
+    """Return the job from which the plans are made. A step is timed without the optimizer, so the profile has none either."""
     trained = Asleep(accelerator, gw.Uniform(gw.Identity()))
     with tempfile.TemporaryDirectory() as name:
         with trained.handle.profile(Path(name), PROFILE_STEPS, [SPEC]) as found:

@@ -96,8 +96,7 @@ class PapersCell(Document, frozen=True, kw_only=True):
         return [f"{self.name}, {row.system}: {row.failure}" for row in self.rows if row.failure is not None]
 
     def speedup(self, system: str, baseline: str) -> Interval | None:
-        """Return how many times faster than the baseline a system is, over pairs of blocks; None if one of them
-        failed."""
+        """Return how many times faster than the baseline a system is, over pairs of blocks; None if one of them failed."""
         rows = self.measured
         if system not in rows or baseline not in rows:
             return None

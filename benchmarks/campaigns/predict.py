@@ -66,8 +66,7 @@ def run(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """The predictions and measurements to make. Raises FormatError, or an error of BenchRequest, for the first wrong
-    value."""
+    """The predictions and measurements to make. Raises FormatError, or an error of BenchRequest, for the first wrong value."""
 
     measured: BenchRequest
     """Jobs, links, and methods: ddp and gradwire:POLICY. The planner's own plan is one more."""

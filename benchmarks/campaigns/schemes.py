@@ -19,16 +19,9 @@ from gradwire.sim.rules import rules_of
 from gradwire.sim.simulator import Simulator
 
 __all__ = [
-    "BITS",
-    "SCHEMES",
-    "Exchange",
-    "Scheme",
-    "SchemesRecord",
-    "SchemesRun",
-    "SchemesWork",
-    "predicted_us",
+    "BITS", "SCHEMES", "Exchange", "Scheme", "SchemesRecord", "SchemesRun", "SchemesWork", "predicted_us",
     "repeats_for",
-]
+]  # fmt: skip
 
 BITS = QSGD(bits=4)
 

@@ -10,14 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.campaigns.schemes import (
-    SCHEMES,
-    Exchange,
-    SchemesRecord,
-    SchemesRun,
-    SchemesWork,
-    repeats_for,
-)
+from benchmarks.campaigns.schemes import SCHEMES, Exchange, SchemesRecord, SchemesRun, SchemesWork, repeats_for
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.results import parse_event

@@ -8,20 +8,9 @@ from gradwire.core.checks import number, whole
 from gradwire.errors import PlanError
 
 __all__ = [
-    "all_gather_us",
-    "all_reduce_us",
-    "bit_sgd_us",
-    "cd_sgd_mean_us",
-    "cd_sgd_staggered_us",
-    "cd_sgd_us",
-    "dear_saving_us",
-    "dear_us",
-    "local_update_us",
-    "max_speedup",
-    "reduce_scatter_us",
-    "s_sgd_us",
-    "wfbp_us",
-]
+    "all_gather_us", "all_reduce_us", "bit_sgd_us", "cd_sgd_mean_us", "cd_sgd_staggered_us", "cd_sgd_us",
+    "dear_saving_us", "dear_us", "local_update_us", "max_speedup", "reduce_scatter_us", "s_sgd_us", "wfbp_us",
+]  # fmt: skip
 
 
 def s_sgd_us(compute_us: float, exchange_us: float) -> float:
@@ -164,10 +153,7 @@ def max_speedup(
 def dear_us(forward_us: float, backward_us: float, reduce_scatter_us: float, all_gather_us: float) -> float:
     """DeAR: reduce-scatter under backward, all-gather under the next forward. DeAR, equation 7; the denominator of equation 6."""
     _times(
-        forward_us=forward_us,
-        backward_us=backward_us,
-        reduce_scatter_us=reduce_scatter_us,
-        all_gather_us=all_gather_us,
+        forward_us=forward_us, backward_us=backward_us, reduce_scatter_us=reduce_scatter_us, all_gather_us=all_gather_us
     )
     return max(forward_us, all_gather_us) + max(backward_us, reduce_scatter_us)
 

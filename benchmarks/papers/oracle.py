@@ -86,9 +86,7 @@ def pareto(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionC
     return best
 
 
-def _undominated(
-    plans: list[tuple[float, float, tuple[int, ...]]],
-) -> list[tuple[float, float, tuple[int, ...]]]:
+def _undominated(plans: list[tuple[float, float, tuple[int, ...]]]) -> list[tuple[float, float, tuple[int, ...]]]:
     kept: list[tuple[float, float, tuple[int, ...]]] = []
     for plan in sorted(plans):
         if not kept or plan[1] < kept[-1][1]:

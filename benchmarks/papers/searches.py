@@ -15,14 +15,8 @@ from gradwire.planner.starts import along_lines
 from gradwire.sim.simulator import FS_PER_US
 
 __all__ = [
-    "PRUNINGS",
-    "FusionSearch",
-    "OffloadSearch",
-    "OptionSearch",
-    "fusion_searches",
-    "offload_search",
-    "option_search",
-]
+    "PRUNINGS", "FusionSearch", "OffloadSearch", "OptionSearch", "fusion_searches", "offload_search", "option_search",
+]  # fmt: skip
 
 PRUNINGS = {
     "Algorithm 1": (True, True),
@@ -129,8 +123,7 @@ class OffloadSearch(NamedTuple):
 
 
 def offload_search(job: PlanningJob, draft: Draft, most: int = 100_000) -> OffloadSearch:
-    """Search for the compressed tensors of a draft that go to CPUs. most: the number of products up to which all are
-    tried."""
+    """Search for the compressed tensors of a draft that go to CPUs. most: the number of products up to which all are tried."""
     parts = draft.parts
     moved = {
         place: job.program(part._replace(choice=Choice(part.choice.spec, on_cpu(part.choice.option))))

@@ -13,16 +13,7 @@ from gradwire.errors import PlanError
 from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums
 from gradwire.planner.starts import close_after, close_before, even_split, layer_wise
 
-__all__ = [
-    "STRATEGIES",
-    "compare",
-    "even_split",
-    "hipress",
-    "layer_names",
-    "layer_wise",
-    "mg_wfbp",
-    "nearby_layers",
-]
+__all__ = ["STRATEGIES", "compare", "even_split", "hipress", "layer_names", "layer_wise", "mg_wfbp", "nearby_layers"]
 
 _MB = 2**20
 

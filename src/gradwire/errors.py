@@ -19,17 +19,9 @@ from collections.abc import Iterable
 from typing import Self
 
 __all__ = [
-    "CommunicationError",
-    "DisagreementError",
-    "FormatError",
-    "GradwireError",
-    "PayloadError",
-    "PlanError",
-    "SpecError",
-    "StepStateError",
-    "TestbedError",
-    "WriteError",
-]
+    "CommunicationError", "DisagreementError", "FormatError", "GradwireError", "PayloadError", "PlanError", "SpecError",
+    "StepStateError", "TestbedError", "WriteError",
+]  # fmt: skip
 
 
 class GradwireError(Exception):

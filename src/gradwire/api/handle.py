@@ -56,8 +56,7 @@ class Handle:
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs. A policy makes its plan again after the first step, when the order in which gradients
-        become ready is known."""
+        """The plan that runs. After the first step, when the order of gradients is known, a policy makes its plan again."""
         return self.session.plan
 
     @property
@@ -104,8 +103,7 @@ class Handle:
         )
 
     def time_codec(self, repeats: int = 5) -> float:
-        """Measure the CPU seconds of one step's encodes and decodes when nothing else runs. Returns the median of
-        `repeats`.
+        """Measure the CPU seconds of one step's encodes and decodes when nothing else runs. Returns the median of `repeats`.
 
         Sends nothing. Call it between steps; gradients and residuals are as before afterwards.
         """
@@ -161,8 +159,7 @@ class Handle:
         return self._recording
 
     def timeline(self) -> Timeline:
-        """Return a step that the last recording measured, in the simulator's form. Raises StepStateError if nothing was
-        recorded."""
+        """Return a step of the last recording, in the simulator's form. Raises StepStateError if nothing was recorded."""
         if self._recording is None:
             raise StepStateError("nothing was recorded: train a few steps inside handle.record(FOLDER) first.")
         return self._recording.timeline()
@@ -192,11 +189,10 @@ class Handle:
     def reset(self) -> None:
         """Go on after an exception in forward or backward that the script caught. Collective.
 
-        The rank with the exception calls it where it caught the exception. The other ranks get StepStateError from
-        their backward of that step, and call it there. All ranks leave that batch out: gradients are dropped (`grad` is
-        None), and the next backward is a new step. With error feedback, the gradients that ranks computed in the void
-        step are sent with the next one. Does nothing if nothing failed. Raises the failure again if the handle cannot
-        recover from it, as from a dead rank.
+        The rank with the exception calls it where it caught it. The other ranks get StepStateError from their backward of that
+        step, and call it there. All ranks leave that batch out: gradients are dropped (`grad` is None), and the next backward is
+        a new step. With error feedback, the gradients that ranks computed in the void step are sent with the next one. Does
+        nothing if nothing failed. Raises a failure that cannot be recovered, such as a dead rank.
 
         Example::
 
@@ -268,8 +264,7 @@ class Handle:
         return norm
 
     def optimizer_state_dict(self, rank: int | None = None) -> dict[str, Any]:
-        """Return the state of the whole optimizer with `shard_optimizer`, on the CPU, as `state_dict()` of an ordinary
-        optimizer.
+        """Return the whole optimizer's state with `shard_optimizer`, on the CPU, as `state_dict()` of an ordinary one.
 
         Collective: every rank calls it. With `rank`, a rank of the group, only that rank gets the state, and the others get an
         empty one. `load_state_dict` of an ordinary optimizer takes it. Raises StepStateError without `shard_optimizer`.
@@ -285,8 +280,7 @@ class Handle:
         return self.session.schedule.optimizer_state_dict(rank)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load an optimizer state with `shard_optimizer`: a result of `optimizer_state_dict`, or of an ordinary
-        optimizer's `state_dict`.
+        """Load an optimizer state with `shard_optimizer`: that of `optimizer_state_dict`, or of an ordinary `state_dict`.
 
         Every rank passes the whole state, between steps, and keeps its shard. Nothing is sent. Any number of ranks may have saved
         the state. Raises what the optimizer's own `load_state_dict` raises, and StepStateError without `shard_optimizer`.

@@ -51,8 +51,7 @@ def parallelize(
     faster, the logged line says so.
 
     Raises PlanError if the plan does not fit the model, or comes with `accuracy` or `schedules`, DisagreementError on all ranks
-    if ranks differ in model, plan or version, StepStateError if the model is parallelized already or torch.distributed is not
-    initialised.
+    if ranks differ in model, plan or version, StepStateError if the model is parallelized or torch.distributed not initialised.
 
     Example, in a script started by torchrun::
 
@@ -99,7 +98,7 @@ def _driver_of(
     schedules: Sequence[str],
     ranks: int,
 ) -> FirstDriver | None:
-    """Return the driver that changes the plan while the job runs, None if the plan stays. Raises PlanError for arguments without
+    """Return the driver that changes the plan in a running job, None if it stays. Raises PlanError for arguments without
     effect."""
     if isinstance(plan, str) and plan == "auto":
         return Auto(accuracy, schedules, ranks)

@@ -7,11 +7,4 @@ from gradwire.auto.decision import AutoDecision
 from gradwire.auto.driver import Auto
 from gradwire.auto.tuning import Tuning
 
-__all__ = [
-    "AdaptiveBitsDriver",
-    "Auto",
-    "AutoDecision",
-    "CorrectionPeriods",
-    "Tuning",
-    "check_schedules",
-]
+__all__ = ["AdaptiveBitsDriver", "Auto", "AutoDecision", "CorrectionPeriods", "Tuning", "check_schedules"]

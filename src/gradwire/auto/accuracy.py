@@ -63,9 +63,8 @@ def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
 
 
 def schedules_of(accuracy: str, words: Sequence[str], ranks: int) -> tuple[Schedule, ...]:
-    """The schedules allowed in addition to `backward`, the most accurate first: `pipelined` costs no accuracy.
-    `local` is not among them: `gradwire.auto.local` decides about it. The losses of `delayed` are measured on
-    two ranks only."""
+    """The schedules allowed in addition to `backward`, the most accurate first: `pipelined` costs no accuracy. `local` is not
+    among them: `gradwire.auto.local` decides about it. The losses of `delayed` are measured on two ranks only."""
     found: list[Schedule] = [Pipelined()] if "pipelined" in words else []
     if "delayed" in words and (accuracy == "aggressive" or (accuracy == "safe" and ranks <= _DELAYED_RANKS)):
         found += [*_SAFE_DELAYED, *([Delayed(k=None)] if accuracy == "aggressive" else [])]
@@ -120,8 +119,7 @@ def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
 
 
 def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
-    """Return a policy with this spec for all tensors of a dtype that can be encoded, vectors excepted. Other tensors
-    stay uncompressed."""
+    """Return a policy with this spec for tensors of a dtype that can be encoded, except vectors. Others stay uncompressed."""
     if not spec.encodes:
         return Uniform(spec)
     others = sorted({tensor.dtype for tensor in tensors} - {*_ENCODED_DTYPES})

@@ -1,11 +1,9 @@
-"""Driver of `gw.AdaptiveBits`: chooses the bits of each tensor while the job trains, from errors that `bit_errors`
-measures.
+"""Driver of `gw.AdaptiveBits`: chooses the bits of each tensor while the job trains, from errors that `bit_errors` measures.
 
-In one step of each period every rank encodes and decodes everything that it is about to send, with every number of
-bits: its own gradients, or the tensors that the schedule sends instead. If an option encodes the sum of all ranks too,
-the error of that encode follows from the norm of the mean. Squared errors are added over ranks and encodes. Rank 0 then
-chooses the bits. The new plan keeps the buckets, so residuals stay in place. Buckets change only if tensors get blocks
-of different sizes.
+In one step of each period every rank encodes and decodes everything that it is about to send, with every number of bits: its
+own gradients, or the tensors that the schedule sends instead. If an option encodes the sum of all ranks too, the error of that
+encode follows from the norm of the mean. Squared errors are added over ranks and encodes. Rank 0 then chooses the bits. The
+new plan keeps the buckets, so residuals stay in place. Buckets change only if tensors get blocks of different sizes.
 """
 
 import logging
@@ -20,25 +18,23 @@ import msgspec
 import torch
 
 from gradwire.auto.bit_errors import WIDTHS, BitErrors, SavedBitErrors, check, columns, of_both_encodes
-from gradwire.auto.decision import say, unlike
+from gradwire.auto.decision import PlanDriver, say, unlike
 from gradwire.auto.job_times import JobTimes, JobTiming
 from gradwire.auto.live import Live
-from gradwire.core import ElementRun, Latest, Plan, Spec, TensorInfo, innermost
+from gradwire.core import ElementRun, Plan, Spec, TensorInfo, innermost
 from gradwire.engine import EndsLater, Session
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
 from gradwire.plan import AdaptiveBits, Policy
 from gradwire.planner.bits import Assignment, Sensitivity, error_budget, exact, kmeans, linear
 from gradwire.planner.exposed import shortest, step_times, with_specs
-from gradwire.record import Decision
 
 UNIFORM = WIDTHS.index(4)
 """Index of 4 bits among the ways. The error of 4 bits for all tensors sets the error budget."""
 _FIRST = 10
 """The first step that is measured: gradients of the first steps are not typical."""
 _RULES = {"exact": exact, "time": exact, "kmeans": kmeans, "linear": linear}
-"""The rule that chooses bits by payload bytes, by name. "time" uses the exact rule until the times of the job are
-known."""
+"""The rule that chooses bits by payload bytes, by name. "time" uses the exact rule until the times of the job are known."""
 
 
 @dataclass(frozen=True)
@@ -147,28 +143,19 @@ def _read(saved: Saved) -> tuple[_Kept, JobTimes | None]:
         ) from error
 
 
-class AdaptiveBitsDriver:
+class AdaptiveBitsDriver(PlanDriver):
     """Driver of one handle with `gw.AdaptiveBits`."""
 
-    searching = False
-
     def __init__(self, adaptive: AdaptiveBits) -> None:
+        super().__init__(adaptive)
         self.adaptive = adaptive
         self.later_specs = adaptive.ways(WIDTHS)
-        self.decisions = Latest[Assigned]()
         self._errors: BitErrors | None = None
         self._timing = JobTiming(self.later_specs) if adaptive.rule == "time" else None
-
-    def __repr__(self) -> str:
-        return repr(self.adaptive)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """Return the policy until the first measurement."""
         return self.adaptive.policy
-
-    def recorded(self) -> Decision:
-        """Return the last assignment as a recorded run stores it."""
-        return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
 
     def refuses(self, plan: Plan, own: Plan) -> str:
         """Return why a saved plan cannot come from the policy with other bits; '' if it can."""

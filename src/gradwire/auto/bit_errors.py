@@ -1,7 +1,6 @@
 """Measures the error of each tensor with each number of bits, for the driver in `adaptive_bits`.
 
-The errors of the first encode come from the tensors that a rank sends. The errors of a second encode follow from the
-norms of the means that ranks get.
+The errors of the first encode come from the tensors that a rank sends. Those of a second one follow from norms of means.
 """
 
 import math
@@ -21,8 +20,7 @@ from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.plan import AdaptiveBits, encodes_again
 
 WIDTHS = tuple(range(2, 9))
-"""Numbers of bits to choose from. `adaptive.ways(WIDTHS)` are the specs of these widths: the ways to encode a
-tensor."""
+"""Numbers of bits to choose from. `adaptive.ways(WIDTHS)` are the specs of these widths: the ways to encode a tensor."""
 _ARRIVED, _STEPS_SENT, _STEPS_ARRIVED = -3, -2, -1
 """Indices of the last columns of a row."""
 _TOP = 0.01
@@ -108,8 +106,7 @@ class BitErrors:
         self.us += 1e6 * (time.perf_counter() - began)
 
     def step_ended(self) -> bool:
-        """Count a step. Returns whether it was the last one. Raises the error of the exchange if waiting for its means
-        fails."""
+        """Count a step. Returns whether it was the last one. Raises the exchange's error if waiting for means fails."""
         self._take_means()
         self._left -= 1
         return self.done
@@ -190,10 +187,9 @@ def of_both_encodes(
     row: a row of `BitErrors`, summed over ranks. present: the index of the way that the tensor has now. unbiased:
     whether the errors of an encode are independent noise.
 
-    An encode of the sum loses as much as an encode of a gradient, relative to the norm. Only the owner of a shard has
-    the sum before that encode. Other ranks receive the sum in the present encoding, which would lose nothing if it were
-    encoded in the same way again. So the error is estimated from the norm of the received sum, without the noise of the
-    encodes before.
+    An encode of the sum loses as much as an encode of a gradient, relative to the norm. Only the owner of a shard has the sum
+    before that encode. Other ranks receive the sum in the present encoding, which would lose nothing if it were encoded in the
+    same way again. So the error is estimated from the norm of the received sum, without the noise of the encodes before.
     """
     *errors, square, top = row[:_ARRIVED]
     arrived, steps_sent, steps_arrived = row[_ARRIVED:]
@@ -214,8 +210,7 @@ def _first_link(option: Sequence[str]) -> str:
 
 
 def measured(adaptive: AdaptiveBits, name: str, gradient: torch.Tensor, step: int, rank: int) -> list[float]:
-    """Return the squared error of each way, the squared norm, and the squared norm of the top values of a rank's flat
-    gradient."""
+    """Return the squared error of each way, the squared norm, and that of the top values of a rank's flat gradient."""
     device, numel, found = gradient.device, gradient.numel(), []
     context = Context(torch.tensor([0, step, 0, rank], device=device))
     decoded = torch.empty(numel, dtype=torch.float32, device=device)

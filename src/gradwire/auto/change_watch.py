@@ -1,5 +1,4 @@
-"""Watches a running job after a decision: exchanges step times between ranks, and requests a new decision after a
-change.
+"""Watches a running job after a decision: exchanges step times between ranks, and requests a new decision after a change.
 
 `changes` finds the signs of a change in the numbers. This module does the communication: ranks exchange their step
 times, and measure the links again before a change of links counts.
@@ -16,23 +15,19 @@ from gradwire.auto.measuring import cluster_of, wire_us
 from gradwire.core import Cluster, Plan
 
 _MOST_SECONDS = 0.3
-"""Longest time, in seconds, for measuring one kind of link and for the planner's search. The profiler's `PATIENCE` may
-extend it."""
+"""Longest time, in seconds, for measuring one kind of link and for the planner's search. `PATIENCE` may extend it."""
 _STEPS_WORTH = 0.1
 """Longest time for the same work, in steps. The shorter of the two limits counts."""
 LINK_CHANGED, _LINK_PART = 1.3, 0.1
 """The links have changed if the wire time of a step's messages differs by this factor, and by this share of a step."""
 _PROBES_US, _PROBES_PART = 1e6, 0.01
-"""Limits of the time spent on measuring links: microseconds, and share of the run. Links are measured while the time
-spent is below the sum of both."""
+"""Limits of the time of measuring links: microseconds, and share of the run. Links are measured below the sum of both."""
 _FIRST_WAIT = 32
-"""Steps after a decision before a new batch size or a new computation time leads to another decision. Doubles if a
-decision chooses the same plan again."""
+"""Steps from a decision to another one about batch size or computation time. Doubles if the same plan is chosen again."""
 
 
 def seconds_for(step_us: float) -> float:
-    """Return the time for measuring one kind of link, and for the planner's search, in a job with steps of this
-    length."""
+    """Return the time for measuring one kind of link, and for the planner's search, in a job with steps of this length."""
     return min(_MOST_SECONDS, _STEPS_WORTH * step_us / 1e6)
 
 
@@ -75,8 +70,7 @@ class ChangeWatch:
         """Returns all ranks' values of the window that was sent one step before."""
 
     def step(self, live: Live, us: float) -> DecisionRequest | None:
-        """Add the time of a step on this rank. Returns a request if a new decision is due. All ranks return the
-        same."""
+        """Add the time of a step on this rank. Returns a request if a new decision is due. All ranks return the same."""
         self._cycle.append((us, live.link_us))
         step_us, link_us = (fmean(column) for column in zip(*self._cycle, strict=True))
         self._window.append((step_us, link_us, max(0.0, step_us - live.exposed_us), live.inputs))
@@ -90,8 +84,7 @@ class ChangeWatch:
         return asked
 
     def _read(self, live: Live, rows: list[list[float]]) -> DecisionRequest | None:
-        """Evaluate one window. rows: for each rank the step times, link times, computation times and inputs of the
-        window's steps."""
+        """Evaluate one window. rows: for each rank the times of steps, links and computation, and inputs, by step."""
         columns = list(zip(*rows, strict=True))
         steps, links, computes, inputs = (columns[at : at + WINDOW] for at in range(0, 4 * WINDOW, WINDOW))
         steps_us = [max(ranks) for ranks in steps]

@@ -22,8 +22,7 @@ LARGE_LINK, SMALL_LINK = 2.5, 1.5
 BATCH = 1.25
 """Factor between the input elements of a step before and now. Counts after two windows."""
 COMPUTE, _COMPUTE_WINDOWS = 2.0, 10
-"""Factor between the computation time now and the planned one, and the number of windows in a row after which it
-counts."""
+"""Factor between the computation time now and the planned one, and the number of windows in a row after which it counts."""
 _LINK_PART = 0.1
 """Link times count if they are at least this share of a step, before or now."""
 _KEPT = 15
@@ -68,8 +67,7 @@ class ChangeSigns:
     ) -> Change | None:
         """Add one window of steps. Returns a change if there is a sign of one.
 
-        steps_us, computes_us: of the slowest rank. links_us: of the rank that waited least. inputs: elements, summed
-        over ranks.
+        steps_us, computes_us: of the slowest rank. links_us: of the rank that waited least. inputs: elements of all ranks.
         """
         now, compute_us = (median(links_us), median(inputs)), median(computes_us)
         if self._first is None:
@@ -114,8 +112,7 @@ class StepPace:
         self.mark_s: float | None = None
         """The end of the last step; None before the first."""
         self._follows = False
-        """Whether only the script's own work lies between the last step and the next one: no change of plan and no
-        pause."""
+        """Whether only the script's own work lies between the last step and the next one: no change of plan and no pause."""
 
     @property
     def usual_s(self) -> float:
@@ -123,17 +120,18 @@ class StepPace:
         between = self._between[self._plan]
         return median_low(between) if between else 0.0
 
-    def step(self, began_s: float, ended_s: float) -> float:
-        """Add a step. Returns the start of the step in seconds: `began_s`, the start of its forward, minus the usual
-        time between steps."""
+    def step(self, began_s: float | None, ended_s: float) -> float:
+        """Add a step. Returns its start in seconds: `began_s`, the start of its forward, minus the usual time between steps.
+        None: the end of the step before."""
+        if began_s is None:
+            began_s = ended_s if self.mark_s is None else self.mark_s
         if self.mark_s is not None and self._follows:
             self._between[self._plan].append(began_s - self.mark_s)
         self.mark_s, self._follows = ended_s, True
         return began_s - self.usual_s
 
     def runs(self, plan: int) -> None:
-        """Note that another plan runs from now on. plan: its number. The usual time between steps so far is its first
-        value."""
+        """Note that another plan runs now. plan: its number. The usual time between steps so far is its first value."""
         if plan not in self._between:
             self._between[plan] = deque([self.usual_s], maxlen=_KEPT)
         self._plan = plan

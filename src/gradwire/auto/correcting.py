@@ -1,8 +1,7 @@
 """Driver of `gw.Delayed(k="auto")`: chooses how often buckets are corrected, from the residuals of error feedback.
 
-In one step of each period every rank adds up the squares of its residuals and of its own gradients. Ranks exchange the
-two sums, and each rank finds the same k. The larger the residuals are relative to the gradients, the more often
-corrections come.
+In one step of each period every rank adds up the squares of its residuals and of its own gradients. Ranks exchange the two
+sums, and each rank finds the same k. The larger the residuals are relative to the gradients, the more often corrections come.
 """
 
 import math
@@ -12,14 +11,12 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from gradwire.auto.decision import say, unlike
+from gradwire.auto.decision import PlanDriver, say, unlike
 from gradwire.auto.live import Live
-from gradwire.core import FIRST_K, Latest, Plan, TensorInfo, as_schedule
+from gradwire.core import FIRST_K, Plan, TensorInfo, as_schedule
 from gradwire.engine import Session
 from gradwire.errors import PlanError
-from gradwire.exchange import Saved
 from gradwire.plan import Policy
-from gradwire.record import Decision
 
 PERIOD = 200
 """Steps from one measurement to the next."""
@@ -57,11 +54,8 @@ class ChosenK:
         )
 
 
-class CorrectionPeriods:
+class CorrectionPeriods(PlanDriver):
     """Driver of one handle with `gw.Delayed(k="auto")`."""
-
-    later_specs = ()
-    searching = False
 
     def __init__(self, policy: Policy) -> None:
         """Raises PlanError if there is no residual to measure, or if a change of k would lose one."""
@@ -76,30 +70,18 @@ class CorrectionPeriods:
                 f"k is 'auto' and correction is {correction!r}: its residuals would be lost when k changes. Leave the "
                 "error feedback of corrections out, or give k a number."
             )
-        self.policy, self.decisions = policy, Latest[ChosenK]()
-
-    def __repr__(self) -> str:
-        return repr(self.policy)
+        super().__init__(policy)
+        self.policy = policy
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """Return the policy until the first measurement."""
         return msgspec.structs.replace(self.policy, schedule=as_schedule(self.policy.schedule).with_k(FIRST_K))
-
-    def recorded(self) -> Decision:
-        """Return the last choice as a recorded run stores it."""
-        return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
 
     def refuses(self, plan: Plan, own: Plan) -> str:
         """Return why a saved plan cannot come from the policy with another k; '' if it can."""
         if plan.schedule.corrects and plan.schedule.period in POSSIBLE:
             plan = msgspec.structs.replace(plan, schedule=plan.schedule.with_k(FIRST_K))
         return unlike(plan, own)
-
-    def resumed(self, session: Session, saved: Saved) -> None:
-        """Do nothing: the saved plan is all that a resumed run needs."""
-
-    def detached(self) -> None:
-        """Do nothing: this driver adds no hooks to the model."""
 
     def finished(self, session: Session) -> None:
         """End a step, and choose k anew if a measurement is due."""

@@ -1,10 +1,13 @@
 """Decisions of `plan="auto"`, and the lines that report them to the user."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from gradwire.core import Plan, Spec
+from gradwire.core import Latest, Plan, Spec
+from gradwire.engine import Session
+from gradwire.exchange import Saved
 from gradwire.record import Alternative
 from gradwire.record import Decision as Recorded
 
@@ -133,8 +136,7 @@ def say_failed(instead: str) -> None:
 
 
 def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:
-    """Return why a saved plan cannot belong to the policy of `own`; '' if it can. Buckets may differ, and specs in
-    `ways` replace each other.
+    """Return why a saved plan is not of the policy of `own`; '' if it is. Buckets may differ; specs in `ways` replace each other.
 
     >>> from gradwire.core import QSGD, Identity, TensorInfo
     >>> from gradwire.plan.policy import Uniform
@@ -156,3 +158,31 @@ def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:
             if saved != here and not (saved in ways and here in ways):
                 return f"{name!r} has {saved!r} in the saved plan and {here!r} here. {cure}"
     return ""
+
+
+class PlanDriver:
+    """The parts that drivers of policies share. given: the policy, `gw.AdaptiveBits` or `gw.Tuned` of the script."""
+
+    later_specs: Sequence[Spec] = ()
+    searching = False
+
+    def __init__(self, given: object) -> None:
+        self.decisions = Latest[Any]()
+        self._given = given
+
+    def __repr__(self) -> str:
+        return repr(self._given)
+
+    def recorded(self) -> Recorded:
+        """Return the last decision as a recorded run stores it."""
+        return Recorded(by=repr(self), words=tuple(map(str, list(self.decisions)[-1:])))
+
+    def refuses(self, plan: Plan, own: Plan) -> str:
+        """Return why a saved plan cannot come from the policy with other buckets; '' if it can."""
+        return unlike(plan, own)
+
+    def resumed(self, session: Session, saved: Saved) -> None:
+        """Do nothing: the saved plan is all that a resumed run needs."""
+
+    def detached(self) -> None:
+        """Do nothing: the driver adds no hooks to the model."""

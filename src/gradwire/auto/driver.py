@@ -149,10 +149,7 @@ class Auto:
             self._begin(live)
         live.wait()
         now = self.clock()
-        began_s = live.began_s
-        if began_s is None:
-            began_s = now if self._pace.mark_s is None else self._pace.mark_s
-        self._began_s = self._pace.step(began_s, now)
+        self._began_s = self._pace.step(live.began_s, now)
         if live.group.world_size == 1:
             self._phase = self._watching  # there is nothing to decide
         elif live.everybody:
@@ -263,8 +260,7 @@ class Auto:
         return current
 
     def _find_refused(self, live: Live) -> dict[str, str]:
-        """Return the allowed kinds of schedule that the script cannot run. Each has the reason of the first rank with a
-        reason."""
+        """Return the allowed kinds of schedule that the script cannot run, each with the reason of the first such rank."""
         own: dict[str, str] = {}
         if self._stepped is not None:
             self._stepped.remove()

@@ -62,10 +62,7 @@ class JobTiming:
             live.session.settle()  # so the next forward waits for nothing
         live.wait()
         now = time.perf_counter()
-        began_s = live.began_s
-        if began_s is None:
-            began_s = now if self._pace.mark_s is None else self._pace.mark_s
-        began_s = self._pace.step(began_s, now)
+        began_s = self._pace.step(live.began_s, now)
         if not live.everybody:
             return
         if self._look is None:

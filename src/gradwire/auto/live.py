@@ -56,8 +56,7 @@ class Live:
 
     @property
     def inputs(self) -> int:
-        """Number of elements in the inputs of the model's training forwards in this step; 0 if the script calls parts
-        of the model."""
+        """Number of elements in the inputs of this step's training forwards; 0 if the script calls parts of the model."""
         return self.session.inputs
 
     @property
@@ -73,8 +72,7 @@ class Live:
         return 1e6 * reports[-1].exposed_s if reports else 0.0
 
     def wait(self) -> None:
-        """Wait for the computation on the device, and for nothing else: gathers may still run during the next
-        forward."""
+        """Wait for the computation on the device, and for nothing else: gathers may still run during the next forward."""
         if self.device.type != "cpu":
             torch.accelerator.current_stream(self.device).synchronize()
 
@@ -135,8 +133,7 @@ class Live:
 
 
 class Stepped:
-    """Watches the steps of optimizers until `remove`. Some schedules call `step()` themselves, and not every script
-    allows this."""
+    """Watches the steps of optimizers until `remove`. Some schedules call `step()`, and not every script allows it."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._handles: list[Any] = []

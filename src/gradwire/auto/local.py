@@ -20,8 +20,7 @@ from gradwire.errors import PlanError
 from gradwire.sim import Simulator
 
 EVERY = (5, 10, 30, 100)
-"""Numbers of steps between exchanges, as in the table of docs/local_steps.md. The first one that is long enough is
-chosen."""
+"""Numbers of steps between exchanges, as in the table of docs/local_steps.md. The first one that is long enough is chosen."""
 EXPOSED = 0.1
 """Largest share of a step that may be spent waiting for exchanges, encoding included."""
 _MEAN = Nesterov(lr=1.0, momentum=0.0)
@@ -96,8 +95,7 @@ def _least_us(schedule: LocalSteps, exchange_us: float, compute_us: float) -> fl
 
 
 def worth(local: Offer | None, trial: Trial, chosen: int, exposed_us: float) -> bool:
-    """Return whether local steps should run: the trial's chosen plan waits long for exchanges, and local steps are
-    shorter."""
+    """Return whether local steps should run: the trial's chosen plan waits long for exchanges, and local steps are shorter."""
     step_us = trial.median_us(chosen)
     if local is None or step_us is None or exposed_us <= EXPOSED * step_us:
         return False

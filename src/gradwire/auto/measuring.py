@@ -1,8 +1,7 @@
 """Measures a live job quickly: its profile, links and codecs.
 
-In a few steps all sends wait for the last gradient, and the moment at which each gradient becomes ready is recorded.
-The time from the start of forward to the first gradient counts as forward. Each tensor gets the same share of forward
-as of backward.
+In a few steps all sends wait for the last gradient, and the moment at which each gradient becomes ready is recorded. The time
+from the start of forward to the first gradient counts as forward. Each tensor gets the same share of forward as of backward.
 """
 
 import math
@@ -23,8 +22,7 @@ from gradwire.profiler import Clock, cached_codecs, measure_links, measured_link
 
 LOOK_STEPS = 2
 LONG_STEP_US = 4e5
-"""Steps of at least this length are profiled once. A second one would spend a fifth of the time that a decision may
-take."""
+"""Steps of at least this length are profiled once. A second one would spend a fifth of the time that a decision may take."""
 CODECS_SECONDS = 0.3
 """Longest time, in seconds, for measuring codecs that no earlier run on the machine measured."""
 _CODEC_SIZES = tuple(2**14 * 8**power for power in range(3))
@@ -38,8 +36,7 @@ class StepMoments:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], clock: Clock) -> None:
         self.rows: list[list[float]] = []
-        """A row for each step: microseconds by parameter, in registration order; NaN for a parameter without
-        gradient."""
+        """A row for each step: microseconds by parameter, in registration order; NaN for a parameter without gradient."""
         self._seen: dict[int, Any] = {}
         self._count, self._clock = len(parameters), clock
         self._hooks = GradientHooks(self, None, StepMoments._ready, parameters.values())
@@ -70,8 +67,7 @@ class Look:
     def ended(self, live: Live, began_s: float, us: float, pace: StepPace) -> tuple[Profile, float] | None:
         """End a step that began at `began_s` and took `us` microseconds on this rank. Collective in the last step.
 
-        Returns None before the last step; after it the profile, and the time of that step on the slowest rank. Both are
-        equal on all ranks.
+        Returns None before the last step; then the profile and that step's time on the slowest rank, equal on all ranks.
         """
         assert pace.mark_s is not None
         self._moments.ended(began_s, pace.mark_s)
@@ -158,6 +154,5 @@ def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[int]) -> float:
 
 
 def codecs_of(live: Live, specs: Sequence[Spec], seconds: float) -> Costs:
-    """Return the times of encodes and decodes on this machine. Specs that no earlier run measured are measured in about
-    `seconds`."""
+    """Return the times of codecs on this machine. Specs that no earlier run measured are measured in about `seconds`."""
     return cached_codecs(specs, live.device, _CODEC_SIZES, seconds)

@@ -97,8 +97,7 @@ def offers(
 
 
 def _with_seen(found: "_Plans", made: Sequence[Offer], seen: Seen) -> list[Offer]:
-    """Return the offers, with the time of the plan that was seen. A seen plan that is not among the offers is added
-    without a turn."""
+    """Return the offers, with the time of the plan that was seen. If it is not among them, it is added without a turn."""
     offers = {offer.plan.digest(): offer for offer in made}
     digest = seen.plan.digest()
     if digest not in offers:
@@ -155,8 +154,7 @@ class _Plans:
                 self.plans[digest] = plan
 
     def add_scheduled(self, planned: Sequence[Plan]) -> None:
-        """Add the policy of each spec in all schedules that the simulator can price. Add the `planned` plans in the
-        schedules that cost no accuracy."""
+        """Add each spec's policy in all schedules that can be priced, and the `planned` plans in those that cost no accuracy."""
         for schedule in self._schedules:
             policies = [policy_of(spec, self.infos) for spec in specs_under(schedule, self._specs)]
             if not schedule.costs_accuracy:
@@ -178,16 +176,14 @@ class _Plans:
         return min(self.us(plan) for plan in plans)
 
     def best_first(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Return the plans close to the best in the order of their accuracy, then the others in the order of their
-        times."""
+        """Return the plans close to the best in the order of their accuracy, then the others in the order of their times."""
         if not plans:
             return []
         close_us = _CLOSE * self.least_us(plans)
         return sorted(plans, key=lambda p: (False, self.loss(p)) if (us := self.us(p)) <= close_us else (True, us))
 
     def loss(self, plan: Plan) -> int:
-        """Return the plan's place in the order of accuracy, 0 for the most accurate: by schedule, then by the most
-        lossy spec."""
+        """Return the plan's place in the order of accuracy, 0 for the best: by schedule, then by the most lossy spec."""
         places = {spec: place for place, spec in enumerate(self._specs, 1)}
         delayed = [schedule for schedule in self._schedules if schedule.costs_accuracy]
         later = 1 + delayed.index(plan.schedule) if plan.schedule in delayed else 0

@@ -28,15 +28,13 @@ STOP = 0.01
 _SIZES = 64
 """The number of sizes, evenly spaced on a logarithmic scale."""
 AGAIN = 3
-"""Trials that the Bayesian search keeps to repeat the best groupings. If there are fewer than ten trials, it keeps a
-third."""
+"""Trials that the Bayesian search keeps to repeat the best groupings. If there are fewer than ten trials, it keeps a third."""
 LOOKS = 3
 """The search ends after so many trials of the best grouping."""
 _NOISE = 0.02
 """Standard deviation of a trial's throughput, in units of the first trial's throughput."""
 _OCTAVES, _VARIANCE = 1.0, 0.1
-"""Length scale (octaves of size) and least variance of the process. They are not fitted: fits to few trials end the
-search too early."""
+"""Length scale (octaves of size) and least variance of the process. Fits to few trials would end the search too early."""
 
 
 class SizeSearch:
@@ -130,8 +128,7 @@ def _improvement(gain: float, std: float) -> float:
 
 
 def _predict(seen: Mapping[float, float], places: Sequence[float]) -> list[tuple[float, float]]:
-    """Return mean and deviation of the throughput at each place, from the trials `seen`. A place is the base-2
-    logarithm of a size."""
+    """Return mean and deviation of the throughput at each place, from the trials `seen`. A place is log2 of a size."""
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import ConstantKernel, Matern
 

@@ -1,8 +1,7 @@
 """Finds the plan that is fastest to a loss, from the times of real steps. Pure: no communication.
 
-The plan with the best prediction runs first. The error of its prediction is the assumed error of all predictions. A
-plan does not run if its prediction is slower by more than this error, or if it costs accuracy and is not predicted to
-be faster.
+The plan with the best prediction runs first. The error of its prediction is the assumed error of all predictions. A plan does
+not run if its prediction is slower by more than this error, or if it costs accuracy and is not predicted to be faster.
 
 If several plans run, their turns are interleaved, A B C A B C, so that a slower machine affects all plans alike. There
 is a second round if the best two are alike and the budget allows it. A first turn ends at once if its steps are clearly
@@ -30,15 +29,13 @@ ALIKE = 0.02
 HYSTERESIS = 0.04
 """The current plan is chosen unless another plan is faster by more than this share."""
 PLAIN_FACTOR = 1.05
-"""Plain all-reduce does not run if its predicted time is more than this factor above the best plan's prediction, and
-above the best plan's measured time."""
+"""Plain all-reduce does not run if its prediction is above this factor times the best one, and the best measured time."""
 _TURN_STEPS = 3
 """Steps of a turn, if the budget allows them. The first step does not count, because it allocates memory."""
 _LEAST_ERROR, _MOST_ERROR = 0.05, 0.5
 """Bounds of the assumed error of predictions, as a share."""
 _SLOW_FIRST, _SLOW = 1.25, 1.15
-"""Factors that end the first turn of a candidate: its first step, or a later step, takes so many times as long as a
-step of the best plan."""
+"""Factors that end a candidate's first turn: its first step, or a later one, takes so many times the best plan's step."""
 _HOPELESS = 4.0
 """Factor that ends the first turn of a candidate with steps of different lengths: a step takes this many times the
 cycle's length times as long as a step of the best plan."""
@@ -56,13 +53,11 @@ class Candidate(NamedTuple):
     plain: bool = False
     """Whether this is plain all-reduce."""
     loss: int = 0
-    """Place in the order of accuracy, 0 for the most accurate. The lowest place is chosen among equally fast
-    candidates."""
+    """Place in the order of accuracy, 0 for the most accurate. The lowest place is chosen among equally fast candidates."""
     cycle: int = 1
     """Number of steps in a cycle. Times vary inside a cycle, so the mean of each cycle counts."""
     steps_for_one: float = 1.0
-    """Number of steps that bring the progress of one step of plain all-reduce. Times are multiplied by it before they
-    are compared."""
+    """Number of steps that bring the progress of one step of plain all-reduce. Compared times are multiplied by it."""
     seen_us: float = 0.0
     """Longest time of a step, known from before the trial; 0 if unknown."""
     runs: bool = True
@@ -84,9 +79,8 @@ class TrialTurn(NamedTuple):
 class Trial:
     """A trial in progress.
 
-    candidates: in the order in which they run, the best prediction first. current: the index of the plan that runs
-    since an earlier decision; None if there is none. steps, spent_us: the steps and the time that deciding took before
-    the trial.
+    candidates: in the order in which they run, the best prediction first. current: the index of the plan that runs since an
+    earlier decision; None if there is none. steps, spent_us: the steps and the time that deciding took before the trial.
     """
 
     def __init__(
@@ -138,8 +132,7 @@ class Trial:
         self._go_on()
 
     def median_us(self, index: int) -> float | None:
-        """Return the median of a candidate's counted steps, or else its time from before the trial; None if there is
-        neither."""
+        """Return the median of a candidate's counted steps, or else its time from before the trial; None without both."""
         return median(self.times[index]) if self.times[index] else self.candidates[index].seen_us or None
 
     @property

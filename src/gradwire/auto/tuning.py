@@ -1,9 +1,8 @@
 """Driver of `gw.Tuned`: tries bucket sizes, and keeps the one with the highest throughput.
 
-A trial begins with some steps that do not count, because memory is new. The mean of its other steps on the slowest rank
-counts. Rank 0 searches and sends each size; every rank makes the same plan from it. A step is timed from the end of one
-backward to the end of the next, so that the next forward of the pipelined schedule counts. A pause between two steps,
-such as an evaluation, does not count.
+The first steps of a trial do not count, because memory is new. The mean of its other steps on the slowest rank counts. Rank 0
+searches and sends each size; every rank makes the same plan from it. A step is timed from the end of one backward to the end of
+the next, so that the next forward of the pipelined schedule counts. Pauses, such as evaluations, do not count.
 """
 
 import time
@@ -12,14 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
 
-from gradwire.auto.decision import say, unlike
+from gradwire.auto.decision import PlanDriver, say
 from gradwire.auto.live import Live
 from gradwire.auto.sizes import SizeSearch, check_library
-from gradwire.core import Latest, Plan, TensorInfo
+from gradwire.core import TensorInfo
 from gradwire.engine import Session
 from gradwire.exchange import Saved
 from gradwire.plan import Policy, Tuned
-from gradwire.record import Decision
 
 _PAUSE = 3.0
 """A step of this many times the trial's median contains a pause. It counts as the median."""
@@ -74,17 +72,15 @@ class TunedSize:
         )
 
 
-class Tuning:
+class Tuning(PlanDriver):
     """Driver of one handle with `gw.Tuned`."""
-
-    later_specs = ()
 
     def __init__(self, tuned: Tuned) -> None:
         """Raises PlanError if the search needs a library that is missing."""
         if tuned.search == "bayes":
             check_library()  # on every rank and before the first step, though only rank 0 will use it
+        super().__init__(tuned)
         self.tuned = tuned
-        self.decisions = Latest[TunedSize]()
         self.clock: Callable[[], float] = time.perf_counter
         self.searching = True
         self._infos: list[TensorInfo] | None = None
@@ -97,29 +93,14 @@ class Tuning:
         self._search_us, self._mark = 0.0, 0.0
         """Time of finding the size and changing to it, in microseconds; and the end of the last step, in seconds."""
 
-    def __repr__(self) -> str:
-        return repr(self.tuned)
-
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """Return the policy until the first trial."""
         return self.tuned.with_bytes(self.tuned.start_bytes)
 
-    def recorded(self) -> Decision:
-        """Return the last chosen size as a recorded run stores it."""
-        return Decision(by=repr(self), words=tuple(str(each) for each in self.decisions[-1:]))
-
-    def refuses(self, plan: Plan, own: Plan) -> str:
-        """Return why a saved plan cannot come from the policy with buckets of another size; '' if it can."""
-        return unlike(plan, own)
-
     def resumed(self, session: Session, saved: Saved) -> None:
-        """Go on from a saved state with the saved size. Search anew if the search had not ended, or if other ranks
-        saved the size."""
+        """Go on with the saved size. Search anew if the search had not ended, or if other ranks saved the size."""
         settled = saved.own and not saved.searching
         self._infos, self.searching = (Live(session).infos, False) if settled else (None, True)
-
-    def detached(self) -> None:
-        """Do nothing: this driver adds no hooks to the model."""
 
     def finished(self, session: Session) -> None:
         """End a step, and end a trial that is complete."""

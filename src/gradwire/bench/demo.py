@@ -213,8 +213,7 @@ def closing_lines(summary: DemoSummary) -> list[str]:
 
 
 def _methods(problem: str | None) -> dict[str, str]:
-    """Return the methods. Over loopback gradwire gets a given plan, because auto would send uncompressed gradients on a
-    fast link."""
+    """Return the methods. Over loopback gradwire gets a given plan: on a fast link auto would compress nothing."""
     return METHODS if problem is None else METHODS | {"gradwire": "gradwire:qsgd4"}
 
 

@@ -36,8 +36,7 @@ Batch = tuple[Tensor, Tensor]
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's digits, shuffled once: float32 images [1797, 64] of mean 0 and deviation 1, labels
-    [1797]."""
+    """Return scikit-learn's digits, shuffled once: float32 images [1797, 64] of mean 0 and deviation 1, labels [1797]."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -48,8 +47,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 @cache
 def standard_library_text(vocabulary: int) -> Tensor:
-    """Return the standard library's top-level modules in name order, as int64 characters. They depend on the Python
-    version.
+    """Return the standard library's top-level modules in name order, as int64 characters. They depend on the Python version.
 
     The few bytes at or above `vocabulary` become the last character.
     """
@@ -88,11 +86,7 @@ class ResNet(nn.Module):
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
-        stages: list[nn.Module] = [
-            nn.Conv2d(1, width, 3, 2, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-        ]
+        stages: list[nn.Module] = [nn.Conv2d(1, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
         before = width
         for stage in range(4):
             after = width * 2**stage
@@ -228,8 +222,7 @@ class MLPJob(DigitsJob):
 class ResNetJob(DigitsJob):
     """A residual network with BatchNorm on the digits at 32x32: many small tensors and a few large ones.
 
-    Every batch adds new noise with the images' deviation. Without noise the network would memorise the images within a
-    hundred steps.
+    Every batch adds new noise with the images' deviation. Without noise it would memorise them within a hundred steps.
     """
 
     name = "resnet"
@@ -286,11 +279,9 @@ class TransformerJob(TextJob):
 
 
 class EmbeddingsJob(TextJob):
-    """Two embedding tables with a row for every hash of three characters: the three before the next character, and the
-    three before them.
+    """Two embedding tables with a row for every hash of three characters: those before the next one, and the three before.
 
-    The tables hold nearly all parameters, and a batch uses few of their rows. So a step computes little and has large
-    gradients.
+    The tables hold nearly all parameters, and a batch uses few of their rows. So steps compute little, with large gradients.
     """
 
     name = "embeddings"

@@ -10,8 +10,7 @@ gradwire:SPEC   gradwire with a policy, such as gradwire:qsgd4, or a policy and 
 gradwire:auto   gradwire chooses the plan (also gradwire:auto-exact, gradwire:auto-aggressive; gradwire:adaptive chooses bits);
                 gradwire:auto@all chooses among all schedules
 
-Each method has its own model and optimizer from the same seed, and its own process group. So all methods can run in one
-process, in turns.
+Each method has its own model and optimizer from one seed, and its own process group. So all can run in turns in a process.
 """
 
 import contextlib
@@ -49,8 +48,7 @@ class Method(ABC):
     wrong_on_purpose = False
     """Whether the method leaves out a part of each step. The bench then keeps neither its loss nor its speedup."""
     forward_us = 0.0
-    """Time of the last step's forward, including the method's own work and waits. `backward_us` is the same of
-    backward."""
+    """Time of the last step's forward, including the method's own work and waits. `backward_us` is the same of backward."""
     backward_us = 0.0
 
     def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None) -> None:
@@ -245,8 +243,7 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def allreduce_bytes(size: int, world_size: int) -> int:
-    """Return the bytes that one rank sends in an all-reduce: a reduce-scatter and an all-gather, each of (n-1)/n of
-    `size`."""
+    """Return the bytes that one rank sends in an all-reduce: a reduce-scatter and an all-gather, each of (n-1)/n of `size`."""
     return 2 * size * (world_size - 1) // world_size
 
 

@@ -78,8 +78,7 @@ class ModelJob(Job):
         return inputs, inputs
 
     def _try(self, model: nn.Module) -> None:
-        """Run one backward. If the model's labels are no tokens, as in a classifier of texts, try again without
-        labels."""
+        """Run one backward. If the model's labels are no tokens, as in a classifier of texts, try again without labels."""
         batch = self.batch(0, 1, 0)
         try:
             self.loss(model, batch).backward()

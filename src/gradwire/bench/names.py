@@ -76,8 +76,7 @@ class GivenModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def of(cls, model: str | None, config: str | None, shape: str | None) -> "GivenModel | None":
-        """Return the model of --model, --config and --input; None without them. Raises `FormatError` for a wrong
-        text."""
+        """Return the model of --model, --config and --input; None without them. Raises `FormatError` for a wrong text."""
         if model is None:
             if config is not None or shape is not None:
                 raise FormatError(f"--config {config} and --input {shape} describe a model. Name the model by --model.")

@@ -1,5 +1,4 @@
-"""Connects the ranks of a bench run outside of measurements: barriers, agreement on errors, gathering, byte
-counters."""
+"""Connects the ranks of a bench run outside of measurements: barriers, agreement on errors, gathering, byte counters."""
 
 import ctypes
 import json
@@ -44,8 +43,7 @@ class Ranks:
             dist.barrier()
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank. They are sent as JSON, because unpickling bytes of the network is
-        unsafe."""
+        """Return the values of all ranks, by rank. They travel as JSON, because unpickling is unsafe."""
         if not self.distributed:
             return [value]
         text = json.dumps(value).encode()

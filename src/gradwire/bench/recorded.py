@@ -32,8 +32,7 @@ def method_folder(group: Path, method: str) -> Path:
 
 
 def complete_runs(group: Path, cells: Sequence[Cell], warmup_steps: int, turn_steps: int, made: Made) -> None:
-    """Complete the recorded runs of a cell group. made: the bench's host, date and command, which the ranks do not
-    know."""
+    """Complete the recorded runs of a cell group. made: the bench's host, date and command, which the ranks do not know."""
     good = {cell.method: cell for cell in cells if cell.failure is None}
     for name, own in good.items():
         folder = method_folder(group, name)
@@ -43,8 +42,7 @@ def complete_runs(group: Path, cells: Sequence[Cell], warmup_steps: int, turn_st
 
 
 def with_rivals(run: Run, own: Cell, all_methods: Mapping[str, Cell], warmup_steps: int, turn_steps: int) -> Run:
-    """Return the run with the bench's times and losses (means over ranks), and with torch's methods as rivals, DDP
-    first."""
+    """Return the run with the bench's times and losses (means over ranks), and with torch's methods as rivals, DDP first."""
     ends = list(accumulate(us / 1e6 for us in own.step_us))
     steps = tuple(
         replace(each, step_us=own.step_us[each.step], end_s=ends[each.step], loss=own.loss[each.step])

@@ -31,8 +31,7 @@ from gradwire.testbed import (
 )
 
 FEWEST_WARMUP_STEPS = 3
-"""Fewest warm-up steps. DDP rebuilds its buckets after its first step, and torch's PowerSGD hook begins to compress in
-the third."""
+"""Fewest warm-up steps. DDP rebuilds its buckets after the first, and torch's PowerSGD hook compresses from the third on."""
 ALONE_WARMUP_STEPS = 10
 FAILURE_LINES = 40
 Network = EmulatedCluster | Loopback
@@ -106,8 +105,7 @@ def gbps_of(link: str) -> float | None:
 
 
 def emulation_problem() -> str | None:
-    """Return why this machine cannot emulate links, or None if it can. Restarts the process in a user namespace if
-    needed."""
+    """Return why this machine cannot emulate links, or None if it can. Restarts the process in a user namespace if needed."""
     problem = permission_problem()
     if problem is None:
         reexec_in_user_namespace_if_needed([sys.executable, *sys.orig_argv[1:]])

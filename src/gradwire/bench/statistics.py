@@ -41,8 +41,7 @@ def wire_us(planned_bytes: int, gbps: float | None) -> float:
 
 
 def median_ratio(baseline_us: Sequence[float], times_us: Sequence[float], seed: int = 0) -> Interval:
-    """Return how many times faster than the baseline: the ratio of medians, with a 95 % percentile bootstrap
-    interval."""
+    """Return how many times faster than the baseline: the ratio of medians, with a 95 % percentile bootstrap interval."""
     generator = np.random.default_rng(seed)
 
     def resampled_medians(values: Sequence[float]) -> NDArray[np.float64]:
@@ -118,12 +117,10 @@ def cells_from(
 
 
 def _max_speedup(alone: Alone | None, world_size: int, planned_bytes: int | None, gbps: float | None) -> float | None:
-    """Return S^max, DeAR's eq. 6, for `planned_bytes` per rank and step over a link of this rate; None if a term was
-    not measured.
+    """Return S^max, DeAR's eq. 6, for `planned_bytes` per rank and step over such a link; None if a term is unknown.
 
-    Compute is the compute time of one rank alone. Forward includes the optimizer, which can step one bucket while the
-    next one is gathered. Each phase sends half of the bytes: uncompressed (n-1)/n of the gradients. The paper's m/B is
-    the limit of many ranks.
+    Compute is that of one rank alone. Forward includes the optimizer, which can step one bucket while the next is gathered. Each
+    phase sends half of the bytes: uncompressed (n-1)/n of the gradients. The paper's m/B is the limit of many ranks.
     """
     if alone is None or alone.step is None or alone.backward_us is None or planned_bytes is None or gbps is None:
         return None

@@ -40,15 +40,13 @@ from gradwire.transport import Grid, Group, Link, LinkError
 LINK_SECONDS = 0.25
 GO_ON_TURN_STEPS = 25
 RACE_TURN_S, RACE_TURNS = 3.0, 30
-"""Shortest turn in a race, in seconds, and number of turns of a long race. At the end of a turn the method waits for
-its pending exchanges."""
+"""Shortest turn in a race, in seconds, and number of turns of a long race. A turn ends with a wait for pending exchanges."""
 HELD_OUT = 8
 HELD_OUT_FROM = 900_000
 """Number of held-out batches, and step of the first one. No run trains for so many steps."""
 PER_RANK = ("wall_us", "cpu_us", "forward_us", "backward_us", "loss", "sent_bytes", "planned_bytes", "codec_us")
 SHARED = ("failure", "counted", "decided", "held_out")
-"""Fields of a `MethodRecord` with one value for all ranks, from rank 0. The other fields have a value from each
-rank."""
+"""Fields of a `MethodRecord` with one value for all ranks, from rank 0. The other fields have a value from each rank."""
 
 
 class Contestant(msgspec.Struct):
@@ -120,8 +118,7 @@ class Contest:
         self._go_on()
 
     def _race(self) -> None:
-        """Let the floor take its steps. Of the other methods, the one with the shortest training time so far always
-        takes the next turn."""
+        """Let the floor take its steps. Of the others, the one that has trained for the least time takes each turn."""
         trained_s = {}
         longest_turn_s = max(RACE_TURN_S, self.order.race_s / RACE_TURNS)
         for contestant in self.contestants:
@@ -159,8 +156,7 @@ class Contest:
             self._take_turn(contestant, self.order.deciding_steps)
 
     def _go_on(self) -> None:
-        """Train the methods until they reach their goals in the same round. A method with fewer steps left takes
-        shorter turns."""
+        """Train the methods until they reach their goals in the same round. With fewer steps left, turns are shorter."""
         goals = self.order.go_on_to
         going = [contestant for contestant in self.contestants if contestant.name in goals]
 

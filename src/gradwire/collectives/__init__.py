@@ -7,20 +7,6 @@ from gradwire.collectives.route import Route
 from gradwire.collectives.schemes import AllReduce, OneEncode, Scheme, ShardedSum, TwoPhase
 
 __all__ = [
-    "Add",
-    "AllReduce",
-    "Copy",
-    "Decode",
-    "Encoding",
-    "Memory",
-    "OneEncode",
-    "Piece",
-    "Route",
-    "Scheme",
-    "ShardedSum",
-    "Transfer",
-    "Transfers",
-    "TwoPhase",
-    "in_c",
-    "share_scratch",
-]
+    "Add", "AllReduce", "Copy", "Decode", "Encoding", "Memory", "OneEncode", "Piece", "Route", "Scheme", "ShardedSum",
+    "Transfer", "Transfers", "TwoPhase", "in_c", "share_scratch",
+]  # fmt: skip

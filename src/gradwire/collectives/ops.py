@@ -16,18 +16,9 @@ if TYPE_CHECKING:
     from gradwire.transport import Wire
 
 __all__ = [
-    "Add",
-    "Copy",
-    "Decode",
-    "Encoding",
-    "Gather",
-    "Scale",
-    "Transfer",
-    "Transfers",
-    "Work",
-    "joined",
+    "Add", "Copy", "Decode", "Encoding", "Gather", "Scale", "Transfer", "Transfers", "Work", "joined",
     "payload_buffers",
-]
+]  # fmt: skip
 
 ALIGNMENT = 16
 """Payloads that are sent together begin at multiples of so many bytes: kernels load words, not bytes."""

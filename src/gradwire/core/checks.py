@@ -53,13 +53,7 @@ def number(
 
 
 def whole(
-    field: str,
-    value: object,
-    what: str,
-    *,
-    low: int = 0,
-    high: int = _INT64,
-    error: type[GradwireError] = FormatError,
+    field: str, value: object, what: str, *, low: int = 0, high: int = _INT64, error: type[GradwireError] = FormatError
 ) -> None:
     """Refuse everything but a whole number from `low` to `high`, both included."""
     bound = f"from {low} to {high}" if high < _INT64 else f"at least {low} and below 2**63"
@@ -67,6 +61,30 @@ def whole(
         raise error(f"{field} is {show(value)}, a {type(value).__name__}: it must be {what}, a whole number {bound}.")
     if not low <= value <= high:
         raise error(f"{field} is {show(value)}: it must be {what}, a whole number {bound}.")
+
+
+def numbers(owner: msgspec.Struct, what: str, *fields: str, positive: bool = False) -> None:
+    """`number` for these fields of a struct. A field may be None if None is its default."""
+    for field, value in _given(owner, fields):
+        number(field, value, what, positive=positive)
+
+
+def wholes(owner: msgspec.Struct, what: str, *fields: str, low: int = 0) -> None:
+    """`whole` for these fields of a struct. A field may be None if None is its default."""
+    for field, value in _given(owner, fields):
+        whole(field, value, what, low=low)
+
+
+def _given(owner: msgspec.Struct, fields: Collection[str]) -> Iterator[tuple[str, object]]:
+    optional = {info.name for info in _fields(type(owner)) if info.default is None}
+    return ((field, value) for field in fields if (value := getattr(owner, field)) is not None or field not in optional)
+
+
+def flags(owner: msgspec.Struct, *fields: str) -> None:
+    """Refuse fields of a struct that are not true or false."""
+    for field in fields:
+        if not isinstance(getattr(owner, field), bool):
+            raise FormatError(f"{field} is {show(getattr(owner, field))}: it must be true or false.")
 
 
 def only_version(value: object) -> None:

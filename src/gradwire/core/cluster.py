@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gradwire.core.checks import each, freeze, number, only_version, show, whole
+from gradwire.core.checks import each, flags, freeze, numbers, only_version, show, whole
 from gradwire.core.provenance import Made
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError
@@ -20,7 +20,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gbps: float
     """Gigabits per second of one node's share, in either direction; above 0."""
     cpu_us: float = 0.0
-    """Processor time in microseconds of a rank for one all-reduce, without the time for the bytes. `Cluster.allreduce` alone
+    """A rank's processor time in microseconds for one all-reduce, without that for bytes. `Cluster.allreduce` alone
     uses this field."""
     cpu_us_per_byte: float = 0.0
     """Processor time in microseconds of a rank for each byte of an all-reduce. Copies into the bucket's memory and back count."""
@@ -35,15 +35,10 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has several NICs, or if the network limits each connection. None: one flow may have the whole rate."""
 
     def __post_init__(self) -> None:
-        number("alpha_us", self.alpha_us, "a latency in microseconds")
-        number("cpu_us", self.cpu_us, "a time in microseconds")
-        number("cpu_us_per_byte", self.cpu_us_per_byte, "a time in microseconds")
-        number("gbps", self.gbps, "a rate in gigabits per second", positive=True)
-        for field in _BETWEEN_NODES:
-            if (rate := getattr(self, field)) is not None:
-                number(field, rate, "a rate in gigabits per second", positive=True)
-        if not isinstance(self.shared, bool):
-            raise FormatError(f"shared is {show(self.shared)}: it must be true or false.")
+        numbers(self, "a latency in microseconds", "alpha_us")
+        numbers(self, "a time in microseconds", "cpu_us", "cpu_us_per_byte")
+        numbers(self, "a rate in gigabits per second", "gbps", *_BETWEEN_NODES, positive=True)
+        flags(self, "shared")
 
     @property
     def least_gbps(self) -> float:
@@ -97,8 +92,7 @@ class Cluster(Document, frozen=True, kw_only=True):
                 raise FormatError(f"{field} is {show(link)}: it must be a Link.")
         if not isinstance(self.allreduce, (Link, type(None))):
             raise FormatError(f"allreduce is {show(self.allreduce)}: it must be a Link, or be left out.")
-        if self.launch_us is not None:
-            number("launch_us", self.launch_us, "a time in microseconds")
+        numbers(self, "a time in microseconds", "launch_us")
         freeze(self, "slow_nodes")
         each("slow_nodes", self.slow_nodes, Link)
         if len(self.slow_nodes) > self.nodes:

@@ -1,16 +1,13 @@
 """A bounded sequence that counts every item ever added. Pure: no torch."""
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Generic, TypeVar, overload
+from typing import TypeVar
 
 _Item = TypeVar("_Item")
 
 
-class Latest(Sequence[_Item], Generic[_Item]):
-    """The last items of a run of any length, and the number of all items so far.
-
-    `collections.deque(maxlen=...)` alone has neither that number, which `handle.stats().decided` reports, nor slices.
+class Latest(deque[_Item]):
+    """The last items of a run of any length, and the number of all items so far, which `handle.stats().decided` reports.
 
     >>> latest = Latest[str](most=2)
     >>> for each in "abc":
@@ -20,23 +17,11 @@ class Latest(Sequence[_Item], Generic[_Item]):
     """
 
     def __init__(self, most: int = 100) -> None:
-        self._kept: deque[_Item] = deque(maxlen=most)
+        super().__init__(maxlen=most)
         self.total = 0
         """Number of items so far, forgotten ones included."""
 
     def append(self, item: _Item) -> None:
         """Add an item. Forgets the oldest item if there are more than `most`."""
-        self._kept.append(item)
+        super().append(item)
         self.total += 1
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    @overload
-    def __getitem__(self, index: int) -> _Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[_Item]: ...
-
-    def __getitem__(self, index: int | slice) -> _Item | list[_Item]:
-        return list(self._kept)[index] if isinstance(index, slice) else self._kept[index]

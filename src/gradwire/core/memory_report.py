@@ -2,7 +2,7 @@
 
 import msgspec
 
-from gradwire.core.checks import whole
+from gradwire.core.checks import wholes
 
 
 class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,5 +18,4 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Copies of weights, and the momentum of the outer optimizer. 0 in schedules with one set of weights."""
 
     def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            whole(field, getattr(self, field), "a number of bytes")
+        wholes(self, "a number of bytes", *self.__struct_fields__)

@@ -15,13 +15,14 @@ from gradwire.core.checks import (
     freeze,
     freeze_pairs,
     near,
-    number,
+    numbers,
     only_version,
     show,
     text,
     under,
     unique,
     whole,
+    wholes,
     word,
 )
 from gradwire.core.collectives import CODEC_TASKS, LINKS, ROUTINES, collective_of, is_link_word, link_words
@@ -148,10 +149,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     extra_bytes_host: int
 
     def __post_init__(self) -> None:
-        for field in ("step_us", "baseline_step_us", "lower_bound_us"):
-            number(field, getattr(self, field), "a time in microseconds")
-        for field in ("bytes_per_rank", "extra_bytes_device", "extra_bytes_host"):
-            whole(field, getattr(self, field), "a number of bytes")
+        numbers(self, "a time in microseconds", "step_us", "baseline_step_us", "lower_bound_us")
+        wholes(self, "a number of bytes", "bytes_per_rank", "extra_bytes_device", "extra_bytes_host")
 
 
 class Plan(Document, frozen=True, kw_only=True, dict=True):

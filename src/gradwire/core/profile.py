@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from gradwire.core.checks import DTYPE_BYTES, each, freeze, number, only_version, text, unique, whole, word
+from gradwire.core.checks import DTYPE_BYTES, each, freeze, numbers, only_version, text, unique, whole, wholes, word
 from gradwire.core.provenance import Made
 from gradwire.core.strict import Document
 from gradwire.core.tensors import Shaped, TensorInfo
@@ -29,10 +29,7 @@ class TensorProfile(Shaped, frozen=True, kw_only=True):
         for index, extent in enumerate(self.shape):
             whole(f"shape[{index}]", extent, "an extent")
         word("dtype", self.dtype, tuple(DTYPE_BYTES))
-        number("backward_us", self.backward_us, "a time in microseconds")
-        for field in ("forward_us", "backward_iqr_us", "forward_iqr_us"):
-            if getattr(self, field) is not None:
-                number(field, getattr(self, field), "a time in microseconds")
+        numbers(self, "a time in microseconds", "backward_us", "forward_us", "backward_iqr_us", "forward_iqr_us")
 
 
 class Profile(Document, frozen=True, kw_only=True):
@@ -68,12 +65,9 @@ class Profile(Document, frozen=True, kw_only=True):
         only_version(self.version)
         text("model", self.model, "the model's name")
         text("device", self.device, "the name of what computed")
-        whole("batch", self.batch, "samples per rank and step", low=1)
-        if self.steps is not None:
-            whole("steps", self.steps, "steps measured", low=1)
-        for field in ("optimizer_us", "loaded_backward_us"):
-            if getattr(self, field) is not None:
-                number(field, getattr(self, field), "a time in microseconds")
+        wholes(self, "samples per rank and step", "batch", low=1)
+        wholes(self, "steps measured", "steps", low=1)
+        numbers(self, "a time in microseconds", "optimizer_us", "loaded_backward_us")
         freeze(self, "tensors")
         each("tensors", self.tensors, TensorProfile)
         if not self.tensors:

@@ -71,8 +71,8 @@ def without_secrets(argv: Sequence[str], all_words: bool = False) -> list[str]:
 def processor_name() -> str:
     """The processor, as the kernel names it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         lines = []
     named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor())
+    return next(named, platform.processor() or platform.machine())

@@ -31,7 +31,7 @@ _NAMED = re.compile(r"`([^`]*)`")
 _UNITS = {
     "times are microseconds": {"ns", "us", "usec", "ms", "msec", "s", "sec", "seconds", "millis", "micros", "time"},
     "rates are gigabits per second": {
-        *("bps", "kbps", "mbps", "gbps", "kbit", "mbit", "gbit", "mbits", "gbits", "bandwidth", "rate"),
+        *("bps", "kbps", "mbps", "gbps", "kbit", "mbit", "gbit", "mbits", "gbits", "bandwidth", "rate")
     },
     "sizes are bytes": {"b", "byte", "bytes", "kb", "kib", "mb", "mib", "gb", "gib", "kilobytes", "megabytes", "size"},
 }

@@ -18,22 +18,6 @@ from gradwire.costs.prices import (
 )
 
 __all__ = [
-    "DECODE_CALLS",
-    "ROUTINGS",
-    "AffineCost",
-    "Bytes",
-    "CurveCost",
-    "Fit",
-    "Price",
-    "PricedBucket",
-    "Prices",
-    "bytes_of",
-    "cluster_from",
-    "fit_line",
-    "fit_link",
-    "fit_points",
-    "fold",
-    "import_file",
-    "time_at",
-    "us_per_byte",
-]
+    "DECODE_CALLS", "ROUTINGS", "AffineCost", "Bytes", "CurveCost", "Fit", "Price", "PricedBucket", "Prices",
+    "bytes_of", "cluster_from", "fit_line", "fit_link", "fit_points", "fold", "import_file", "time_at", "us_per_byte",
+]  # fmt: skip

@@ -13,8 +13,21 @@ import csv
 import json
 from collections.abc import Iterator, Mapping
 
-from gradwire.core import CodecCosts, Costs, Made, Spec, near, number, show, spec_from_dict, spec_from_text, whole, word
-from gradwire.errors import FormatError, GradwireError
+from gradwire.core import (
+    CodecCosts,
+    Costs,
+    Made,
+    Spec,
+    near,
+    number,
+    show,
+    spec_from_dict,
+    spec_from_text,
+    under,
+    whole,
+    word,
+)
+from gradwire.errors import FormatError
 
 COLUMNS = ("spec", "device", "bytes", "encode_us", "decode_us")
 
@@ -30,7 +43,7 @@ def costs_from_csv(text: str, source: str) -> Costs:
     """
     times: dict[tuple[Spec, str], dict[int, tuple[float, float, int]]] = {}
     for line, row in _rows(text):
-        try:
+        with under(f"line {line}:"):
             key, nbytes, encode_us, decode_us = _read(row)
             known = times.setdefault(key, {})
             if nbytes in known:
@@ -39,8 +52,6 @@ def costs_from_csv(text: str, source: str) -> Costs:
                     "time. Keep the median of repeated measurements."
                 )
             known[nbytes] = encode_us, decode_us, line
-        except GradwireError as error:
-            raise type(error)(f"line {line}: {error}") from error
     if not times:
         raise FormatError(
             f"there are no times in it. The first line must be {','.join(COLUMNS)}; a line for each size follows."

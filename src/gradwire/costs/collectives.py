@@ -1,8 +1,8 @@
 """The load of collectives on links: messages one after another, and bytes.
 
-A link works full duplex. Inside a node each rank has its own intra link, or all share one, as behind a PCIe switch; the ranks
-of a node share its inter link. A shared link carries the sum of their flows. Times follow from the alpha-beta model:
-messages * alpha + bytes * beta.
+A link works full duplex. Inside a node each rank has its own intra link, or all share one, as behind a PCIe switch; all share the
+node's inter link. A shared link carries the sum of their flows. Times follow from the alpha-beta model: messages * alpha + bytes
+* beta.
 
 An exchange takes as long as the slowest of its lines: the link inside a node, and both directions of each node's inter link. A
 flow goes from one rank to another. If one flow cannot have a node's whole rate, k flows have k times the rate of one flow, at
@@ -36,8 +36,7 @@ class Load(NamedTuple):
     messages: float
     """Number of messages one after another: each costs the link's alpha."""
     factor: float
-    """Bytes over the busiest of these links in its busier direction, as a multiple of the bytes that a rank holds before the
-    exchange."""
+    """Bytes over the busiest link in its busier direction, as a multiple of the bytes that a rank holds before the exchange."""
 
 
 class Flows(NamedTuple):
@@ -172,8 +171,7 @@ def _in_pairs(word: str, routing: str) -> bool:
 def _directions(word: str, busy: Flows, other: Flows) -> tuple[Flows, Flows]:
     """The flows from the node that sends most, and the flows to the node that receives most.
 
-    busy: flows of the root's node, or of any node if there is no root. other: flows of a node that sends to the root or receives
-    from the root.
+    busy: of the root's node, or of any node without a root. other: of a node that sends to the root or receives from it.
     """
     if word not in ROOTED or busy.at_once == 1:
         return busy, busy

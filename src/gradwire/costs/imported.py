@@ -33,7 +33,7 @@ from gradwire.core import (
     whole,
 )
 from gradwire.costs.codec_csv import costs_from_csv
-from gradwire.errors import FormatError, GradwireError
+from gradwire.errors import FormatError
 
 _SUFFIX = "_comp_overhead"
 _SPECS: dict[str, Spec] = {
@@ -54,17 +54,13 @@ def import_file(path: str | os.PathLike[str], batch: int, device: str) -> Profil
     """
     if os.fspath(path).lower().endswith(".csv"):
         source = printable(os.fspath(path), longest=4096)
-        try:
+        with under(f"{source}:"):
             return costs_from_csv(read_text(path), source)
-        except GradwireError as error:
-            raise type(error)(f"{source}: {error}") from error
     data, source = read(path)
-    try:
+    with under(f"{source}:"):
         if not isinstance(data, Mapping):
             raise FormatError(f"it holds {show(data)}, but it must hold an object with tensors or codec times. {_FORM}")
         return profile_from(data, batch, device) if "tensors" in data else costs_from(data)
-    except GradwireError as error:
-        raise type(error)(f"{source}: {error}") from error
 
 
 def profile_from(data: Mapping[str, object], batch: int, device: str) -> Profile:

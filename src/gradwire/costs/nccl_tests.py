@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gradwire.core import Cluster, Link, Made, number, printable, read_text, show, whole
+from gradwire.core import Cluster, Link, Made, number, printable, read_text, show, under, whole
 from gradwire.costs.fit import fit_link
-from gradwire.errors import FormatError, GradwireError
+from gradwire.errors import FormatError
 
 _WORDS = {
     "all_reduce": "allreduce",
@@ -66,7 +66,7 @@ def cluster_from(paths: Sequence[str | os.PathLike[str]], collective: str | None
     problems = []
     for path in paths:
         source = printable(os.fspath(path), longest=4096)
-        try:
+        with under(f"{source}:"):
             run = read_nccl_tests(read_text(path), collective)
             key = len(run.hosts) > 1, run.collective == "all_reduce"
             if key in runs:
@@ -75,8 +75,6 @@ def cluster_from(paths: Sequence[str | os.PathLike[str]], collective: str | None
                     f"the same link by {runs[key][1].collective}. Leave out one of the files."
                 )
             links[key], problem = run.link()
-        except GradwireError as error:
-            raise type(error)(f"{source}: {error}") from error
         runs[key] = source, run
         problems += [f"{source}: {problem}"] * bool(problem)
     if not runs:

@@ -174,11 +174,7 @@ class Prices:
         return PricedBucket(self.tasks(bucket.option, spec.rounds, self._shares(bucket), size), pieces)
 
     def tasks(
-        self,
-        option: tuple[str, ...],
-        rounds: int,
-        shares: Mapping[Spec, float],
-        size: Bytes,
+        self, option: tuple[str, ...], rounds: int, shares: Mapping[Spec, float], size: Bytes
     ) -> tuple[Price, ...]:
         """The tasks of one piece of a bucket.
 
@@ -228,7 +224,7 @@ class Prices:
         return Price(step.task, self._codec_us(step, shares, nbytes) / cuts, step.gathers)
 
     def _codec_us(self, step: Step, shares: tuple[tuple[Spec, float], ...], nbytes: float) -> float:
-        """Microseconds of one call for all specs of the bucket: the time of the whole size by each spec, weighted with the spec's
+        """Microseconds of one call for all specs of the bucket: the whole size's time by each spec, weighted with the spec's
         bytes.
 
         nbytes: bytes of the gradients in float32.

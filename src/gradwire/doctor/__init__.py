@@ -7,10 +7,4 @@ let the ranks of a job meet and measure, `examine` calls them in order, `report`
 from gradwire.doctor.examine import examine
 from gradwire.doctor.report import Finding, Report, summary, tables
 
-__all__ = [
-    "Finding",
-    "Report",
-    "examine",
-    "summary",
-    "tables",
-]
+__all__ = ["Finding", "Report", "examine", "summary", "tables"]

@@ -1,5 +1,4 @@
-"""Gathers the facts of one process: versions, backends, kernels, cores, variables, interfaces, the choices of gloo and
-NCCL."""
+"""Gathers the facts of one process: versions, backends, kernels, cores, variables, interfaces, gloo's and NCCL's choices."""
 
 import ipaddress
 import os
@@ -77,8 +76,7 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def bindable_address(host: str) -> str | None:
-    """Return the first address of a host name at which this machine can listen, as gloo chooses it; None if there is
-    none."""
+    """Return the first address of a host name at which this machine can listen, as gloo chooses it; None if there is none."""
     try:
         answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: an invalid name
@@ -96,8 +94,7 @@ def bindable_address(host: str) -> str | None:
 def gloo_choice(
     variable: str | None, host: str, known: Sequence[Interface], resolve: Callable[[str], str | None] = bindable_address
 ) -> GlooChoice:
-    """Return gloo's address: from GLOO_SOCKET_IFNAME (names with commas) if set, else from the host name, else
-    127.0.0.1."""
+    """Return gloo's address: from GLOO_SOCKET_IFNAME (names with commas) if set, else from the host name, else 127.0.0.1."""
     by_name = {each.name: each for each in known}
     if variable:
         said_by = f"GLOO_SOCKET_IFNAME={variable}"
@@ -120,8 +117,7 @@ def gloo_choice(
 
 
 def nccl_choice(variable: str, names: Sequence[str]) -> list[str]:
-    """Return the interfaces that NCCL_SOCKET_IFNAME admits: prefixes with commas; `=` means exact names, `^` means
-    exclusions.
+    """Return the interfaces that NCCL_SOCKET_IFNAME admits: prefixes with commas; `=` means exact names, `^` means exclusions.
 
     >>> nccl_choice("^docker,lo", ["lo", "eth0", "docker0"]), nccl_choice("=eth", ["eth0"]), nccl_choice("eth", ["eth0"])
     (['eth0'], [], ['eth0'])
@@ -138,8 +134,7 @@ def nccl_choice(variable: str, names: Sequence[str]) -> list[str]:
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of one rank. Every field has a default, so that ranks of different versions can read each other's
-    facts."""
+    """The facts of one rank. Every field has a default, so that ranks of different versions can read each other's facts."""
 
     rank: int = 0
     local_world_size: int = 1

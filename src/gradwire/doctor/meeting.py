@@ -39,8 +39,7 @@ class Job:
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> "Job | None":
-        """Read the job of this process from its environment; None if there is none. Raises ValueError for inconsistent
-        variables."""
+        """Read this process's job from its environment; None if there is none. Raises ValueError for inconsistent variables."""
         present = [name for name in _NEEDED if environ.get(name)]
         if not {"RANK", "WORLD_SIZE"} & set(present):
             return None

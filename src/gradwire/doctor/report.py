@@ -1,5 +1,4 @@
-"""Defines the doctor's report, and its tables of any width: findings, links with their rates, and the facts of every
-rank."""
+"""Defines the doctor's report, and its tables of any width: findings, links with their rates, and the facts of every rank."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial

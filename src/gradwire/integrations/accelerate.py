@@ -31,11 +31,9 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
     models; another `prepare` of the same model replaces its handle.
 
     `accelerator.accumulate`, `no_sync`, `backward` and `clip_grad_norm_` work as before. `save_state` also writes a file of every
-    rank, `gradwire_{n}/gradwire-rank{r}.pt` for the n-th handle. `load_state` reads these files, and the run continues bit for
-    bit.
+    rank, `gradwire_{n}/gradwire-rank{r}.pt` for the n-th handle. `load_state` reads these, and the run goes on bit for bit.
 
-    Raises PlanError unless there is one model, and where Accelerate shards models (DeepSpeed, FSDP, Megatron-LM); also what
-    `gw.parallelize` raises.
+    Raises PlanError unless there is one model, and where Accelerate shards it (DeepSpeed, FSDP, ..); also as `gw.parallelize`.
 
     Example, in a script started by `accelerate launch` or torchrun::
 

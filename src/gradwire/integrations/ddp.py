@@ -167,8 +167,7 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.
 
 
 def bucket_sizes(model: torch.nn.Module, plan: PlanForDDP, group: dist.ProcessGroup | None = None) -> list[float]:
-    """Sizes for DDP's `bucket_cap_mb_list`, in MiB (2**20 bytes) of gradients. With these sizes DDP calls the hook when a bucket
-    of the plan is complete.
+    """Sizes for DDP's `bucket_cap_mb_list`, in MiB of gradients, with which DDP calls the hook when a plan's bucket is complete.
 
     model: the model that DDP will wrap. plan: as for `DDPState`. group: DDP's `process_group`. The sizes assume that gradients
     become ready in the reverse order of registration. With `find_unused_parameters` DDP uses the sizes in the wrong order: leave

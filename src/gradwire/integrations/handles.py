@@ -21,16 +21,8 @@ from gradwire.exchange import Exchange
 from gradwire.transport import agree
 
 __all__ = [
-    "NoSync",
-    "all_objects",
-    "facts",
-    "from_bytes",
-    "gather_states",
-    "load_handle",
-    "resume_together",
-    "save_handle",
-    "to_bytes",
-]
+    "NoSync", "all_objects", "facts", "from_bytes", "gather_states", "load_handle", "resume_together", "save_handle", "to_bytes",
+]  # fmt: skip
 
 
 class NoSync(Patch):
@@ -70,8 +62,7 @@ def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     together. Files of an earlier save with more ranks are left out, with a warning. If no rank finds a file, residuals begin at
     zero, with a warning.
 
-    Raises ValueError on all ranks if a rank finds no file and another one does, if a file does not fit the handle, and if files
-    were not saved together.
+    Raises ValueError on all ranks if only some find a file, if one does not fit the handle, and if they were not saved together.
     """
     device, group = handle.session.device, handle.session.group
 
@@ -152,8 +143,8 @@ def resume_together(exchange: Exchange, state: Mapping[str, Any]) -> None:
 
 def gather_states(handle: Handle) -> dict[str, torch.Tensor]:
     """The states of all ranks in one dictionary on the first rank of the handle's group, on the CPU; nothing on the others.
-    Collective, between steps. If a rank has no state, as in the middle of a step, that rank raises its own error, and the
-    others StepStateError."""
+    Collective, between steps. A rank without a state, as in the middle of a step, raises its own error, and the others
+    StepStateError."""
     group, device = handle.session.group, handle.session.device
     data, problem = b"", None
     try:

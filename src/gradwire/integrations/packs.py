@@ -59,8 +59,7 @@ def pack_of(shard: Tensor, group: ProcessGroup) -> Pack:
 class ModulePacks:
     """The exchanges of one module's buffers. No two have a parameter in common.
 
-    A pack that shares a parameter with others replaces them. Their residuals are kept by parameter, until a pack has the
-    parameter again.
+    A pack that shares a parameter with others replaces them. Their residuals are kept by parameter until one has it again.
     """
 
     def __init__(self) -> None:

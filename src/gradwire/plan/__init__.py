@@ -18,25 +18,7 @@ from gradwire.plan.schemes import (
 )
 
 __all__ = [
-    "DEVICES",
-    "FLAT",
-    "RESTRICTED",
-    "AdaptiveBits",
-    "Option",
-    "Policy",
-    "Tuned",
-    "Uniform",
-    "Where",
-    "carries",
-    "check_known",
-    "codes_own_gradient",
-    "correction_plan",
-    "encodes_again",
-    "launch_of",
-    "names_of",
-    "option_of",
-    "select",
-    "tasks_of",
-    "tree",
-    "with_buckets",
-]
+    "DEVICES", "FLAT", "RESTRICTED", "AdaptiveBits", "Option", "Policy", "Tuned", "Uniform", "Where", "carries",
+    "check_known", "codes_own_gradient", "correction_plan", "encodes_again", "launch_of", "names_of", "option_of",
+    "select", "tasks_of", "tree", "with_buckets",
+]  # fmt: skip

@@ -8,8 +8,7 @@ to encode and decode (the places of Comp and Decomp). Three pruning rules say wh
 2. a link task is the step that is due, on the link on which it is due (`PATTERNS`, `STEPS`);
 3. the second step of a divisible scheme pairs with its first (`PAIRS`).
 
-The rules are tables. `branches` applies them, and `endings` follows them to the end. The number of options follows from the
-rules; no formula counts them.
+The rules are tables. `branches` applies them, and `endings` follows them to the end. The number of options follows from them.
 
 >>> sum(len(endings(root)) for root in roots())
 4341

@@ -135,8 +135,7 @@ def select(
 
     devices: the devices that may encode and decode. nodes, ranks_per_node: the shape of the cluster. One node, or one rank on
     each node, has one link: only flat options apply. One rank has no option. max_encodes: the most encodes. schemes: the allowed
-    schemes, of SCHEMES. flat, compressed: True selects only flat or compressed options, False only the others. where: a
-    predicate of your own.
+    schemes, of SCHEMES. flat, compressed: True selects only such options, False only the others. where: a predicate.
 
     Raises PlanError for an unknown value.
 

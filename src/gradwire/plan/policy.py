@@ -44,6 +44,7 @@ from gradwire.core import (
     under,
     unique,
     whole,
+    wholes,
     word,
 )
 from gradwire.errors import FormatError, PlanError
@@ -89,11 +90,8 @@ class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         text("names", self.names, "a pattern of tensor names")
-        whole("min_numel", self.min_numel, "elements")
-        whole("min_dims", self.min_dims, "dimensions")
-        for field in ("max_numel", "max_dims"):
-            if (most := getattr(self, field)) is not None:
-                whole(field, most, "elements" if field == "max_numel" else "dimensions")
+        wholes(self, "elements", "min_numel", "max_numel")
+        wholes(self, "dimensions", "min_dims", "max_dims")
         if self.dtype is not None:
             word("dtype", self.dtype, tuple(DTYPE_BYTES))
 
@@ -166,17 +164,16 @@ class Policy(_Default, frozen=True, kw_only=True):
     added uncompressed inside each node, and nodes exchange the compressed sums by the first of each spec's `schemes`; specs that
     cannot encode a sum travel flat. None: "hierarchical" if all nodes have the same number of ranks and more than one, else
     "flat". Other values: the name of a collective (`gradwire options --collectives` lists them), the name of a system such as
-    "CGX between nodes", or the tasks of any option of docs/options.md, separated by spaces. Uncompressed buckets use the same
+    "CGX between nodes", or the tasks of an option of docs/options.md with spaces between. Uncompressed buckets use the same
     links."""
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings the bucket to this number of bytes of gradient. Larger: fewer, later launches.
     None: 1 MiB for each rank, from 2 to 8 MiB, since a rank sends a bucket as one message to each rank, and each message
     has a price. The value is a plain guess; the planner's search finds better ones."""
     edge_bytes: int = 256 * 1024
-    """The size of the smallest buckets, at both ends of backward. The first bucket is small so that the link starts early. The
-    last one is small because nothing hides its exchange. In between a bucket closes when it holds as many bytes as all earlier
-    buckets or as all later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more: all buckets
-    are alike."""
+    """The size of the smallest buckets, at both ends of backward. The first is small so that the link starts early, the last one
+    because nothing hides its exchange. In between a bucket closes when it holds as many bytes as all earlier buckets or as all
+    later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more: all alike."""
     chunk_bytes: int = 8 * 2**20
     """A larger bucket is exchanged in chunks of this number of bytes; 0 never cuts. Smaller: codecs and links overlap more, and
     there are more launches. A plain guess too. All-reduce is not cut: the collective cuts inside."""
@@ -191,9 +188,8 @@ class Policy(_Default, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
         if self.scheme is not None:
             check_scheme(self.scheme)
-        if self.bucket_bytes is not None:
-            whole("bucket_bytes", self.bucket_bytes, "bytes of gradient at which a bucket closes", low=1)
-        whole("edge_bytes", self.edge_bytes, "bytes of gradient that close a bucket at an end of backward", low=1)
+        wholes(self, "bytes of gradient at which a bucket closes", "bucket_bytes", low=1)
+        wholes(self, "bytes of gradient that close a bucket at an end of backward", "edge_bytes", low=1)
         whole("chunk_bytes", self.chunk_bytes, "bytes of gradient per chunk, 0 for never cut")
         word("residual_dtype", self.residual_dtype, RESIDUAL_DTYPES)
 
@@ -242,8 +238,8 @@ class Policy(_Default, frozen=True, kw_only=True):
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
-        """Buckets in the order in which they become ready. A bucket closes with the tensor that fills it; buckets at both ends
-        are smaller.
+        """Buckets in the order in which they become ready. The tensor that fills a bucket closes it. Those at both ends are
+        small.
 
         A vector that is not compressed joins the next bucket of compressed tensors that becomes ready, or the last bucket of all,
         so that no bucket becomes ready later. If no bucket can carry vectors, exempt tensors get at most two buckets, unless

@@ -132,8 +132,8 @@ def check_known(tasks: Sequence[str]) -> None:
 
 
 def check_scheme(scheme: object) -> None:
-    """Raise FormatError unless the scheme is FLAT, HIERARCHICAL, the name of a collective, one of SYSTEMS, or an option's tasks
-    separated by spaces."""
+    """Raise FormatError unless the scheme is FLAT, HIERARCHICAL, a collective, one of SYSTEMS, or an option's tasks with
+    spaces."""
     if isinstance(scheme, str) and ":" in scheme:
         try:
             check_known(scheme.split())
@@ -210,8 +210,7 @@ def correction_plan(plan: Plan, schedule: Delayed, tensors: Sequence[TensorInfo]
     """The plan of a correction step: the same buckets, with the spec that the `delayed` schedule gives to corrections. Buckets
     that the plan does not compress stay uncompressed.
 
-    `tensors` are the plan's tensors. Raises FormatError if the correction's spec needs other tasks than the bucket's option has,
-    and no scheme gives them.
+    `tensors` are the plan's. Raises FormatError if the correction's spec needs tasks that neither option nor scheme gives.
 
     >>> from gradwire.core import QSGD
     >>> from gradwire.plan import Uniform

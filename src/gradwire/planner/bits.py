@@ -1,8 +1,7 @@
 """The number of bits of each tensor: the fewest bytes with an error within a budget (CGX, section 5).
 
 The input is the measured squared l2 error of each tensor in each way to encode it, on the same gradient. Errors add up over
-tensors, so the problem is a multiple-choice knapsack. `exact` solves it; `kmeans` (CGX's Algorithm 1) and `linear` (CGX's simple
-rule) are for comparison.
+tensors, so the problem is a multiple-choice knapsack. `exact` solves it. `kmeans` and `linear`, CGX's rules, are for comparison.
 
 >>> tensors = [Sensitivity("w", sizes=(10, 20, 40), errors=(9.0, 4.0, 1.0)), Sensitivity("v", (10, 20, 40), (90.0, 5.0, 1.0))]
 >>> exact(tensors, budget=14.0)  # both errors of the middle, 4 + 5; or 9 + 5, which is smaller
@@ -112,8 +111,7 @@ def kmeans(tensors: Sequence[Sensitivity], budget: float, seed: int = 0) -> Assi
 
 
 def linear(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
-    """CGX's simple rule: tensors by ascending norm over size get from the fewest bits to the most. Then bits are raised until the
-    budget holds."""
+    """CGX's simple rule: tensors by norm over size get from the fewest bits to the most, which rise until the budget holds."""
     _check(tensors, budget)
     ranking = sorted(range(len(tensors)), key=lambda i: tensors[i].norm / max(1, tensors[i].numel))
     ways = [0] * len(tensors)
@@ -194,8 +192,7 @@ def _gain(tensor: Sensitivity, low: int, high: int) -> float:
 
 
 def _repaired(tensors: Sequence[Sensitivity], ways: Sequence[int], budget: float) -> Assignment:
-    """Ways that keep the budget: raise the way that saves most error per byte until the budget holds, then lower ways if the
-    budget allows."""
+    """Ways within the budget: raise the way that saves most error per byte until the budget holds, then lower others."""
     chosen = list(ways)
     error = _error_of(tensors, chosen)
     while error > budget:
@@ -240,8 +237,7 @@ def _search(
     price: float,
     best: Assignment,
 ) -> Assignment:
-    """The best of all changes of `base`; see `exact`. States are rows of arrays. A stage remembers the row before each of its
-    rows."""
+    """The best of all changes of `base`; see `exact`. States are rows of arrays. A stage holds each row's parent."""
     start = _assignment(tensors, base, proven=True)
     nbytes, error = np.array([start.nbytes]), np.array([start.error])
     stages: list[tuple[int, np.ndarray, np.ndarray]] = []

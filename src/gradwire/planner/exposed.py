@@ -31,8 +31,7 @@ def shortest(tensors: Sequence[Sensitivity], budget: float, buckets: Sequence[in
 
     buckets: the index of each tensor's bucket. The search begins with the ways of least error. It spends the budget on the
     changes that shorten the step most for their error. The assignment of fewest bytes is tried too, so the predicted step is
-    never longer than with fewest bytes. Equal arguments give equal results. Raises PlanError as `gradwire.planner.bits.exact`
-    does.
+    never longer than with fewest bytes. Equal arguments give equal results. Raises PlanError as `exact` does.
     """
     found = [exact(tensors, budget)]
     chosen, prices = _spent(tensors, budget, buckets, step_us)
@@ -121,9 +120,8 @@ def _prices(
 ) -> dict[int, float]:
     """The price of a byte of each bucket, relative to the highest price.
 
-    The price is the time by which the step becomes shorter, for each byte saved, if the bucket gets the next smaller number of
-    bits. For a bucket with the fewest bits, it is the time by which the step becomes longer, for each byte added, with the next
-    larger number of bits.
+    The price is the time that the step loses for each byte saved, if the bucket gets the next smaller number of bits. For a
+    bucket with the fewest bits, it is the time that the step gains for each byte added, with the next larger number.
     """
 
     def moved(bucket: int, by: int) -> list[int]:

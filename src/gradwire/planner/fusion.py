@@ -182,8 +182,7 @@ def _shortest(chain: _Chain, last_start: int, least_us: float, below_us: float) 
 
 
 def _with_decode(chain: _Chain, decode_us: Sequence[float]) -> list[int]:
-    """Boundaries of the plan with the shortest step with an exposed decode. decode_us: decode of the last bucket, by its first
-    tensor."""
+    """Boundaries of the plan with the shortest step and an exposed decode. decode_us: of the last bucket, by its first tensor."""
     best: list[int] = []
     best_us = math.inf
     # first and last start of the last bucket, and a lower bound of the step without decode

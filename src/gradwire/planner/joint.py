@@ -1,7 +1,6 @@
 """The joint planner: buckets, spec and option of each, and the launch order, decided together on the simulated step.
 
-The search begins with whole plans: plain DDP's buckets, fixed buffers (DeAR's among them), gradwire's own policy, and the plans
-of all other methods.
+The search begins with whole plans: plain DDP's, fixed buffers (such as DeAR's), gradwire's policy, and all other methods'.
 
 From each of the best plans the search takes every local move that makes the step shorter: launch later exchanges behind
 more or fewer others, leave the first buckets uncompressed, give a bucket another choice, move tensors to the neighbouring
@@ -73,8 +72,7 @@ def joint(job: PlanningJob, evaluations: int | None = None, moves: int | None = 
     """Search for the draft with the shortest step.
 
     evaluations: most steps to simulate, the steps of starts included; the starts are then the quick ones. None: all starts, and
-    after them `moves` steps. moves: None is EVALUATIONS or EVALUATIONS_WITH_LANES. Raises PlanError if no start fits into the
-    memory.
+    after them `moves` steps. moves: None is EVALUATIONS or EVALUATIONS_WITH_LANES. Raises PlanError if no start fits the memory.
     """
     starts: dict[Draft, int] = {}
     begun, until = job.evaluations, None

@@ -14,9 +14,8 @@ from gradwire.sim import FS_PER_US
 
 METHODS: dict[str, Planner] = {"joint": joint, **FUSING, **ALONE}
 """joint: `gradwire.planner.joint`. fusion: the best fusion; bucket: the best of 2 to 64 MB; even: the best of 2 to 32 groups;
-layerwise: every tensor alone; each with the one choice of spec and option that is best for all. grace, hipress, hitopkcomm,
-byteps-compress: the published systems. bytecomp: every tensor alone, by ByteComp's rules. ddp: plain all-reduce. A program may
-add methods of its own."""
+layerwise: every tensor alone; each with the spec and option that are best for all. grace, hipress, hitopkcomm, byteps-compress:
+the published systems. bytecomp: every tensor alone, by ByteComp's rules. ddp: plain all-reduce. More may be added."""
 
 
 class MadePlan(NamedTuple):

@@ -48,8 +48,7 @@ def offload(
     """Run Algorithm 2 over tensors in gradient-ready order.
 
     programs: the tensors' programs with codecs on GPUs. moved: by tensor, the programs with codecs on CPUs, for all tensors that
-    may be offloaded. groups: the group of each tensor; tensors of equal size and option have equal ones. most: most products of
-    counts to try, 1 or more.
+    may be offloaded. groups: the group of each tensor; tensors of equal size and option have equal ones. most: products to try.
     """
     by_group: dict[Hashable, list[int]] = {}
     for tensor in sorted(moved):

@@ -32,11 +32,7 @@ class _FusionPrefix(NamedTuple):
 
 
 def improved(
-    backward_us: Sequence[float],
-    nbytes: Sequence[float],
-    costs: FusionCosts,
-    known: Fusion,
-    most: int = MOST_BUCKETS,
+    backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, known: Fusion, most: int = MOST_BUCKETS
 ) -> tuple[Fusion, bool]:
     """The best partition, or the best one found with `most` buckets tried, and whether it is certainly the best.
 

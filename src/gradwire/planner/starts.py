@@ -36,8 +36,7 @@ def fused(job: PlanningJob, strategy: Strategy, choice: Choice) -> Draft:
 def _cut(
     job: PlanningJob, strategy: Strategy, choice: Choice, others: Strategy, busiest: bool = False, exposed: bool = False
 ) -> Draft:
-    """Cut as `fused` does. others: the strategy for all classes but the largest. busiest, exposed: as in
-    `PlanningJob.fusion_costs`."""
+    """Cut as `fused` does. others: for all classes but the largest. busiest, exposed: as in `PlanningJob.fusion_costs`."""
     parts, classes = [], job.classes(choice.encodes)
     largest = max(classes, key=lambda each: sum(each.nbytes))
     for each in classes:
@@ -67,8 +66,7 @@ def fusion(job: PlanningJob) -> Draft:
 
     Cupcake assumes one link, and decodes that delay nothing else. So the search tries several approximations: the exchanges on
     two links run one after the other, or take as long as the busiest link; decodes are part of the encodes, or are exposed. The
-    simulator selects the best plan. Tensors of other classes share the links with the largest class, so as few buckets as
-    possible hold them.
+    simulator selects the best plan. Tensors of other classes share the links, so as few buckets as possible hold them.
     """
     choices = _for_all(job)
     drafts = {_fuse(job, by_lines, choice): (choice, False, False) for choice in choices}
@@ -114,11 +112,7 @@ def by_curves(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fusi
 
 
 def close_after(
-    backward_us: Sequence[float],
-    nbytes: Sequence[float],
-    costs: FusionCosts,
-    *,
-    limits: Iterable[float] = _TRIED_BYTES,
+    backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts, *, limits: Iterable[float] = _TRIED_BYTES
 ) -> tuple[int, ...]:
     """Cupcake's bucket fusion: a bucket closes with the tensor that exceeds the limit. The best limit of 2, 4, ... 64 MB."""
 

@@ -60,8 +60,7 @@ def clusters(cluster: Cluster, inter: Sequence[float] | None, nodes: Sequence[in
     """The cluster at each rate between nodes with each number of nodes; None: the cluster's own.
 
     The rates of uplinks, of slow nodes and of the measured all-reduce scale with the rate between nodes. The rate of all-reduce
-    is left out if it was measured on the other link: inside one node for several nodes, or the other way round. With fewer nodes
-    the first slow nodes stay.
+    is left out if it was measured on the other kind of link. With fewer nodes the first slow nodes stay.
     """
     rates, counts = inter or (cluster.inter.gbps,), nodes or (cluster.nodes,)
     return [_at(cluster, gbps, count) for gbps, count in product(rates, counts)]
@@ -177,9 +176,5 @@ def sweep_table(rows: Sequence[SweepRow], profile: Profile) -> str:
 
 def sweep_json(rows: Sequence[SweepRow], profile: Profile) -> str:
     """JSON of all numbers on one line; equal inputs give equal bytes."""
-    content = {
-        "model": profile.model,
-        "alone_us": alone_us(profile),
-        "rows": [row._asdict() for row in rows],
-    }
+    content = {"model": profile.model, "alone_us": alone_us(profile), "rows": [row._asdict() for row in rows]}
     return json.dumps(content) + "\n"

@@ -8,14 +8,6 @@ from gradwire.profiler.profiling import Profiling, described, profile_from
 from gradwire.profiler.recorder import WARMUP_STEPS, Recorder
 
 __all__ = [
-    "WARMUP_STEPS",
-    "Clock",
-    "Profiling",
-    "Recorder",
-    "cached_codecs",
-    "described",
-    "measure_codecs",
-    "measure_links",
-    "measured_links",
-    "profile_from",
-]
+    "WARMUP_STEPS", "Clock", "Profiling", "Recorder", "cached_codecs", "described", "measure_codecs", "measure_links",
+    "measured_links", "profile_from",
+]  # fmt: skip

@@ -2,14 +2,12 @@
 
 The file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in the folder `gradwire` of `$XDG_CACHE_HOME` or `~/.cache`. Its
 key is made of the processor or GPU, the versions of torch and gradwire, and the kernels' library, so other machines and other
-kernels have files of their own. A file that cannot be read is measured anew; one that cannot be written costs each run the
-measurement.
+kernels have files of their own. An unreadable file is measured anew; one that cannot be written costs each run that.
 """
 
 import hashlib
 import logging
 import os
-import platform
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -18,7 +16,7 @@ from pathlib import Path
 import torch
 
 from gradwire._version import __version__
-from gradwire.core import LIBRARY, Costs, Spec, make_folder, write_whole
+from gradwire.core import LIBRARY, Costs, Spec, make_folder, processor_name, write_whole
 from gradwire.errors import FormatError
 from gradwire.profiler.codecs import measure_codecs
 
@@ -26,8 +24,7 @@ _LOGGER = logging.getLogger("gradwire")
 
 
 def cached_codecs(specs: Sequence[Spec], device: torch.device, sizes: Sequence[int], seconds: float) -> Costs:
-    """Return the times of these specs on this machine. Specs that the file lacks are measured, for about `seconds` in
-    all.
+    """Return the times of these specs on this machine. Specs that the file lacks are measured, for about `seconds` in all.
 
     sizes: bytes of gradient, as `measure_codecs` takes them. They are part of the key.
     """
@@ -58,17 +55,8 @@ def _folder() -> Path:
 
 @cache
 def _key(device: torch.device, sizes: tuple[int, ...]) -> str:
-    name = _processor() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    name = processor_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
     library = hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if LIBRARY.exists() else "reference"
     simd = torch.backends.cpu.get_cpu_capability()
     text = repr((name, simd, torch.__version__, __version__, library, sizes))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    """Return the processor's name from Linux, or elsewhere from Python."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -1,7 +1,6 @@
 """Measures encodes and decodes by size, on one thread, because a lane has one thread.
 
-Each call takes the next part of a buffer larger than the caches, because a gradient is seldom in a cache during
-training.
+Each call takes the next part of a buffer larger than the caches, because a gradient is seldom in a cache during training.
 """
 
 import itertools
@@ -64,8 +63,7 @@ def measure_codecs(
 def _calls(
     spec: Spec, codec: Compressor, numel: int, gradient: torch.Tensor, total: torch.Tensor
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return two functions: encode the next `numel` float32 of the gradient, and add a decode to the next part of the
-    total."""
+    """Return two functions: encode the gradient's next `numel` float32, and add a decode to the total's next part."""
     device = gradient.device
     shape = (numel // _COLUMNS, _COLUMNS) if numel >= 2 * _COLUMNS else (1, numel)
     segments = Segments((Segment(0, numel, 1, 0, spec.element_bits),), device, ("measured",), (shape,))

@@ -29,8 +29,7 @@ SECONDS = 1.0
 """Default time for one link, in seconds."""
 ENOUGH_BYTES = 2**20
 PATIENCE = 4
-"""Factor by which the time for one link may grow until a message of `ENOUGH_BYTES` was sent. Only large messages show
-the rate."""
+"""Factor by which a link's time may grow until a message of `ENOUGH_BYTES` was sent: only large ones show the rate."""
 BATCHES = 3
 """Measurements of each size, each of several messages if they are short."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
@@ -74,8 +73,7 @@ def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float =
 def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) -> MeasuredLinks:
     """Fit lines to the times. A missing kind of link gets the numbers of the other kind.
 
-    unknown_gbps: the rate of a link that is too fast for its times to show a rate. Without unknown_gbps such a link
-    raises StepStateError.
+    unknown_gbps: the rate of a link that is too fast to show a rate. Without it such a link raises StepStateError.
     """
     links: dict[str, ClusterLink] = {}
     fits: dict[str, Fit] = {}
@@ -188,8 +186,7 @@ def _sweep(
 def _run(
     link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Return the microseconds of a message in each batch on the slowest rank: elapsed time and processor time. The
-    first message does not count."""
+    """Return a message's elapsed and processor microseconds in each batch, on the slowest rank, without the first message."""
     clock = Clock(device)
     traffic.announce(nbytes, 1 + BATCHES * messages)
     _slowest(link, [0.0], device)  # wait for all ranks

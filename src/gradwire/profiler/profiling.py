@@ -34,8 +34,7 @@ class Profiling:
     Rank 0 writes profile.json, cluster.json and costs.json into the folder; all ranks have the fields below. Each link
     and each spec takes about a second. Rank 0 warns if the times of a link do not follow latency and rate.
 
-    Raises StepStateError if the loop made too few steps, or if the plan changed, as `plan="auto"` does if a link slows
-    down.
+    Raises StepStateError if the loop made too few steps, or if the plan changed, as `plan="auto"` does if a link slows down.
 
     Example::
 
@@ -136,8 +135,7 @@ class Profiling:
 def profile_from(
     recorder: Recorder, session: Session, quiet: torch.Tensor, loaded: torch.Tensor
 ) -> tuple[Profile, float]:
-    """Return the profile, and the CPU time of a quiet step's exchange. quiet, loaded: the recorder's rows, slowest over
-    ranks."""
+    """Return the profile, and the CPU time of a quiet step's exchange. quiet, loaded: rows, slowest over ranks."""
     infos = [info_of(name, parameter) for name, parameter in session.parameters.items()]
     found = model_times(infos, recorder.modules, quiet, loaded, recorder.entered)
     device = recorder.clock.device

@@ -1,8 +1,7 @@
 """Records the moments of training steps, by hooks on an ordinary training loop.
 
-A step lasts from one forward of the model to the next. *Quiet* and *loaded* steps alternate. In quiet steps all sends
-wait until the last gradient is ready; in loaded steps exchanges run as usual. Both give the same sums, so training is
-not affected.
+A step lasts from one forward of the model to the next. *Quiet* and *loaded* steps alternate. In quiet steps all sends wait
+until the last gradient is ready; in loaded steps exchanges run as usual. Both give the same sums, so training is not affected.
 """
 
 import time
@@ -36,8 +35,7 @@ class _RecordedStep:
     finished: Any = None
     ended: Any = None
     cpu_s: float = 0.0
-    """CPU time of all threads, in seconds: until the exchange ends, the process's CPU time at the last gradient; then
-    the CPU time since that gradient."""
+    """CPU seconds of all threads: until the exchange ends, the process's at the last gradient; then those since that one."""
 
 
 class Recorder(Observer):
@@ -56,8 +54,7 @@ class Recorder(Observer):
         self.steps: list[_RecordedStep] = []
         numbers = {id(parameter): index for index, parameter in enumerate(parameters.values())}
         self.modules: list[list[int]] = []
-        """The indices of each module's own parameters. Empty for a compiled model, because hooks inside would break its
-        graph."""
+        """The indices of each module's own parameters. Empty for a compiled model: hooks would break its graph."""
         uncompiled = torch.compiler.disable  # torch.compile would compile the hooks anew in every step
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(uncompiled(self._before_forward), with_kwargs=True),

@@ -2,11 +2,4 @@
 
 from gradwire.record.run import Alternative, Decision, Interval, Rival, Run, TensorRecord
 
-__all__ = [
-    "Alternative",
-    "Decision",
-    "Interval",
-    "Rival",
-    "Run",
-    "TensorRecord",
-]
+__all__ = ["Alternative", "Decision", "Interval", "Rival", "Run", "TensorRecord"]

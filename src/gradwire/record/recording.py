@@ -147,8 +147,7 @@ class Recording(Observer):
             self._losses = {at: each for at, each in self._losses.items() if at in kept}
 
     def timeline(self) -> Timeline:
-        """Return the measured step of median length among the last steps. The first step counts only if it is the only
-        one.
+        """Return the measured step of median length among the last steps. The first step counts only if it is the only one.
 
         Raises StepStateError if there is no measured step.
         """
@@ -284,8 +283,7 @@ class Recording(Observer):
             self._saved = time.perf_counter()
 
     def _save(self) -> None:
-        """Write the record. A failure gives one warning and no error, because training is more important than the
-        record."""
+        """Write the record. A failure gives one warning and no error, because training is more important than the record."""
         try:
             self.run().save(self._path)
         except Exception as problem:
@@ -318,8 +316,7 @@ def _number(loss: object) -> float:
 
 
 class Watched(NamedTuple):
-    """The moments of one step, without tasks, and the lanes' tasks of this step and of the step before. Lanes may add
-    tasks."""
+    """The moments of one step, without tasks, and the lanes' tasks of this step and the one before. Lanes may add tasks."""
 
     step: Moments
     aside_s: float

@@ -18,11 +18,13 @@ from gradwire.core import (
     freeze,
     freeze_pairs,
     number,
+    numbers,
     only_version,
     show,
     text,
     unique,
     whole,
+    wholes,
 )
 from gradwire.errors import FormatError
 from gradwire.sim import Timeline
@@ -42,8 +44,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     high: float
 
     def __post_init__(self) -> None:
-        for field in ("ratio", "low", "high"):
-            number(field, getattr(self, field), "a ratio")
+        numbers(self, "a ratio", "ratio", "low", "high")
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,8 +94,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         whole("step", self.step, "a step's number")
         number("end_s", self.end_s, "a moment in seconds")
-        for field in ("step_us", "exposed_us", "codec_us"):
-            number(field, getattr(self, field), "a time in microseconds")
+        numbers(self, "a time in microseconds", "step_us", "exposed_us", "codec_us")
 
 
 class BucketRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,8 +109,7 @@ class BucketRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     inter_bytes: int
 
     def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            whole(field, getattr(self, field), "a number of bytes, elements or chunks")
+        wholes(self, "a number of bytes, elements or chunks", *self.__struct_fields__)
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

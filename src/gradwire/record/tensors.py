@@ -100,8 +100,7 @@ class Tensors:
         )
 
     def _error(self, bucket: Bucket, name: str, gradient: torch.Tensor, step: int) -> float | None:
-        """Return |decoded - gradient| / |gradient|. None for specs with rounds, zero gradients and errors that are not
-        finite."""
+        """Return |decoded - gradient| / |gradient|. None for specs with rounds, zero gradients and infinite errors."""
         spec = bucket.spec_of(name).at_step(step)
         if spec.rounds:
             return None

@@ -11,8 +11,7 @@ Node = Element | str
 
 
 def tag(name: str, /, *children: Node, **attributes: object) -> Element:
-    """Make an element. In attribute names a trailing underscore is dropped and others become hyphens. None omits an
-    attribute."""
+    """Make an element. Attribute names lose a trailing underscore; others become hyphens. None omits an attribute."""
     named = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     element = Element(name, {key: _clean(str(value)) for key, value in named.items()})
     for child in children:

@@ -11,8 +11,7 @@ from gradwire.report.words import summary
 
 
 def write_report(folder: Path, out: Path | None = None) -> str:
-    """Write the page of a run, by default as report.html in the folder of the run's record. Returns the summary and the
-    page's path.
+    """Write the page of a run, by default as report.html in the record's folder. Returns the summary and the page's path.
 
     Raises FormatError if the record cannot be read, WriteError if the page cannot be written.
     """

@@ -1,5 +1,4 @@
-"""Draws curves as PNGs that are readable at half a page's width. Every curve has its own colour, marker and line
-style."""
+"""Draws curves as PNGs that are readable at half a page's width. Every curve has its own colour, marker and line style."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,8 +38,7 @@ class Panel(NamedTuple):
 def check_picture(path: Path, panels: int = 1) -> None:
     """Check before the computation that a picture can be drawn.
 
-    Raises FormatError if the file is no .png, its folder is missing or there are too many panels; GradwireError without
-    matplotlib.
+    Raises FormatError for a file that is no .png, a missing folder or too many panels; GradwireError without matplotlib.
     """
     _check_panels(panels)
     if path.suffix.lower() != ".png":

@@ -44,8 +44,7 @@ class SimWork(NamedTuple):
     lengths: Sequence[int]
     """Femtoseconds of the computation's parts in their order: forward, tensor by tensor, then backward."""
     waits: Sequence[int]
-    """The condition that each part waits for: NOTHING, WHOLE_STEP, or the index of a bucket. The bucket's exchange of the step
-    before must then be over."""
+    """The condition of each part: NOTHING, WHOLE_STEP, or a bucket, whose exchange of the step before must be over."""
     releases: Sequence[Sequence[int]]
     """Buckets that are ready when a part ends."""
     rows: Sequence[Sequence[SimTask]]

@@ -22,8 +22,8 @@ class ReplayProgram(NamedTuple):
     """The tasks of one bucket, on resources of `gradwire.sim.events`, in femtoseconds."""
 
     tasks: tuple[tuple[int, int, int, int], ...]
-    """The tasks in order: (resource, length, urgency, link task). A task's place in the launch order is that of the link task
-    with this index."""
+    """The tasks in order: (resource, length, urgency, link task). The link task with this index has their place in the launch
+    order."""
     links: tuple[int, ...]
     """The link of each link task."""
     busy: tuple[int, int, int, int]

@@ -12,8 +12,7 @@ from gradwire.errors import PlanError
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """The rules by which a rank works, where the papers differ or are silent (decision 11).
 
-    The defaults are the rules of gradwire's engine on GPUs; `rules_of` gives the rules for either device. Raises PlanError for an
-    unknown value.
+    The defaults are those of gradwire's engine on GPUs; `rules_of` is for either device. Raises PlanError for an unknown value.
     """
 
     device: str = "gpu"
@@ -23,12 +22,11 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     codec task runs before the next tensor's backward. own thread: in the CPU pool, without load on compute."""
     decode: str = "at once"
     """Time of a bucket's last decode. at once: like an encode; after backward: when compute has nothing else to do; with encode:
-    its time is added to the first encode; none: decodes cost nothing (the papers' drawings). A decode that a later exchange waits
-    for is never put off."""
+    its time is added to the first encode; none: free (the papers' drawings). A decode that an exchange waits for is never put
+    off."""
     lanes: int = 0
     """Number of lanes. 0: links take tasks strictly in the launch order, and nothing blocks, as on one NCCL communicator.
-    Above 0: pieces are dealt to the lanes. A lane encodes, exchanges and decodes one task after the other, as gradwire's lanes on
-    CPUs do."""
+    Above 0: pieces are dealt to the lanes. A lane does one task after the other, codecs included, as gradwire's on CPUs."""
     offload_lanes: int = 0
     """Number of further lanes for the offloaded buckets of a GPU, so that codecs on CPUs block no other bucket. Needs lanes."""
     cpu_workers: int = 1
@@ -36,8 +34,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     decode_calls: str = "each"
     """Calls of a decode of several payloads: each or one; see gradwire.costs.prices.DECODE_CALLS."""
     routing: str = "direct"
-    """Routes of sums and gathers: ring or direct; see gradwire.costs.collectives.ROUTINGS. The engine's exchanges are direct,
-    except for all-reduce."""
+    """Routes of sums and gathers: ring or direct, as the engine's except all-reduce; see gradwire.costs.collectives.ROUTINGS."""
 
     def __post_init__(self) -> None:
         word("device", self.device, ("gpu", "cpu"), error=PlanError)

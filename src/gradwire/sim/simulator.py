@@ -121,8 +121,7 @@ class Simulator:
     def step_us(self, plan: Plan | LightPlan) -> float:
         """Microseconds of one step in the long run; for schedules with a period, the mean over one period.
 
-        The plan must be for the simulator's model; only `simulate` checks the model. Raises PlanError for an option or a codec
-        that cannot be priced.
+        Only `simulate` checks that the plan is for this model. Raises PlanError for an option or a codec without a price.
         """
         outcome = self.outcome(plan, record=False)
         return (outcome.window[1] - outcome.window[0]) / outcome.cycle / FS_PER_US

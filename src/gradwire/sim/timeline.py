@@ -66,8 +66,7 @@ class Bubble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Timeline(Document, frozen=True, kw_only=True):
     """One step in the long run. If steps differ, as in the `delayed` and the `local` schedule, one period of `steps` steps.
 
-    step = optimizer + forward + backward + exposed communication + exposed codec + idle, with ByteComp's definitions
-    (section 3).
+    step = optimizer + forward + backward + exposed communication + exposed codec + idle, as ByteComp's section 3.
     """
 
     what: ClassVar[str] = "timeline"

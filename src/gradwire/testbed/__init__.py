@@ -21,17 +21,7 @@ from gradwire.testbed.supervisor import (
 )
 
 __all__ = [
-    "MOST_NODES",
-    "EmulatedCluster",
-    "Grace",
-    "LineCallback",
-    "RankCommand",
-    "Supervisor",
-    "emulate",
-    "exit_on_termination",
-    "free_port",
-    "parse_rate",
-    "permission_problem",
-    "rank_variables",
+    "MOST_NODES", "EmulatedCluster", "Grace", "LineCallback", "RankCommand", "Supervisor", "emulate",
+    "exit_on_termination", "free_port", "parse_rate", "permission_problem", "rank_variables",
     "reexec_in_user_namespace_if_needed",
-]
+]  # fmt: skip

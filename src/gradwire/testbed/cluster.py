@@ -148,11 +148,10 @@ class EmulatedCluster:
     ) -> int:
         """Execute `argv` once per rank. Returns 0, or the exit code of the first failed rank (128 + its signal).
 
-        The ranks get this process's environment, env, and torchrun's variables. on_line(rank, stream, line) gets each line
-        of "stdout" or "stderr" without its newline, in the calling thread; the default prints `[rank] line`. After a
-        failure the other ranks are ended in 10 s. After `timeout` seconds all ranks are ended and the result is 124. SIGINT,
-        SIGTERM and SIGHUP are passed on to the ranks; when the ranks have ended, they raise here (KeyboardInterrupt,
-        SystemExit).
+        The ranks get this process's environment, env, and torchrun's variables. on_line(rank, stream, line) gets each line of
+        "stdout" or "stderr" without its newline, in the calling thread; the default prints `[rank] line`. After a failure the
+        other ranks are ended in 10 s. After `timeout` seconds all ranks are ended and the result is 124. SIGINT, SIGTERM and
+        SIGHUP are passed on to the ranks; when the ranks have ended, they raise here (KeyboardInterrupt, SystemExit).
         """
         outcome = self.supervise(argv, env=env, on_line=on_line, timeout=timeout)
         if outcome.received is not None:

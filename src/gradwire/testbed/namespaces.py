@@ -1,9 +1,7 @@
-"""Creates and removes network namespaces. A namespace's name contains its owner, so the next run can remove those of a
-dead run.
+"""Creates and removes network namespaces. Their names contain their owner, so the next run can remove those of a dead run.
 
 A name is `gradwire-<pid>-<start time of pid>-<serial>-<part>`. The start time (field 22 of /proc/PID/stat, in clock ticks
-since boot) distinguishes the owner from a later process with the same id. Making namespaces takes permission: root, or a user
-namespace.
+since boot) tells the owner from a later process with its id. Making namespaces takes permission: root, or a user namespace.
 """
 
 import contextlib
@@ -145,8 +143,7 @@ def kill_inside(names: Iterable[str]) -> list[int]:
 
 
 def kill_marked_orphans() -> list[int]:
-    """Send SIGKILL to the processes in network namespaces of runs with an environment that names a dead owner. Returns
-    the ids of survivors.
+    """Send SIGKILL to processes in network namespaces whose environment names a dead owner. Returns the ids of survivors.
 
     A process that a rank started and that left the run's network does not belong to the run any more: a tmux server,
     and every shell that the server starts later, have the environment too. Inside gradwire's user namespace nothing is
@@ -201,8 +198,7 @@ def _is_dead(owner: re.Match[str] | None) -> bool:
 
 
 def permission_problem() -> str | None:
-    """Return why namespaces cannot be made here, or None if they can. The first call tries; later calls return its
-    answer."""
+    """Return why namespaces cannot be made here, or None if they can. The first call tries; later calls return its answer."""
     missing = [tool for tool in ("ip", "tc", "unshare", "mount") if find_tool(tool) is None]
     if missing:
         package = "iproute2" if {"ip", "tc"} & set(missing) else "util-linux"

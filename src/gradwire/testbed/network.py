@@ -1,5 +1,4 @@
-"""Builds the links of a cluster and sets their rates: a bridge, a veth pair to every node, and a token bucket (`tbf`)
-at both ends of each pair.
+"""Builds the links of a cluster, with rates: a bridge, a veth pair to every node, a token bucket (`tbf`) at both ends.
 
 The bridge has its own namespace, the hub, apart from the host's network stack and firewall. A node's egress is limited
 inside the node, its ingress at the bridge's port, so a node sends and receives at the full rate at the same time. The
@@ -72,8 +71,7 @@ def address_of(node: int) -> str:
 
 
 def hosts_file(nodes: int) -> str:
-    """Return the text of the ranks' /etc/hosts. The IPv4-mapped lines avoid a warning of c10d, because its sockets are
-    IPv6."""
+    """Return the text of the ranks' /etc/hosts. The IPv4-mapped lines avoid a warning of c10d's IPv6 sockets."""
     lines = ["127.0.0.1 localhost"]
     for node in range(nodes):
         lines += [f"{address_of(node)} node{node}", f"::ffff:{address_of(node)} node{node}-mapped"]

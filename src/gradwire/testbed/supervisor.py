@@ -59,8 +59,7 @@ def recorded() -> Iterator[Received]:
 
 
 def exit_on_termination() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which SIGTERM and SIGHUP raise SystemExit(128 + signal) instead of ending the process without
-    cleanup."""
+    """Return a context in which SIGTERM and SIGHUP raise SystemExit(128 + signal), so that cleanup runs."""
     deadly = [number for number in STOPPING[1:] if signal.getsignal(number) is signal.SIG_DFL]
     return _handled(deadly, lambda number, frame: sys.exit(128 + number))
 
@@ -136,8 +135,7 @@ class ProcessEnd:
 
 
 class Supervisor:
-    """Runs all ranks once. on_line: `print_with_prefix` by default. `end_leftovers` kills processes that ranks leave
-    behind."""
+    """Runs all ranks once. on_line: `print_with_prefix` by default. `end_leftovers` kills what ranks leave behind."""
 
     def __init__(
         self, on_line: LineCallback | None, grace: Grace, end_leftovers: Callable[[], object] = lambda: None

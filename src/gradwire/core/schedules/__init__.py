@@ -11,24 +11,17 @@ from typing import Any, ClassVar
 import msgspec
 
 from gradwire.core import entry_points
-from gradwire.core.checks import near, number, show, under, whole
+from gradwire.core.checks import flags, near, number, show, under, whole
 from gradwire.core.entry_points import SCHEDULES
-from gradwire.core.schedules.base import Schedule, check_flag
+from gradwire.core.schedules.base import Schedule
 from gradwire.core.schedules.delayed import Delayed
 from gradwire.core.strict import convert
 from gradwire.errors import FormatError, PlanError
 
 __all__ = [
-    "Backward",
-    "Delayed",
-    "LocalSteps",
-    "Nesterov",
-    "Pipelined",
-    "Schedule",
-    "as_schedule",
-    "schedule_class",
+    "Backward", "Delayed", "LocalSteps", "Nesterov", "Pipelined", "Schedule", "as_schedule", "schedule_class",
     "schedule_kinds",
-]
+]  # fmt: skip
 
 
 class Backward(Schedule, frozen=True, tag="backward"):
@@ -56,7 +49,7 @@ class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True)
     optimizer's state, the same bytes on the wire, no rank holds the whole mean gradient."""
 
     def __post_init__(self) -> None:
-        check_flag(self, "shard_optimizer")
+        flags(self, "shard_optimizer")
 
     @property
     def engine(self) -> str:
@@ -118,8 +111,7 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     delay: int = 0
     """Local steps that run during an exchange before its mean is used. More: slower links are hidden, staler means."""
     mixing: float = 1.0
-    """The share of the global weights in the weights of the next local step. 1: the global weights alone. Less: a part of the
-    rank's own weights stays."""
+    """The share of the global weights in those of the next local step. 1: they alone. Less: a part of the rank's own stays."""
 
     def __post_init__(self) -> None:
         whole("every", self.every, "the local steps from one exchange to the next", low=1)

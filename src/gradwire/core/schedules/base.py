@@ -5,9 +5,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gradwire.core.checks import show
 from gradwire.core.specs import Spec
-from gradwire.errors import FormatError
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -101,9 +99,3 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     def word(self) -> str:
         """The name of the schedule, such as "pipelined"."""
         return str(self.__struct_config__.tag)
-
-
-def check_flag(schedule: Schedule, field: str) -> None:
-    """Raise FormatError unless this field of the schedule is true or false."""
-    if not isinstance(getattr(schedule, field), bool):
-        raise FormatError(f"{field} is {show(getattr(schedule, field))}: it must be true or false.")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
-from gradwire.core.checks import number, show, whole, word
-from gradwire.core.schedules.base import Schedule, check_flag
+from gradwire.core.checks import flags, numbers, show, whole, word
+from gradwire.core.schedules.base import Schedule
 from gradwire.core.specs import Spec, as_spec
 from gradwire.errors import FormatError
 
@@ -66,8 +66,7 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
     warmup_steps: int = 0
     """Synchronous, uncompressed steps at the start. More: closer to plain SGD, no overlap."""
     local_lr: float | None = None
-    """Learning rate of the local update; None: the param_group's, times `local_ratio`. 0: the next step computes on global
-    weights, one behind."""
+    """Rate of the local update; None: the param_group's, times `local_ratio`. 0: the next step has global weights, one behind."""
     local_update: bool = True
     """Whether there is a local update. False: the next step waits for the exchange, and no communication is hidden."""
     stagger: bool = True
@@ -86,14 +85,10 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
             whole("k", self.k, "the steps from one correction to the next, or null", low=1)
         if self.correction is not None:
             msgspec.structs.force_setattr(self, "correction", as_spec("correction", self.correction))
-        for field in ("flush", "local_update", "stagger", "warmup_lands"):
-            check_flag(self, field)
+        flags(self, "flush", "local_update", "stagger", "warmup_lands")
         whole("warmup_steps", self.warmup_steps, "synchronous steps at the start")
-        if self.local_lr is not None:
-            number("local_lr", self.local_lr, "the learning rate of the local update, or null")
-        number(
-            "local_ratio", self.local_ratio, "the local update's learning rate over the param_group's", positive=True
-        )
+        numbers(self, "the learning rate of the local update, or null", "local_lr")
+        numbers(self, "the local update's learning rate over the param_group's", "local_ratio", positive=True)
         word("local_step", self.local_step, LOCAL_STEPS)
         if self.local_lr is not None and self.local_ratio != 1:
             raise FormatError(

@@ -25,8 +25,7 @@ class QSGD(BlockSpec, frozen=True):
     varies_in_family: ClassVar[tuple[str, ...]] = ("bits",)
 
     bits: int = 4
-    """2 to 8 bits an element, sign included. Fewer bits: fewer bytes, more error. At 2 bits there
-    are three values, which take 1.6 bits."""
+    """2 to 8 bits an element, sign included. Fewer: fewer bytes, more error. At 2 bits there are three values, 1.6 bits."""
     block: int = 128
     """Elements that share one scale: a power of two from 32 to 8192. Larger: fewer scale bytes, more error."""
     scale: str = "max"
@@ -60,11 +59,10 @@ class QSGD(BlockSpec, frozen=True):
             )
 
     def kernels(self, part: float = 1.0) -> Kernels:
-        """The segments say how many bits an element has, so tensors of 2 to 8 bits share one call. With nearest each value is
-        off by at most half a level, which makes max and l2 scales contractive (minmax only from 4 bits on: zero is not one of
-        its levels). Exponential levels (NUQSGD, Ramezani-Kebrya et al. 2021) halve from the scale on. A block with a NaN or an
-        Inf decodes to NaN throughout, so a loss scaler sees it, and keeps the residual it had (CGX, sections 2.3 and 4;
-        docs/papers/cgx.md)."""
+        """The segments say how many bits an element has, so tensors of 2 to 8 bits share one call. With nearest a value is off by
+        at most half a level, so max and l2 scales are contractive (minmax from 4 bits on: zero is not among its levels).
+        Exponential levels (NUQSGD, Ramezani-Kebrya et al. 2021) halve from the scale on. A block with a NaN or an Inf decodes to
+        NaN throughout, so a loss scaler sees it, and keeps the residual it had (CGX, sections 2.3 and 4; docs/papers/cgx.md)."""
         settings, joined = (self.block, self.scale), self.blocks == "bucket"
         rounding = "nearest" if self.rounding == "nearest" else "stochastic"
         if self.levels == "exponential":
@@ -131,8 +129,7 @@ class TernGrad(BlockSpec, frozen=True):
         return Law("none") if self.clip else Law("unbiased")
 
     def kernels(self, part: float = 1.0) -> Kernels:
-        """The kernels. Unclipped TernGrad is QSGD with 2 bits. A block with a NaN or an Inf decodes to NaN
-        throughout, and keeps the residual it had."""
+        """Unclipped TernGrad is QSGD with 2 bits. A block with a NaN or an Inf decodes to NaN, and keeps its residual."""
         unclipped = "qsgd_encode", self.block, "max", "stochastic"
         encode = ("terngrad_encode", self.block, self.clip) if self.clip else unclipped
         return Kernels(encode, ("qsgd_decode", self.block, "max"), random=True)

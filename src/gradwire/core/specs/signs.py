@@ -64,7 +64,7 @@ class _MeanSigns(BlockSpec, frozen=True):
 
 @register_spec
 class EFSignSGD(_MeanSigns, frozen=True):
-    """The sign of gradient plus residual, times the mean magnitude of the block; the residual keeps the error
+    """The sign of gradient plus residual, times the block's mean magnitude. The residual keeps the error
     (Karimireddy et al. 2019)."""
 
     id: ClassVar[str] = "ef_signsgd"

@@ -189,8 +189,7 @@ class RandomK(Spec, frozen=True):
     ratio: float
     """The part of the elements that is sent, rounded up, at least one element."""
     indices: str = "common"
-    """common: all ranks draw the same indices, so that values are summed on the wire; own: each rank draws its own indices, and
-    payloads are gathered."""
+    """common: all ranks draw the same, and values are summed on the wire; own: each draws its own, and payloads are gathered."""
     seed: int = 0
     """Seed of the choice."""
 

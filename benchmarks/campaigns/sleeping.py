@@ -1,5 +1,4 @@
-"""A sleeping accelerator: a device that works for given times, one work after the other, for tests of offload without a
-GPU.
+"""A sleeping accelerator: a device that works for given times, one work after the other, for tests of offload without a GPU.
 
 Computation and the codecs of the device are sleeps. Their results are real: each work is done on the host first, and
 then the device sleeps until the work's time is over. So gradients, payloads and sums are right, and a processor is free
