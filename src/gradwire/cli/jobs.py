@@ -168,12 +168,19 @@ def emulate(
     ranks_per_node: Annotated[int, typer.Option(help="Ranks in each node.")] = 1,
     inter: Annotated[str | None, typer.Option(help="Rate between nodes, such as 500mbit. Default: no limit.")] = None,
     intra: Annotated[str | None, typer.Option(help="Rate inside a node, such as 10gbit. Default: no limit.")] = None,
+    sites: Annotated[
+        int, typer.Option(help="Sites with a network of their own between them; nodes are shared out.")
+    ] = 1,
+    wan: Annotated[
+        str | None,
+        typer.Option(help='Between sites: "50ms 2ms loss 0.1% up 20mbit down 100mbit". 50ms: the round trip.'),
+    ] = None,
 ) -> None:
     """Run any torchrun script on an emulated cluster: gradwire emulate --inter 500mbit -- train.py --epochs 1"""
     from gradwire import testbed
 
     testbed.reexec_in_user_namespace_if_needed([sys.executable, *sys.orig_argv[1:]])
-    raise typer.Exit(testbed.emulate(nodes, ranks_per_node, inter, intra, command))
+    raise typer.Exit(testbed.emulate(nodes, ranks_per_node, inter, intra, command, sites, wan))
 
 
 @app.command()

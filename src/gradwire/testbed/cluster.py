@@ -25,11 +25,13 @@ from gradwire.testbed.supervisor import (
     rank_variables,
     recorded,
 )
+from gradwire.testbed.wide_area import Relay, RelayCounts, parse_wide_area
 
 log = logging.getLogger("gradwire.testbed")
 
 _LAUNCHER = Path(__file__).with_name("launch.py")
 MOST_NODES = 1000  # a bridge takes 1023 ports
+MOST_SITES = 64
 
 _serials = itertools.count()
 
@@ -42,6 +44,10 @@ class EmulatedCluster:
     node has an equal share of this process's processors. Entering removes the leftovers of dead clusters and makes the
     namespaces. Leaving kills the processes inside and removes the namespaces.
 
+    sites: the number of sites; neighbouring nodes share one. wan: the network between sites, as "50ms 2ms loss 0.1% up 20mbit
+    down 100mbit": the round trip, the most jitter of one direction, lost segments, and each site's rates, or `rate` for both.
+    Its queues are those of routers: what they cannot hold is lost, and TCP slows down.
+
     >>> with EmulatedCluster(2, inter="500mbit") as cluster:  # doctest: +SKIP
     ...     code = cluster.run([sys.executable, "-u", "train.py"])
     ...     cluster.set_inter("100mbit")
@@ -50,12 +56,28 @@ class EmulatedCluster:
     Raises TestbedError for impossible sizes or rates, and on entering if namespaces cannot be made.
     """
 
-    def __init__(self, nodes: int, ranks_per_node: int = 1, inter: str | None = None, intra: str | None = None) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        ranks_per_node: int = 1,
+        inter: str | None = None,
+        intra: str | None = None,
+        sites: int = 1,
+        wan: str | None = None,
+    ) -> None:
         if not 1 <= nodes <= MOST_NODES:
             raise TestbedError(f"nodes is {nodes}; an emulated cluster has 1 to {MOST_NODES} nodes.")
         if ranks_per_node < 1:
             raise TestbedError(f"ranks_per_node is {ranks_per_node}; every node runs at least 1 rank.")
+        if not 1 <= sites <= min(nodes, MOST_SITES):
+            raise TestbedError(f"sites is {sites}; a cluster of {nodes} nodes has 1 to {min(nodes, MOST_SITES)} sites.")
+        if (sites > 1) != (wan is not None):
+            raise TestbedError(
+                f"sites is {sites} and wan is {wan!r}. Two sites or more have a network between them, and one has none. Write, "
+                'for example, sites=2, wan="50ms rate 100mbit".'
+            )
         self.nodes = nodes
+        self.sites = sites
         self.ranks_per_node = ranks_per_node
         self.world_size = nodes * ranks_per_node
         self.grace = Grace()
@@ -64,6 +86,8 @@ class EmulatedCluster:
         self._prefix = f"gradwire-{namespaces.this_owner()}-{next(_serials)}-"
         self._hub = f"{self._prefix}hub"
         self._nodes = [f"{self._prefix}node{index}" for index in range(nodes)]
+        self._wan = None if wan is None else parse_wide_area(wan)
+        self._relay: Relay | None = None
         self._alive = False
         self._busy = threading.Lock()
         self._runs = 0
@@ -82,8 +106,12 @@ class EmulatedCluster:
         self._terminations.enter_context(exit_on_termination())
         try:
             namespaces.sweep()
-            network.build(self._hub, self._nodes)
+            network.build(self._hub, self._nodes, self.sites)
             self._alive = True
+            if self._wan is not None:
+                self._relay = Relay(self._hub, self.sites)
+                for site in range(self.sites):
+                    self._relay.set(site, self._wan)
             self._limit_inter(self._inter)
             if self._intra is not None:
                 network.limit_intra(self._nodes, self._intra)
@@ -96,6 +124,9 @@ class EmulatedCluster:
         """Remove the cluster; may be repeated. A signal that arrives meanwhile takes effect afterwards."""
         with recorded() as received:
             self._alive = False
+            if self._relay is not None:
+                self._relay.close()
+                self._relay = None
             namespaces.remove(namespaces.existing(self._prefix))
         try:
             if received.first is not None and error is None:
@@ -117,6 +148,24 @@ class EmulatedCluster:
         down = parse_rate(rate)
         network.limit_node(self._hub, {node: self._nodes[node]}, down, down if up is None else parse_rate(up))
         self._limited = True
+
+    def set_wan(self, wan: str, site: int | None = None) -> None:
+        """Change the network between sites; with `site` that of one site alone. Ranks may run meanwhile."""
+        relay, changed = self._require_relay(), parse_wide_area(wan)
+        if site is not None and not 0 <= site < self.sites:
+            raise TestbedError(f"site is {site}; this cluster has sites 0 to {self.sites - 1}.")
+        for each in range(self.sites) if site is None else [site]:
+            relay.set(each, changed)
+
+    def wan_counts(self) -> RelayCounts:
+        """Return what the relay between sites did: what was lost, what full queues dropped, how late frames were."""
+        return self._require_relay().counts()
+
+    def _require_relay(self) -> Relay:
+        self._require_alive()
+        if self._relay is None:
+            raise TestbedError("this cluster has one site. Make it with sites=2 and wan=...")
+        return self._relay
 
     def set_link(self, node: int, up: bool) -> None:
         """Cut or restore a node's link. Packets sent over a cut link are lost. Ranks may run meanwhile."""
@@ -215,7 +264,15 @@ class EmulatedCluster:
             raise TestbedError("this cluster does not exist. Use it inside `with EmulatedCluster(...) as cluster:`.")
 
 
-def emulate(nodes: int, ranks_per_node: int, inter: str | None, intra: str | None, command: list[str]) -> int:
+def emulate(
+    nodes: int,
+    ranks_per_node: int,
+    inter: str | None,
+    intra: str | None,
+    command: list[str],
+    sites: int = 1,
+    wan: str | None = None,
+) -> int:
     """Run `command` (`script.py args` or `-m module args`) on every rank of a new cluster. Returns the exit code.
 
     The code is 0, or that of the first failed rank: 128 + signal for a rank that a signal ended. Users other than root call
@@ -223,8 +280,11 @@ def emulate(nodes: int, ranks_per_node: int, inter: str | None, intra: str | Non
     """
     argv = [sys.executable, "-u", *_checked(command)]
     try:
-        with EmulatedCluster(nodes, ranks_per_node, inter, intra) as cluster:
-            return cluster.supervise(argv).code
+        with EmulatedCluster(nodes, ranks_per_node, inter, intra, sites, wan) as cluster:
+            code = cluster.supervise(argv).code
+            if cluster.sites > 1 and (problem := cluster.wan_counts().problem()):
+                log.warning("%s", problem)
+            return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of the output has ended, as in `gradwire emulate ... | head`

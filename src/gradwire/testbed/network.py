@@ -1,4 +1,5 @@
-"""Builds the links of a cluster, with rates: a bridge, a veth pair to every node, a token bucket (`tbf`) at both ends.
+"""Builds the links of a cluster, with rates: a bridge for a site, a veth pair to every node, a token bucket (`tbf`) at both
+ends.
 
 The bridge has its own namespace, the hub, apart from the host's network stack and firewall. A node's egress is limited
 inside the node, its ingress at the bridge's port, so a node sends and receives at the full rate at the same time. The
@@ -78,18 +79,36 @@ def hosts_file(nodes: int) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def build(hub: str, nodes: list[str]) -> None:
-    """Make the namespaces and the links between them, without limits."""
+def bridge_of(site: int) -> str:
+    """Return the name of a site's bridge in the hub's namespace."""
+    return f"bridge{site}"
+
+
+def site_of(node: int, nodes: int, sites: int) -> int:
+    """Return the site of a node: neighbours are together, and sites differ by one node at most.
+
+    >>> [site_of(node, 5, 2) for node in range(5)]
+    [0, 0, 0, 1, 1]
+    """
+    return node * sites // nodes
+
+
+def build(hub: str, nodes: list[str], sites: int = 1) -> None:
+    """Make the namespaces and the links between those of one site, without limits. Sites are apart."""
     run_tool(["ip", "-batch", "-"], [f"netns add {name}" for name in (hub, *nodes)])
     silence = "echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6"  # announcements of IPv6 would count as traffic
     for name in (hub, *nodes):
         with contextlib.suppress(TestbedError):  # read-only in some containers: then a few hundred bytes count
             run_tool(["ip", "netns", "exec", name, "sh", "-c", silence])
-    lines = ["link add bridge0 type bridge mcast_snooping 0", "link set bridge0 addrgenmode none up"]
+    lines = []
+    for site in range(sites):
+        bridge = bridge_of(site)
+        lines += [f"link add {bridge} type bridge mcast_snooping 0", f"link set {bridge} addrgenmode none up"]
     for index, node in enumerate(nodes):
+        bridge = bridge_of(site_of(index, len(nodes), sites))
         lines += [
             f"link add port{index} type veth peer name {INTERFACE} netns {node}",
-            f"link set port{index} addrgenmode none master bridge0 up",
+            f"link set port{index} addrgenmode none master {bridge} up",
         ]
     run_tool(["ip", "-n", hub, "-batch", "-"], lines)
     for index, node in enumerate(nodes):
