@@ -34,6 +34,7 @@ PARTS = {
     "offload": "codecs on a sleeping accelerator, on CPUs and on both: steps beside their predictions",
     "schemes": "one bucket by every scheme, flat and hierarchical, beside the prediction: docs/schemes.md",
     "uneven": "exchanges with one slow node and with slow uplinks, beside what they are priced with",
+    "laboratory": "errors of the emulated network between sites: round trip, rate, loss",
     "planner": "milliseconds of planning by each method, and the steps of their plans",
     "cells": "step times of the jobs on slow links, DDP beside gradwire",
     "matrix": "auto beside DDP and torch's hooks: docs/matrix.md and the README's table; --measure measures cells",

@@ -9,35 +9,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gradwire.errors import TestbedError
 from gradwire.testbed import EmulatedCluster, emulate, namespaces, network, parse_rate, permission_problem
-from gradwire.testbed.namespaces import needs_user_namespace
 from gradwire.testbed.supervisor import Grace, RankCommand, Supervisor
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 Script = Callable[[str], list[str]]
-
-
-def why_not() -> str | None:
-    problem = permission_problem()
-    if problem is None and needs_user_namespace():
-        return "not root: run pytest under `unshare -Urnm --map-root-user` with a tmpfs on /run"
-    return problem
-
-
-@pytest.fixture
-def clean() -> Iterator[None]:
-    """For tests that make namespaces: skip where none can be made, and see that none of this process stays."""
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(f"no network namespaces here: {reason}")
-    yield
-    assert namespaces.existing(f"gradwire-{namespaces.this_owner()}-") == []
 
 
 @pytest.fixture

@@ -1,0 +1,120 @@
+"""The network between sites of an emulated cluster: what is read, what ranks get, and that nothing stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.laboratory import Found, measured, too_far
+from gradwire.errors import TestbedError
+from gradwire.testbed import EmulatedCluster, WideArea, namespaces, parse_wide_area
+from gradwire.testbed.network import site_of
+
+
+def test_what_is_written_is_read() -> None:
+    assert parse_wide_area("50ms") == WideArea(0.05)
+    assert parse_wide_area("0.5s 300us LOSS 1%") == WideArea(0.5, 0.0003, 0.01)
+    assert parse_wide_area("1ms up 20mbit") == WideArea(0.001, up=2e7)
+    assert parse_wide_area("1ms rate 1gbit") == WideArea(0.001, up=1e9, down=1e9)
+
+
+@pytest.mark.parametrize(
+    ("wan", "words"),
+    [
+        ("", "without the round trip"), ("loss 1%", "without the round trip"), ("50", "'50' is no part"),
+        ("50ms 2ms 1ms", "'1ms' is no part"), ("50ms loss 1", "no share"), ("50ms loss 100%", "no share"),
+        ("50ms up", "not a link rate"), ("50ms rate fast", "not a link rate"),
+    ],
+)  # fmt: skip
+def test_what_is_no_network_is_refused(wan: str, words: str) -> None:
+    with pytest.raises(TestbedError, match=words):
+        EmulatedCluster(2, sites=2, wan=wan)
+
+
+def test_sites_need_a_network_and_nodes() -> None:
+    for arguments in ({"sites": 2}, {"wan": "50ms"}):
+        with pytest.raises(TestbedError, match="Two sites or more have a network between them"):
+            EmulatedCluster(2, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(TestbedError, match="a cluster of 2 nodes has 1 to 2 sites"):
+        EmulatedCluster(2, sites=3, wan="50ms")
+    assert [site_of(node, 8, 3) for node in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def nearly(found: Found) -> bool:
+    """Whether it is as ordered, on a machine that does other things too."""
+    return not too_far(found) or (found.late > 0.01 and abs(found.error) < 0.3)
+
+
+@pytest.mark.network
+def test_a_round_trip_takes_its_time(clean: None) -> None:
+    assert nearly(found := measured("40ms")), found
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.parametrize("wan", ["10ms 4ms", "20ms rate 100mbit", "20ms up 20mbit down 50mbit", "10ms loss 2%"])
+def test_jitter_rate_and_loss_are_as_ordered(clean: None, wan: str) -> None:
+    assert nearly(found := measured(wan, 3.0)), found
+
+
+TALK = """
+import os, socket, sys
+rank, world, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+if rank == 0:
+    with socket.create_server((host, 5555)) as server:
+        for _ in range(world - 1):
+            with server.accept()[0] as connection:
+                total = 0
+                while got := len(connection.recv(1 << 20)):
+                    total += got
+                assert total == 3_000_000, total
+else:
+    for _ in range(200):
+        try:
+            connection = socket.create_connection((host, 5555))
+            break
+        except OSError:
+            import time
+            time.sleep(0.05)
+    connection.sendall(os.urandom(3_000_000))
+"""
+
+
+@pytest.mark.network
+def test_every_byte_arrives_through_loss_at_three_sites(clean: None) -> None:
+    """Segments are cut out of large packets, and TCP sends them again."""
+    with EmulatedCluster(6, sites=3, wan="4ms 1ms loss 1%") as cluster:
+        assert cluster.run([sys.executable, "-c", TALK], on_line=lambda *_: None, timeout=60.0) == 0
+        assert cluster.wan_counts().lost_segments > 20
+        cluster.set_wan("1ms", site=1)
+        assert cluster.run([sys.executable, "-c", TALK], on_line=lambda *_: None, timeout=60.0) == 0
+        with pytest.raises(TestbedError, match="site is 3"):
+            cluster.set_wan("1ms", site=3)
+
+
+MAKE = """
+import sys, time
+from gradwire.testbed import EmulatedCluster
+with EmulatedCluster(2, sites=2, wan="10ms") as cluster:
+    print(cluster._relay._process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.network
+def test_the_relay_of_a_killed_process_ends(clean: None) -> None:
+    with subprocess.Popen([sys.executable, "-c", MAKE], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        relay = int(owner.stdout.readline())
+        assert Path(f"/proc/{relay}").exists()
+        os.kill(owner.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while namespaces.start_time(relay) is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert namespaces.start_time(relay) is None
+    namespaces.sweep()
+    assert namespaces.existing(f"gradwire-{owner.pid}-") == []
