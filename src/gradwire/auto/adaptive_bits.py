@@ -26,8 +26,17 @@ from gradwire.engine import EndsLater, Session
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
 from gradwire.plan import AdaptiveBits, Policy
-from gradwire.planner.bits import Assignment, Sensitivity, error_budget, exact, kmeans, linear
-from gradwire.planner.exposed import shortest, step_times, with_specs
+from gradwire.planner.bits import (
+    Assignment,
+    Sensitivity,
+    error_budget,
+    exact,
+    kmeans,
+    linear,
+    shortest,
+    step_times,
+    with_specs,
+)
 
 UNIFORM = WIDTHS.index(4)
 """Index of 4 bits among the ways. The error of 4 bits for all tensors sets the error budget."""
