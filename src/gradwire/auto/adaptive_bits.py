@@ -187,8 +187,7 @@ class AdaptiveBitsDriver(PlanDriver):
             check(kept.errors, saved.measured, self.adaptive, session.tensors)
 
     def resumed(self, session: Session, saved: Saved) -> None:
-        """Go on from a saved state: measure errors in the steps in which the saved run would have measured them, and
-        complete a measurement that is under way."""
+        """Go on from a saved state: measure errors in the steps in which the saved run would have, and complete a measurement."""
         self._stop()
         kept, times = _read(saved)
         if self._timing is not None:

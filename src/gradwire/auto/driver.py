@@ -65,8 +65,7 @@ SETTLE_STEPS = 1
 _Phase = Callable[[Live, float], None]
 _Planned = tuple[Candidate, dict[str, Any]]
 _Offered = tuple[list[_Planned], list[Candidate], _Planned | None]
-"""The message of rank 0: candidates with their plans, the best candidates of schedules that are not allowed, and local
-steps, whether they are allowed or not."""
+"""The message of rank 0: candidates with plans, the best ones of schedules that are not allowed, and local steps in any case."""
 
 
 class Auto:
@@ -252,8 +251,7 @@ class Auto:
         return offered, foreseen(*job, others), None if local is None else (local.candidate, local.plan.to_dict())
 
     def _kept(self) -> Plan | None:
-        """Return the chosen plan, if the script can still run its schedule. Return None for local steps, because the
-        other plans are compared without them."""
+        """Return the chosen plan, if the script can still run its schedule; None for local steps, which are compared apart."""
         current = self._current
         if current is None or current.schedule.word in self._refused or current.schedule.sends_weights:
             return None

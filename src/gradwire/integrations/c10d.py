@@ -33,8 +33,7 @@ from gradwire.transport import KERNELS, Lanes, agree
 __all__ = ["exclude_layer", "quantise", "register_model", "set_layer_bits"]
 
 _recent: deque[Any] = deque(maxlen=4)
-"""The last works of gloo, kept alive: a thread of gloo that freed one would wait for Python's lock, which DDP holds when it
-ends."""
+"""The last works of gloo, kept alive: a thread of gloo that freed one waits for Python's lock, which DDP holds when it ends."""
 
 
 class _Settings:
