@@ -55,9 +55,7 @@ class EmulatedCluster:
             raise TestbedError(f"nodes is {nodes}; an emulated cluster has 1 to {MOST_NODES} nodes.")
         if ranks_per_node < 1:
             raise TestbedError(f"ranks_per_node is {ranks_per_node}; every node runs at least 1 rank.")
-        self.nodes = nodes
-        self.ranks_per_node = ranks_per_node
-        self.world_size = nodes * ranks_per_node
+        self.nodes, self.ranks_per_node, self.world_size = nodes, ranks_per_node, nodes * ranks_per_node
         self.grace = Grace()
         self._inter = None if inter is None else parse_rate(inter)
         self._intra = None if intra is None else parse_rate(intra)
