@@ -48,7 +48,6 @@ from gradwire.auto.measuring import (
     Look,
     cluster_of,
     codecs_of,
-    compute_us_of,
     scaled,
 )
 from gradwire.auto.planning import Offer, Seen, foreseen, offers
@@ -244,7 +243,7 @@ class Auto:
         job = (self._profile, cluster, self._costs, specs)
         made = offers(*job, seconds, self._kept(), allowed, seen)
         local = None
-        waits = made[0].candidate.predicted_us * (1 - EXPOSED) > compute_us_of(self._profile)
+        waits = made[0].candidate.predicted_us * (1 - EXPOSED) > self._profile.compute_us
         if self.accuracy != "exact" and "local" not in self._refused and (waits or "local" in self.schedules):
             local = local_offer(*job)
         offered = [(offer.candidate, offer.plan.to_dict()) for offer in made]
@@ -362,7 +361,7 @@ class Auto:
         self._current, self._phase = plan, self._watching
         self._spent_us, self._took = 0.0, 0
         profile = None if plan.schedule.sends_weights else self._profile
-        self._watch.begin(live, plan, same, compute_us_of(profile) if profile is not None else 0.0)
+        self._watch.begin(live, plan, same, profile.compute_us if profile is not None else 0.0)
 
     def _watching(self, live: Live, us: float) -> None:
         asked = self._watch.step(live, us)

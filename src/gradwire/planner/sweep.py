@@ -162,11 +162,6 @@ def _at(cluster: Cluster, gbps: float, nodes: int) -> Cluster:
     return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, allreduce=allreduce, slow_nodes=slow)
 
 
-def alone_us(profile: Profile) -> float:
-    """Forward, backward and optimizer, as far as the profile has them: the step of one rank alone."""
-    return sum((each.forward_us or 0.0) + each.backward_us for each in profile.tensors) + (profile.optimizer_us or 0.0)
-
-
 def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> None:
     """Raise PlanError if there are specs, but no tensor that they may compress."""
     if specs and limits.exempt_vectors and all(len(tensor.shape) < 2 for tensor in profile.tensors):
@@ -195,7 +190,7 @@ def sweep_methods(
     for point in points:
         for method in methods:
             if point.world_size == 1:
-                step_us = alone_us(profile)
+                step_us = profile.compute_us
             else:
                 job = PlanningJob(profile, point, costs, specs, limits, rules)
                 prediction = None if method == "bound" else make_plan(job, method).plan.prediction
@@ -217,7 +212,7 @@ def sweep_plan(
     _check_compute(profile)
     rows = []
     for point in points:
-        plan_us = ddp_us = alone_us(profile)
+        plan_us = ddp_us = profile.compute_us
         if point.world_size > 1:
             job = PlanningJob(profile, point, Costs(codecs=()), rules=rules)
             found = job.step(ddp_draft(job))
@@ -237,7 +232,7 @@ def _check_compute(profile: Profile) -> None:
 
 
 def _row(profile: Profile, point: Cluster, method: str, step_us: float) -> SweepRow:
-    return SweepRow(point.nodes, point.world_size, point.inter.gbps, method, step_us, alone_us(profile) / step_us)
+    return SweepRow(point.nodes, point.world_size, point.inter.gbps, method, step_us, profile.compute_us / step_us)
 
 
 def sweep_table(rows: Sequence[SweepRow], profile: Profile) -> str:
@@ -251,7 +246,7 @@ def sweep_table(rows: Sequence[SweepRow], profile: Profile) -> str:
         lines.append(f"{gbps:>10g} {nodes:>6} {ranks:>6}{values}")
     lines.append("")
     lines.append(
-        f"Scaling factors: the step of one rank alone, {alone_us(profile) / 1e3:.3f} ms, divided by the predicted step."
+        f"Scaling factors: the step of one rank alone, {profile.compute_us / 1e3:.3f} ms, divided by the predicted step."
     )
     lines.append(", ".join(f"{method}: {LABELS[method]}" for method in methods) + ".")
     if all(tensor.forward_us is None for tensor in profile.tensors):
@@ -261,5 +256,5 @@ def sweep_table(rows: Sequence[SweepRow], profile: Profile) -> str:
 
 def sweep_json(rows: Sequence[SweepRow], profile: Profile) -> str:
     """JSON of all numbers on one line; equal inputs give equal bytes."""
-    content = {"model": profile.model, "alone_us": alone_us(profile), "rows": [row._asdict() for row in rows]}
+    content = {"model": profile.model, "alone_us": profile.compute_us, "rows": [row._asdict() for row in rows]}
     return json.dumps(content) + "\n"
