@@ -10,8 +10,8 @@ from gradwire.core.provenance import Made
 from gradwire.doctor.facts import Facts, GlooChoice, Interface, bindable_address
 from gradwire.doctor.links import Direction, rate_text
 from gradwire.doctor.machine import machine_findings
+from gradwire.doctor.meeting import Survey
 from gradwire.doctor.ranks import survey_findings
-from gradwire.doctor.survey import Survey
 from gradwire.errors import TestbedError, WriteError
 from gradwire.testbed.supervisor import print_with_prefix
 

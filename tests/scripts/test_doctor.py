@@ -27,9 +27,8 @@ from gradwire.doctor.facts import (
 )
 from gradwire.doctor.links import Direction, follow, lead, rate_text, ring_links, seconds_each
 from gradwire.doctor.machine import TRAPS, emulation_finding, machine_findings, traps_of
-from gradwire.doctor.meeting import Job, Meeting, bounded
+from gradwire.doctor.meeting import Job, Meeting, Survey, bounded
 from gradwire.doctor.ranks import survey_findings
-from gradwire.doctor.survey import Survey
 from gradwire.testbed.supervisor import free_port
 
 LO, ETH = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.5")

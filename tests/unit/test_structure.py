@@ -140,7 +140,6 @@ OWN_FACES = (
     "gradwire.kernels.reference",
     "gradwire.kernels.triton",
     "gradwire.planner.bits",
-    "gradwire.planner.exposed",
     "gradwire.record.recording",
     "gradwire.record.tensorboard",
 )

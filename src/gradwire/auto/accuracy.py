@@ -21,8 +21,7 @@ from gradwire.plan import Policy, Uniform, Where
 
 ACCURACIES = ("exact", "safe", "aggressive")
 """exact: nothing is encoded. safe: only specs whose held-out loss on the bench's transformer ended at most 1 % above plain DDP's
-on this number of ranks (docs/measured.md). aggressive: also specs that need more steps for the same loss, if the steps are so
-fast that training reaches a loss sooner."""
+on this number of ranks (docs/measured.md). aggressive: also specs that need more, but much faster steps for the same loss."""
 
 SCHEDULES = ("backward", "pipelined", "delayed", "local")
 

@@ -26,8 +26,17 @@ from gradwire.engine import EndsLater, Session
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
 from gradwire.plan import AdaptiveBits, Policy
-from gradwire.planner.bits import Assignment, Sensitivity, error_budget, exact, kmeans, linear
-from gradwire.planner.exposed import shortest, step_times, with_specs
+from gradwire.planner.bits import (
+    Assignment,
+    Sensitivity,
+    error_budget,
+    exact,
+    kmeans,
+    linear,
+    shortest,
+    step_times,
+    with_specs,
+)
 
 UNIFORM = WIDTHS.index(4)
 """Index of 4 bits among the ways. The error of 4 bits for all tensors sets the error budget."""
@@ -178,8 +187,7 @@ class AdaptiveBitsDriver(PlanDriver):
             check(kept.errors, saved.measured, self.adaptive, session.tensors)
 
     def resumed(self, session: Session, saved: Saved) -> None:
-        """Go on from a saved state: measure errors in the steps in which the saved run would have measured them, and
-        complete a measurement that is under way."""
+        """Go on from a saved state: measure errors in the steps in which the saved run would have, and complete a measurement."""
         self._stop()
         kept, times = _read(saved)
         if self._timing is not None:

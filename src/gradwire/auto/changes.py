@@ -121,8 +121,7 @@ class StepPace:
         return median_low(between) if between else 0.0
 
     def step(self, began_s: float | None, ended_s: float) -> float:
-        """Add a step. Returns its start in seconds: `began_s`, the start of its forward, minus the usual time between steps.
-        None: the end of the step before."""
+        """Add a step. Returns its start in seconds: `began_s` (None: the last step's end) minus the usual time between steps."""
         if began_s is None:
             began_s = ended_s if self.mark_s is None else self.mark_s
         if self.mark_s is not None and self._follows:

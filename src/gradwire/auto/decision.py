@@ -119,8 +119,7 @@ class AutoDecision:
 
 
 def say(line: str) -> None:
-    """Log a line at level INFO of the logger 'gradwire', to stderr if logging is not set up.
-    `logging.getLogger("gradwire").setLevel("WARNING")` silences it."""
+    """Log a line at level INFO of the logger 'gradwire', which level WARNING silences; to stderr if logging is not set up."""
     if _LOGGER.level == logging.NOTSET:
         _LOGGER.setLevel(logging.INFO)
     if not _LOGGER.hasHandlers():

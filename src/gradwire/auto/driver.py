@@ -48,7 +48,6 @@ from gradwire.auto.measuring import (
     Look,
     cluster_of,
     codecs_of,
-    compute_us_of,
     scaled,
 )
 from gradwire.auto.planning import Offer, Seen, foreseen, offers
@@ -65,8 +64,7 @@ SETTLE_STEPS = 1
 _Phase = Callable[[Live, float], None]
 _Planned = tuple[Candidate, dict[str, Any]]
 _Offered = tuple[list[_Planned], list[Candidate], _Planned | None]
-"""The message of rank 0: candidates with their plans, the best candidates of schedules that are not allowed, and local
-steps, whether they are allowed or not."""
+"""The message of rank 0: candidates with plans, the best ones of schedules that are not allowed, and local steps in any case."""
 
 
 class Auto:
@@ -245,15 +243,14 @@ class Auto:
         job = (self._profile, cluster, self._costs, specs)
         made = offers(*job, seconds, self._kept(), allowed, seen)
         local = None
-        waits = made[0].candidate.predicted_us * (1 - EXPOSED) > compute_us_of(self._profile)
+        waits = made[0].candidate.predicted_us * (1 - EXPOSED) > self._profile.compute_us
         if self.accuracy != "exact" and "local" not in self._refused and (waits or "local" in self.schedules):
             local = local_offer(*job)
         offered = [(offer.candidate, offer.plan.to_dict()) for offer in made]
         return offered, foreseen(*job, others), None if local is None else (local.candidate, local.plan.to_dict())
 
     def _kept(self) -> Plan | None:
-        """Return the chosen plan, if the script can still run its schedule. Return None for local steps, because the
-        other plans are compared without them."""
+        """Return the chosen plan, if the script can still run its schedule; None for local steps, which are compared apart."""
         current = self._current
         if current is None or current.schedule.word in self._refused or current.schedule.sends_weights:
             return None
@@ -364,7 +361,7 @@ class Auto:
         self._current, self._phase = plan, self._watching
         self._spent_us, self._took = 0.0, 0
         profile = None if plan.schedule.sends_weights else self._profile
-        self._watch.begin(live, plan, same, compute_us_of(profile) if profile is not None else 0.0)
+        self._watch.begin(live, plan, same, profile.compute_us if profile is not None else 0.0)
 
     def _watching(self, live: Live, us: float) -> None:
         asked = self._watch.step(live, us)

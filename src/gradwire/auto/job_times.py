@@ -1,7 +1,6 @@
 """Measures the times of a job for `gw.AdaptiveBits(rule="time")`: its profile, its links and its compressors.
 
-They are measured once, in the first steps of a run, and are equal on all ranks. A state contains them, so a resumed run
-chooses the same bits as the run that saved the state.
+They are measured once, in the first steps, and are equal on all ranks. States contain them, so resumed runs choose equal bits.
 """
 
 import time

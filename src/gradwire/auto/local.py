@@ -12,7 +12,6 @@ from itertools import product
 import msgspec
 
 from gradwire.auto.accuracy import policy_of, specs_under
-from gradwire.auto.measuring import compute_us_of
 from gradwire.auto.planning import Offer, words_of
 from gradwire.auto.trial import GAIN, Candidate, Trial
 from gradwire.core import Cluster, Costs, Identity, LocalSteps, Nesterov, Plan, Profile, Spec
@@ -56,7 +55,7 @@ def local_offer(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequenc
     Plans are ordered by steps between exchanges, the fewest first; then in one piece before streamed; then by accuracy
     of the spec. specs: the specs that the accuracy class allows; if empty, nothing is encoded.
     """
-    most_us = compute_us_of(profile) / (1 - EXPOSED)
+    most_us = profile.compute_us / (1 - EXPOSED)
     found: list[tuple[float, Plan]] = []
     for plan, step_us in _priced(profile, cluster, costs, specs):
         found.append((step_us, plan))
@@ -71,7 +70,7 @@ def local_offer(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequenc
 def _priced(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec]) -> Iterator[tuple[Plan, float]]:
     """Yield plans in the order of preference, each with its mean step time over a period."""
     infos = profile.tensor_infos("cpu" if profile.device == "cpu" else "gpu")
-    ranks, per_node, compute_us = cluster.world_size, cluster.ranks_per_node, compute_us_of(profile)
+    ranks, per_node, compute_us = cluster.world_size, cluster.ranks_per_node, profile.compute_us
     simulator = Simulator(profile, cluster, costs)
     policies = [policy_of(spec, infos) for spec in specs_under(_STREAMED, specs) or (Identity(),)]
     for every in EVERY:

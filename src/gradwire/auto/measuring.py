@@ -120,12 +120,6 @@ def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[
     return Profile(model="live", batch=1, device=device, steps=steps, optimizer_us=between_us, tensors=tuple(tensors))
 
 
-def compute_us_of(profile: Profile) -> float:
-    """Return the time of a step without exchanges, in microseconds."""
-    tensors_us = sum(tensor.backward_us + (tensor.forward_us or 0.0) for tensor in profile.tensors)
-    return tensors_us + (profile.optimizer_us or 0.0)
-
-
 def scaled(profile: Profile, factor: float) -> Profile:
     """Return the profile with all times multiplied by `factor`, for a larger or smaller batch."""
     tensors = (

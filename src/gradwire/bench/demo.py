@@ -3,8 +3,7 @@
 Both methods train for equal seconds, in turns, on the same data in the same order, from their first step on. The steps
 in which gradwire's auto measures and tries plans count. After each turn rank 0 evaluates on held-out batches.
 
-Without network namespaces no slow link can be emulated. The ranks then run over loopback with a given plan, and loss is
-drawn against bytes sent instead of seconds.
+Without network namespaces the ranks run over loopback with a given plan, and loss is drawn against bytes instead of seconds.
 """
 
 import tempfile

@@ -253,6 +253,9 @@ class TextJob(Job):
         """Return the whole text as int64 characters below `vocabulary`."""
         return standard_library_text(self.vocabulary)
 
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
     def _draw(self, rank: int, world_size: int, generator: torch.Generator) -> Batch:
         share = len(self.text) // world_size
         starts = torch.randint(share - self.context - 1, (self.batch_size,), generator=generator) + rank * share
@@ -266,9 +269,6 @@ class TransformerJob(TextJob):
     name = "transformer"
     batch_size = 4
     context = 64
-
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         characters, following = batch
@@ -288,9 +288,6 @@ class EmbeddingsJob(TextJob):
     batch_size = 512
     context = 6
     rows = 60_000
-
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         contexts, following = batch

@@ -115,8 +115,7 @@ def emulation_problem() -> str | None:
 def run_bench(request: BenchRequest, problem: str | None, watch: View, save_to: Path | None = None) -> BenchRun:
     """Measure all cells of the request. `problem` is `emulation_problem()`; unless None, the ranks use plain loopback.
 
-    `save_to` is written after every cell group, so an interrupted run keeps its results. The failure of a method is
-    written into the method's cell; no error is raised.
+    `save_to` is written after every cell group, for interrupted runs. A method's failure is in its cell; no error is raised.
     """
     links, notes = _measurable(request, problem)
     if request.record is not None:

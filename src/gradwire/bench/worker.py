@@ -72,10 +72,7 @@ class Contest:
     """All methods of one job on this rank."""
 
     def __init__(self, order: WorkerOrder, job: Job, ranks: Ranks, builder: Builder = build) -> None:
-        self.order = order
-        self.job = job
-        self.ranks = ranks
-        self.builder = builder
+        self.order, self.job, self.ranks, self.builder = order, job, ranks, builder
         self.contestants = [Contestant(name) for name in order.methods]
 
     def run(self) -> None:

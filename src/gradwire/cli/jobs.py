@@ -8,8 +8,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from gradwire.cli.app import GivenOptions, Json, Specs, app
-from gradwire.cli.groups import grouped
+from gradwire.cli.app import GivenOptions, Json, Specs, app, grouped
 from gradwire.errors import FormatError, GradwireError
 
 _JOBS = "transformer,mlp,resnet"

@@ -4,8 +4,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from gradwire.cli.app import Json, app
-from gradwire.cli.groups import grouped
+from gradwire.cli.app import Json, app, grouped
 
 
 class OptionFilter(NamedTuple):

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from gradwire.cli.app import ClusterFile, CostsFile, DecodeCalls, GivenOptions, Json, Specs, app
-from gradwire.cli.groups import grouped
+from gradwire.cli.app import ClusterFile, CostsFile, DecodeCalls, GivenOptions, Json, Specs, app, grouped
 from gradwire.errors import FormatError
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 """Checks of single values, with the same messages in every format.
 
-The message of an error begins with the name of the field. The reader of a document (`gradwire.core.strict`) puts the path of
-the enclosing object before the name.
+Errors begin with the name of the field. The reader of a document (`gradwire.core.strict`) puts the object's path before it.
 """
 
 import functools

@@ -20,16 +20,14 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gbps: float
     """Gigabits per second of one node's share, in either direction; above 0."""
     cpu_us: float = 0.0
-    """A rank's processor time in microseconds for one all-reduce, without that for bytes. `Cluster.allreduce` alone
-    uses this field."""
+    """A rank's processor time in microseconds for one all-reduce, without that for bytes. For `Cluster.allreduce` alone."""
     cpu_us_per_byte: float = 0.0
     """Processor time in microseconds of a rank for each byte of an all-reduce. Copies into the bucket's memory and back count."""
     shared: bool = False
     """Whether all ranks of a node share this link, as GPUs behind one PCIe switch do. `Cluster.intra` alone uses this field;
     ranks always share their node's `inter` link."""
     up_gbps: float | None = None
-    """Gigabits per second at which a node sends, for links between nodes. `gbps` is then the rate at which the node receives.
-    None: the node sends at `gbps` too."""
+    """Gigabits per second at which a node sends, for links between nodes; it then receives at `gbps`. None: both are `gbps`."""
     flow_gbps: float | None = None
     """Gigabits per second of one flow from a rank to another rank, for links between nodes. Less than the node's rate if the node
     has several NICs, or if the network limits each connection. None: one flow may have the whole rate."""

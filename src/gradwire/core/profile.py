@@ -74,6 +74,12 @@ class Profile(Document, frozen=True, kw_only=True):
             raise FormatError(f"tensors is []: a profile has at least one tensor. {self.remedy}")
         unique("tensors", [tensor.name for tensor in self.tensors], ".name")
 
+    @property
+    def compute_us(self) -> float:
+        """Microseconds of a step without exchanges: forward, backward and optimizer, as far as they are known."""
+        tensors_us = sum(tensor.backward_us + (tensor.forward_us or 0.0) for tensor in self.tensors)
+        return tensors_us + (self.optimizer_us or 0.0)
+
     def tensor_infos(self, device: str) -> tuple[TensorInfo, ...]:
         """The tensors as a planner expects them, all on `device` (cpu or gpu), in gradient-ready order."""
         return tuple(TensorInfo(t.name, t.shape, t.dtype, device) for t in self.tensors)

@@ -28,8 +28,7 @@ _NAMED = re.compile(rf"\b({'|'.join(_WORDS)})_perf\b")
 _COLUMNS = ("size", "time", "algbw", "busbw")
 _TOLERANCE = 0.05
 _CHECKED_GBPS = 1.0
-"""Least algorithm bandwidth, in GB/s, at which the columns are checked. Bandwidths have two digits after the point, so ratios of
-smaller ones are too coarse."""
+"""Least algorithm bandwidth, in GB/s, at which the columns are checked: smaller ones, with two digits, have too coarse ratios."""
 
 
 class NcclRun(NamedTuple):

@@ -1,7 +1,6 @@
 """Prices of a bucket's tasks on a cluster: microseconds, and bytes on the links. Times of codecs come from measured points.
 
-The simulator and all searches take their times from here, launches included. Cupcake's costs of a bucket are folded from these
-prices too (docs/papers/cupcake.md)."""
+The simulator and all searches take their times from here, launches included, and Cupcake's costs (docs/papers/cupcake.md)."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -224,8 +223,7 @@ class Prices:
         return Price(step.task, self._codec_us(step, shares, nbytes) / cuts, step.gathers)
 
     def _codec_us(self, step: Step, shares: tuple[tuple[Spec, float], ...], nbytes: float) -> float:
-        """Microseconds of one call for all specs of the bucket: the whole size's time by each spec, weighted with the spec's
-        bytes.
+        """Microseconds of one call for all specs of the bucket: the whole size's time by each spec, weighted with its bytes.
 
         nbytes: bytes of the gradients in float32.
         """

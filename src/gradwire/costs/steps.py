@@ -150,8 +150,7 @@ class _Walk:
 
 
 def ring_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing: str) -> tuple[Step, ...]:
-    """The steps of a ring: for each shard an encode, a decode on the way up, and, unless it is the rank's own, one on the way
-    down."""
+    """The steps of a ring: for each shard an encode, a decode on the way up, and, unless it is the rank's own, one down."""
     comp, up, down, decomp = option
     ranks = nodes * ranks_per_node
     first, second = (flat_traffic(word, nodes, ranks_per_node, "ring") for word in ("reducescatter", "allgather"))

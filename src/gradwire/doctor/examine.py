@@ -11,10 +11,9 @@ from gradwire.core import Made
 from gradwire.doctor.differences import rank_list
 from gradwire.doctor.facts import Facts, gather_facts
 from gradwire.doctor.machine import emulation_finding, machine_findings, traps_of
-from gradwire.doctor.meeting import Job, Say
+from gradwire.doctor.meeting import LATE_S, Job, Say, Survey, longest_s, take_part
 from gradwire.doctor.ranks import survey_findings
 from gradwire.doctor.report import Finding, Report, ok, problem
-from gradwire.doctor.survey import LATE_S, Survey, longest_s, take_part
 from gradwire.testbed import permission_problem
 
 Show = Callable[[Report], None]

@@ -8,8 +8,8 @@ from gradwire.doctor.differences import differences, rank_list
 from gradwire.doctor.facts import Facts, is_loopback
 from gradwire.doctor.links import Direction, rate_text
 from gradwire.doctor.machine import machine_findings
+from gradwire.doctor.meeting import Survey
 from gradwire.doctor.report import Finding, note, ok, problem
-from gradwire.doctor.survey import Survey
 
 MUCH_SLOWER = 2.0
 """Factor between the speeds of other links and a link that is reported as slow."""

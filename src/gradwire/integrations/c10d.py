@@ -34,7 +34,7 @@ __all__ = ["exclude_layer", "quantise", "register_model", "set_layer_bits"]
 _MOST_AT_ONCE, _MOST = 32, 256
 """After so many sizes gloo does one that is new, until it comes again. So many are remembered, each in about twice its memory."""
 _recent: deque[Any] = deque(maxlen=4)
-"""The last works of gloo: a thread of gloo that freed one would wait for Python's lock, which DDP holds when it ends a group."""
+"""The last works of gloo, kept alive: a thread of gloo that freed one waits for Python's lock, which DDP holds when it ends."""
 
 
 class _Settings:

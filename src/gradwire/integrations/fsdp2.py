@@ -1,7 +1,6 @@
 """gradwire in FSDP2: compressed collectives of `fully_shard`, and compressed exchanges between the replicas of HSDP.
 
-FSDP2 reduces and gathers a module as one flat tensor. So a spec is for whole modules, no policy can tell parameters apart, and
-blocks of a quantiser cross them.
+FSDP2 reduces and gathers a module as one flat tensor. So specs are for whole modules, and quantisers' blocks cross parameters.
 """
 
 from collections.abc import Mapping, Sequence

@@ -143,8 +143,7 @@ def resume_together(exchange: Exchange, state: Mapping[str, Any]) -> None:
 
 def gather_states(handle: Handle) -> dict[str, torch.Tensor]:
     """The states of all ranks in one dictionary on the first rank of the handle's group, on the CPU; nothing on the others.
-    Collective, between steps. A rank without a state, as in the middle of a step, raises its own error, and the others
-    StepStateError."""
+    Collective, between steps. A rank without a state, as in the middle of a step, raises its error, and others StepStateError."""
     group, device = handle.session.group, handle.session.device
     data, problem = b"", None
     try:

@@ -238,8 +238,7 @@ class Policy(_Default, frozen=True, kw_only=True):
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
-        """Buckets in the order in which they become ready. The tensor that fills a bucket closes it. Those at both ends are
-        small.
+        """Buckets in the order in which they become ready. The tensor that fills one closes it. Those at both ends are small.
 
         A vector that is not compressed joins the next bucket of compressed tensors that becomes ready, or the last bucket of all,
         so that no bucket becomes ready later. If no bucket can carry vectors, exempt tensors get at most two buckets, unless

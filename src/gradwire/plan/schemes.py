@@ -1,5 +1,4 @@
-"""Names of options: collectives, known systems and ByteComp's restricted searches. Also the specs that an option carries, and the
-options of correction steps.
+"""Names of options: collectives, systems, ByteComp's restricted searches. Also specs that options carry, and correction steps.
 
 >>> from gradwire.plan.options import option_of, select
 >>> names_of(option_of(["comp:gpu", "allgather:inter", "decomp:gpu"]))
@@ -64,9 +63,8 @@ SYSTEMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "gradwire allgather": _everywhere("allgather"),
     "gradwire alltoall": _everywhere("alltoall"),
 }
-"""The option, as tasks, of each system that is one path through the tree; several options if the system leaves the device open.
-'gradwire ...' are gradwire's own collectives. 'CGX between nodes' is CGX's heterogeneous form. 'CD-SGD' sends sums uncompressed,
-as its parameter server does."""
+"""The option of each system that is one path through the tree; several if the device is open. 'gradwire ...' are gradwire's own
+collectives. 'CGX between nodes' is CGX's heterogeneous form. 'CD-SGD' sends sums uncompressed, as its server does."""
 _SYSTEMS = [name for name in SYSTEMS if not name.startswith("gradwire ")]
 
 
@@ -132,8 +130,7 @@ def check_known(tasks: Sequence[str]) -> None:
 
 
 def check_scheme(scheme: object) -> None:
-    """Raise FormatError unless the scheme is FLAT, HIERARCHICAL, a collective, one of SYSTEMS, or an option's tasks with
-    spaces."""
+    """Raise FormatError unless the scheme is FLAT, HIERARCHICAL, a collective, one of SYSTEMS, or tasks with spaces."""
     if isinstance(scheme, str) and ":" in scheme:
         try:
             check_known(scheme.split())

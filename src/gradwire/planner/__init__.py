@@ -14,7 +14,6 @@ from gradwire.planner.listing import (
     shape_note,
 )
 from gradwire.planner.methods import explain_plan, make_plan
-from gradwire.planner.ranges import read_nodes, read_rates, read_slower
 from gradwire.planner.slow_node import plans_for_slow_node, steps_with_slow_node
 from gradwire.planner.starts import ddp_draft
 from gradwire.planner.sweep import (
@@ -23,6 +22,9 @@ from gradwire.planner.sweep import (
     SweepRow,
     check_some_may,
     clusters,
+    read_nodes,
+    read_rates,
+    read_slower,
     sweep_json,
     sweep_methods,
     sweep_plan,

@@ -5,6 +5,7 @@ others, so the factor is the step of one rank alone divided by the step of n ran
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -12,11 +13,95 @@ from typing import NamedTuple
 import msgspec
 
 from gradwire.core import Cluster, Costs, Plan, Profile, Spec, show, word
-from gradwire.errors import PlanError
+from gradwire.errors import FormatError, PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import METHODS, make_plan
 from gradwire.planner.starts import ddp_draft
 from gradwire.sim import FS_PER_US, Rules, simulate
+
+MOST_VALUES = 64
+"""Most values of one list. More values make no better picture, and each takes planning time."""
+
+
+def read_rates(text: str) -> tuple[float, ...]:
+    """Gb/s between nodes, from a list such as 1,10,25 or 1,2,...,64. Raises FormatError that names the mistake.
+
+    >>> read_rates("1,10,25")
+    (1.0, 10.0, 25.0)
+    """
+    return _read("--inter", text, "a rate in Gb/s", float, math.inf)
+
+
+def read_nodes(text: str) -> tuple[int, ...]:
+    """Numbers of nodes, from a list such as 1,2,4 or 1,2,4,...,512. Raises FormatError that names the mistake.
+
+    >>> read_nodes("1,2,4,...,64")
+    (1, 2, 4, 8, 16, 32, 64)
+    """
+    return tuple(int(value) for value in _read("--nodes", text, "a whole number of nodes", int, 2**31))
+
+
+def read_slower(text: str) -> tuple[float, ...]:
+    """Factors by which a node's link is slower, from a list such as 1,2,5. Raises FormatError that names the mistake.
+
+    >>> read_slower("1,2,...,8")
+    (1.0, 2.0, 4.0, 8.0)
+    """
+    values = _read("--slow-node", text, "how many times slower a link is", float, math.inf)
+    if values[0] < 1:
+        raise FormatError(
+            f"--slow-node has {values[0]:g}: a link less than 1 time slower is faster, and no step waits for a faster one. Write "
+            "factors from 1 on, such as 1,2,5; 1 is the link as it is."
+        )
+    return values
+
+
+def _read(option: str, text: str, what: str, convert: Callable[[str], float], limit: float) -> tuple[float, ...]:
+    words = [each.strip() for each in text.split(",")]
+    cure = f"Write {option} as a rising list, such as 1,2,8, or with a doubling to fill in, such as 1,2,4,...,64."
+    values: list[float] = []
+    for place, written in enumerate(words):
+        if written == "...":
+            if not values or place != len(words) - 2:
+                raise FormatError(
+                    f"{option} is {show(text)}: '...' stands between what it continues and the last value. {cure}"
+                )
+            continue
+        try:
+            value = convert(written)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < limit:
+            raise FormatError(f"{option} has {show(written)}, which is not {what} above 0. {cure}")
+        if words[place - 1] == "..." and place:
+            values += _doubled(option, values, value, cure)
+        if values and value <= values[-1]:
+            raise FormatError(
+                f"{option} has {show(written)} after {values[-1]:g}: values must rise, or the picture's lines run back. {cure}"
+            )
+        values.append(value)
+    if len(values) > MOST_VALUES:
+        raise FormatError(
+            f"{option} has {len(values)} values, and a sweep takes at most {MOST_VALUES}: each is planned. {cure}"
+        )
+    return tuple(values)
+
+
+def _doubled(option: str, before: Sequence[float], last: float, cure: str) -> list[float]:
+    """The values that '...' stands for: those between the value before it and the value after it."""
+    if len(before) > 1 and before[-1] != 2 * before[-2]:
+        raise FormatError(
+            f"{option} has {before[-2]:g},{before[-1]:g},...: '...' continues a doubling, and this is none. {cure}"
+        )
+    found = [before[-1]]
+    while found[-1] < last:
+        found.append(2 * found[-1])
+    if found[-1] != last:
+        raise FormatError(
+            f"{option} ends with {last:g}, which doubling {before[-1]:g} never reaches; next to it is {found[-1]:g}. {cure}"
+        )
+    return found[1:-1]
+
 
 LABELS = {
     "ddp": "plain DDP",
@@ -77,11 +162,6 @@ def _at(cluster: Cluster, gbps: float, nodes: int) -> Cluster:
     return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, allreduce=allreduce, slow_nodes=slow)
 
 
-def alone_us(profile: Profile) -> float:
-    """Forward, backward and optimizer, as far as the profile has them: the step of one rank alone."""
-    return sum((each.forward_us or 0.0) + each.backward_us for each in profile.tensors) + (profile.optimizer_us or 0.0)
-
-
 def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> None:
     """Raise PlanError if there are specs, but no tensor that they may compress."""
     if specs and limits.exempt_vectors and all(len(tensor.shape) < 2 for tensor in profile.tensors):
@@ -110,7 +190,7 @@ def sweep_methods(
     for point in points:
         for method in methods:
             if point.world_size == 1:
-                step_us = alone_us(profile)
+                step_us = profile.compute_us
             else:
                 job = PlanningJob(profile, point, costs, specs, limits, rules)
                 prediction = None if method == "bound" else make_plan(job, method).plan.prediction
@@ -132,7 +212,7 @@ def sweep_plan(
     _check_compute(profile)
     rows = []
     for point in points:
-        plan_us = ddp_us = alone_us(profile)
+        plan_us = ddp_us = profile.compute_us
         if point.world_size > 1:
             job = PlanningJob(profile, point, Costs(codecs=()), rules=rules)
             found = job.step(ddp_draft(job))
@@ -152,7 +232,7 @@ def _check_compute(profile: Profile) -> None:
 
 
 def _row(profile: Profile, point: Cluster, method: str, step_us: float) -> SweepRow:
-    return SweepRow(point.nodes, point.world_size, point.inter.gbps, method, step_us, alone_us(profile) / step_us)
+    return SweepRow(point.nodes, point.world_size, point.inter.gbps, method, step_us, profile.compute_us / step_us)
 
 
 def sweep_table(rows: Sequence[SweepRow], profile: Profile) -> str:
@@ -166,7 +246,7 @@ def sweep_table(rows: Sequence[SweepRow], profile: Profile) -> str:
         lines.append(f"{gbps:>10g} {nodes:>6} {ranks:>6}{values}")
     lines.append("")
     lines.append(
-        f"Scaling factors: the step of one rank alone, {alone_us(profile) / 1e3:.3f} ms, divided by the predicted step."
+        f"Scaling factors: the step of one rank alone, {profile.compute_us / 1e3:.3f} ms, divided by the predicted step."
     )
     lines.append(", ".join(f"{method}: {LABELS[method]}" for method in methods) + ".")
     if all(tensor.forward_us is None for tensor in profile.tensors):
@@ -176,5 +256,5 @@ def sweep_table(rows: Sequence[SweepRow], profile: Profile) -> str:
 
 def sweep_json(rows: Sequence[SweepRow], profile: Profile) -> str:
     """JSON of all numbers on one line; equal inputs give equal bytes."""
-    content = {"model": profile.model, "alone_us": alone_us(profile), "rows": [row._asdict() for row in rows]}
+    content = {"model": profile.model, "alone_us": profile.compute_us, "rows": [row._asdict() for row in rows]}
     return json.dumps(content) + "\n"

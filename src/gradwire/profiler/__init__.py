@@ -1,8 +1,7 @@
 """Measures a model, the links between its ranks and the codecs: profile.json, cluster.json and costs.json."""
 
 from gradwire.profiler.clock import Clock
-from gradwire.profiler.codec_cache import cached_codecs
-from gradwire.profiler.codecs import measure_codecs
+from gradwire.profiler.codecs import cached_codecs, measure_codecs
 from gradwire.profiler.links import measure_links, measured_links
 from gradwire.profiler.profiling import Profiling, described, profile_from
 from gradwire.profiler.recorder import WARMUP_STEPS, Recorder

@@ -1,20 +1,31 @@
 """Measures encodes and decodes by size, on one thread, because a lane has one thread.
 
 Each call takes the next part of a buffer larger than the caches, because a gradient is seldom in a cache during training.
+
+`cached_codecs` measures each spec once on a machine. Its file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in the
+folder `gradwire` of `$XDG_CACHE_HOME` or `~/.cache`. The key is made of the processor or GPU, the versions of torch and gradwire,
+and the kernels' library, so other machines and other kernels have files of their own. An unreadable file is measured anew; one
+that cannot be written costs each run that.
 """
 
+import hashlib
 import itertools
+import logging
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, suppress
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 
+from gradwire._version import __version__
 from gradwire.compressors import Compressor, Context, compressor_for
-from gradwire.core import CodecCosts, Costs, ElementRun, Made, Spec
+from gradwire.core import LIBRARY, CodecCosts, Costs, ElementRun, Made, Spec, make_folder, processor_name, write_whole
 from gradwire.costs import fit_points
+from gradwire.errors import FormatError
 from gradwire.exchange import codec_on
 from gradwire.kernels import Segment, Segments
 from gradwire.profiler.clock import Clock
@@ -99,3 +110,45 @@ def _median_us(call: Callable[[], object], device: torch.device, seconds: float)
         call()
         times.append(clock.us(start, clock.mark()))
     return max(1e-3, statistics.median(times))
+
+
+_LOGGER = logging.getLogger("gradwire")
+
+
+def cached_codecs(specs: Sequence[Spec], device: torch.device, sizes: Sequence[int], seconds: float) -> Costs:
+    """Return the times of these specs on this machine. Specs that the file lacks are measured, for about `seconds` in all.
+
+    sizes: bytes of gradient, as `measure_codecs` takes them. They are part of the key.
+    """
+    name, kept = f"codecs-{_key(device, tuple(sizes))}.json", Costs(codecs=())
+    with suppress(OSError, FormatError, RuntimeError):
+        kept = Costs.load(_folder() / name)
+    kind = "cpu" if device.type == "cpu" else "gpu"
+    known = {codec.spec for codec in kept.codecs if codec.device == kind}
+    missing = [spec for spec in dict.fromkeys(specs) if spec.encodes and spec not in known]
+    if not missing:
+        return kept
+    measured = measure_codecs(missing, device, sizes, seconds / (2 * len(sizes) * len(missing)))
+    costs = Costs(codecs=(*kept.codecs, *measured.codecs), made=measured.made)
+    try:
+        write_whole(make_folder(_folder()) / name, costs.to_json())
+    except (OSError, RuntimeError) as error:
+        _LOGGER.debug("codecs' times are measured in each run: %s", error)
+    return costs
+
+
+def _folder() -> Path:
+    """Return the folder of gradwire's caches for this user. Raises RuntimeError where the user has no home."""
+    if own := os.environ.get("GRADWIRE_CACHE_DIR", ""):
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "gradwire"
+
+
+@cache
+def _key(device: torch.device, sizes: tuple[int, ...]) -> str:
+    name = processor_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    library = hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if LIBRARY.exists() else "reference"
+    simd = torch.backends.cpu.get_cpu_capability()
+    text = repr((name, simd, torch.__version__, __version__, library, sizes))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

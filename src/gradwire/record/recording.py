@@ -33,10 +33,9 @@ SAVE_EVERY_S = 60.0
 class Recording(Observer):
     """A context that records the training loop inside. Rank 0 writes `run.json` into the folder, for `gradwire report`.
 
-    `handle.record(folder)` makes this context. On other ranks the context does nothing. A recording sends nothing and
-    changes no tensor. The file is written every minute, and at the end of the loop, also after an error. If writing
-    fails, there is one warning. Every `error_steps` steps (0: never) the recording encodes some tensors once more to
-    measure the error. Step times exclude this work.
+    `handle.record(folder)` makes this context. On other ranks the context does nothing. A recording sends nothing and changes no
+    tensor. The file is written every minute and at the end, also after an error; a failure gives one warning. Every `error_steps`
+    steps (0: never) the recording encodes some tensors once more to measure the error. Step times exclude this work.
 
     Only CPUs have a timeline: lanes of an accelerator queue their work and do not see its end.
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from gradwire.core import write_whole
 from gradwire.record import Run
 from gradwire.report.html import Element, as_html, tag
-from gradwire.report.sections import SECTIONS, made, section_facts
+from gradwire.report.sections import SECTIONS, made, section_facts, summary
 from gradwire.report.steps import Predicted, predicted
-from gradwire.report.words import summary
 
 
 def write_report(folder: Path, out: Path | None = None) -> str:

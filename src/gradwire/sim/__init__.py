@@ -1,12 +1,11 @@
 """Prediction of a plan's step: when each resource works. Pure: no torch."""
 
 from gradwire.sim.events import COMPUTE, INTER, INTRA, RESOURCES
-from gradwire.sim.intervals import Interval, minus, total, union
 from gradwire.sim.native import ReplayProgram, TooLongError
 from gradwire.sim.replay import NEVER, Replayed, Replayer, launch_key
 from gradwire.sim.rules import Rules, changed_rules, device_of, rules_of
 from gradwire.sim.simulator import FS_PER_US, LightPlan, Simulator, fs_of
-from gradwire.sim.timeline import Event, Resource, Timeline, simulate
+from gradwire.sim.timeline import Event, Interval, Resource, Timeline, minus, simulate, total, union
 from gradwire.sim.views import as_table, as_trace
 
 __all__ = [

@@ -22,8 +22,7 @@ class ReplayProgram(NamedTuple):
     """The tasks of one bucket, on resources of `gradwire.sim.events`, in femtoseconds."""
 
     tasks: tuple[tuple[int, int, int, int], ...]
-    """The tasks in order: (resource, length, urgency, link task). The link task with this index has their place in the launch
-    order."""
+    """The tasks in order: (resource, length, urgency, link task). The link task with this index has their launch order."""
     links: tuple[int, ...]
     """The link of each link task."""
     busy: tuple[int, int, int, int]

@@ -22,8 +22,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     codec task runs before the next tensor's backward. own thread: in the CPU pool, without load on compute."""
     decode: str = "at once"
     """Time of a bucket's last decode. at once: like an encode; after backward: when compute has nothing else to do; with encode:
-    its time is added to the first encode; none: free (the papers' drawings). A decode that an exchange waits for is never put
-    off."""
+    its time is added to the first encode; none: free (the papers' drawings). One that an exchange waits for is never put off."""
     lanes: int = 0
     """Number of lanes. 0: links take tasks strictly in the launch order, and nothing blocks, as on one NCCL communicator.
     Above 0: pieces are dealt to the lanes. A lane does one task after the other, codecs included, as gradwire's on CPUs."""

@@ -1,7 +1,6 @@
 """The simulator, which turns plans into step times. Planners call it thousands of times.
 
-Make one simulator for a model and a cluster. For each plan the simulator prices the buckets, lays out the tasks of every
-resource, and runs the event loop until steps repeat.
+Make one for a model and a cluster. It prices a plan's buckets, lays out all tasks, and runs the event loop until steps repeat.
 """
 
 from collections import Counter

@@ -76,10 +76,12 @@ class EmulatedCluster:
                 f"sites is {sites} and wan is {wan!r}. Two sites or more have a network between them, and one has none. Write, "
                 'for example, sites=2, wan="50ms rate 100mbit".'
             )
-        self.nodes = nodes
-        self.sites = sites
-        self.ranks_per_node = ranks_per_node
-        self.world_size = nodes * ranks_per_node
+        self.nodes, self.sites, self.ranks_per_node, self.world_size = (
+            nodes,
+            sites,
+            ranks_per_node,
+            nodes * ranks_per_node,
+        )
         self.grace = Grace()
         self._inter = None if inter is None else parse_rate(inter)
         self._intra = None if intra is None else parse_rate(intra)

@@ -166,14 +166,13 @@ def made_up() -> Any:
         return [(offer.candidate, offer.plan.to_dict()) for offer in (first, *others)], [], None
 
     def profile_of(live: MadeUpLive, *_: object) -> Any:
-        return SimpleNamespace()
+        return SimpleNamespace(compute_us=0.0)
 
     with (
         mock.patch("gradwire.auto.driver.Live", lambda session: session),
         mock.patch("gradwire.auto.measuring.StepMoments", NoMoments),
         mock.patch("gradwire.auto.measuring.Clock", mock.MagicMock()),
         mock.patch("gradwire.auto.measuring.profile_of", profile_of),
-        mock.patch("gradwire.auto.driver.compute_us_of", lambda profile: 0.0),
         mock.patch("gradwire.auto.driver.scaled", lambda profile, factor: profile),
         mock.patch("gradwire.auto.driver.cluster_of", cluster_of),
         mock.patch("gradwire.auto.change_watch.cluster_of", cluster_of),

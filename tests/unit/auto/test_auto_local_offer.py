@@ -6,7 +6,6 @@ from test_auto_offers import TENSORS, cluster, costs, profile, shared_nodes
 
 from gradwire.auto.accuracy import LOCAL_SPECS, check_schedules, schedules_of
 from gradwire.auto.local import EVERY, EXPOSED, averaged, local_offer, streamed, worth
-from gradwire.auto.measuring import compute_us_of
 from gradwire.auto.planning import Offer
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Link, Profile
@@ -33,7 +32,7 @@ def schedule_of(offer: Offer) -> LocalSteps:
 @pytest.mark.parametrize("gbps", [0.5, 0.2, 0.1, 0.03, 0.01])
 def test_the_fewest_steps_between_exchanges_that_wait_little(gbps: float) -> None:
     """Nothing that is preferred would do: all of it is simulated here."""
-    simulator, most_us = Simulator(profile(), cluster(gbps), COSTS), compute_us_of(profile()) / (1 - EXPOSED)
+    simulator, most_us = Simulator(profile(), cluster(gbps), COSTS), profile().compute_us / (1 - EXPOSED)
     ways = [(s, spec) for every in EVERY for s in (averaged(every), streamed(every)) for spec in LOCAL_SPECS]
     step_us = [simulator.step_us(Policy(default=spec, schedule=way).plan(TENSORS, 2)) for way, spec in ways]
     first = next(at for at, us in enumerate(step_us) if us <= most_us)
@@ -50,7 +49,7 @@ def test_slower_links_get_more_steps_between_exchanges() -> None:
 def test_where_nothing_will_do_the_shortest_step_is_offered() -> None:
     made = offered(1e-5)
     assert schedule_of(made).every == max(EVERY)
-    assert made.candidate.predicted_us > compute_us_of(profile()) / (1 - EXPOSED)
+    assert made.candidate.predicted_us > profile().compute_us / (1 - EXPOSED)
 
 
 def test_what_cannot_be_encoded_is_sent_as_it_is() -> None:

@@ -19,7 +19,7 @@ MODULES = [
 ]
 MODULES += ["gradwire.record.timeline", "gradwire.bench.recorded", "benchmarks.papers.closed_forms"]
 MODULES += [f"benchmarks.campaigns.{name}" for name in ("matrix_cells", "parts", "schemes_runner")]
-MODULES += ["benchmarks.papers.strawmen", "gradwire.cli.groups"]
+MODULES += ["benchmarks.papers.strawmen", "gradwire.cli.app"]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -12,8 +12,7 @@ from gradwire.core import Cluster, Costs, Link, Profile, TensorProfile
 from gradwire.core.costs import CodecCosts
 from gradwire.core.specs import innermost
 from gradwire.plan import AdaptiveBits
-from gradwire.planner.bits import Sensitivity, error_budget, exact
-from gradwire.planner.exposed import shortest, step_times, with_specs
+from gradwire.planner.bits import Sensitivity, error_budget, exact, shortest, step_times, with_specs
 from gradwire.sim.simulator import Simulator
 
 WIDTHS = tuple(range(2, 9))

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.core import QSGD, Costs, ErrorFeedback, Identity
 from gradwire.core.specs import Spec
-from gradwire.profiler import codec_cache
+from gradwire.profiler import codecs
 from gradwire.profiler.codecs import measure_codecs
 
 SIZES = (2**12, 2**13)
@@ -31,8 +31,8 @@ def asked(specs: Sequence[Spec], sizes: Sequence[int] = SIZES) -> tuple[Costs, l
         measured.extend(missing)
         return measure_codecs(missing, *arguments)
 
-    with mock.patch.object(codec_cache, "measure_codecs", measure):
-        return codec_cache.cached_codecs(specs, CPU, sizes, 0.01), measured
+    with mock.patch.object(codecs, "measure_codecs", measure):
+        return codecs.cached_codecs(specs, CPU, sizes, 0.01), measured
 
 
 def test_each_spec_is_measured_once(folder: Path) -> None:
@@ -69,7 +69,7 @@ def test_without_a_folder_each_run_measures(folder: Path) -> None:
 def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, base: str, expected: str | None) -> None:
     monkeypatch.delenv("GRADWIRE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", base)
-    assert codec_cache._folder() == (Path(expected) if expected else Path.home() / ".cache" / "gradwire")
+    assert codecs._folder() == (Path(expected) if expected else Path.home() / ".cache" / "gradwire")
 
 
 def test_without_a_home_each_run_measures(monkeypatch: pytest.MonkeyPatch) -> None:

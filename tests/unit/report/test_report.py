@@ -27,9 +27,8 @@ from gradwire.record.tensorboard import export
 from gradwire.report.charts import STYLES
 from gradwire.report.html import as_html
 from gradwire.report.page import page
-from gradwire.report.sections import SECTIONS
+from gradwire.report.sections import SECTIONS, summary
 from gradwire.report.steps import Predicted, predicted, step_figure
-from gradwire.report.words import summary
 from gradwire.sim.timeline import Event
 
 NOTHING = Predicted(None, "Nobody predicted it.")

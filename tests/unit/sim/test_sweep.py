@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from gradwire.cli import app
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
 from gradwire.errors import FormatError, PlanError
-from gradwire.planner.ranges import read_nodes, read_rates
-from gradwire.planner.sweep import SWEPT, clusters, sweep_methods
+from gradwire.planner.sweep import SWEPT, clusters, read_nodes, read_rates, sweep_methods
 from gradwire.report.pictures import Panel
 
 TENSORS = [

@@ -58,8 +58,7 @@ class Kernels(NamedTuple):
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every spec. A subclass sets `id`, declares its fields, checks them in `__post_init__` and registers.
 
-    The class declares everything that planner, engine and tests need without running the method: the size of payloads, how
-    payloads are summed, the state, and the law.
+    The class declares what planner, engine and tests need: the size of payloads, how they are summed, the state, and the law.
     """
 
     id: ClassVar[str] = ""

@@ -71,8 +71,7 @@ class FP8(BlockSpec, frozen=True):
 @register_spec
 class Natural(BlockSpec, frozen=True):
     """Natural compression: sign and a power of two, one of two neighbours, at random with the right mean (Horvath et
-    al. 2019). 1 byte an element: 127 powers of two, down from the block's largest. Smaller values become the last power or
-    zero."""
+    al. 2019). 1 byte an element: 127 powers of two, down from the block's largest. Smaller ones become the last or zero."""
 
     id: ClassVar[str] = "natural"
     law: ClassVar[Law] = Law("unbiased")

@@ -28,8 +28,7 @@ class ErrorFeedback(Spec, frozen=True):
 
     inner: SpecField
     decay: float = 1.0
-    """The part of a residual that is added to the next gradient. 1: nothing is lost. Less: old errors fade; 0.95 in
-    SparseLoCo."""
+    """The part of a residual that is added to the next gradient. 1: nothing is lost. Less: old ones fade; 0.95 in SparseLoCo."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "inner", as_spec("inner", self.inner).under_feedback())
