@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 import triton_processes
+from interpreters import Interpreters
 from threads import Threads
 from worlds import Worlds
 
@@ -147,6 +148,14 @@ def worlds() -> Iterator[Worlds]:
 def threads() -> Iterator[Threads]:
     """Ranks that are threads of this process; see support/threads.py."""
     made = Threads()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def interpreters() -> Iterator[Interpreters]:
+    """Starts programs that have torch loaded; see support/interpreters.py."""
+    made = Interpreters()
     yield made
     made.close()
 

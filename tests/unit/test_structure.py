@@ -455,9 +455,9 @@ def test_light_imports_stay_light(module: str, unloaded: tuple[str, ...]) -> Non
 
 # room of tests -> modules of tests/support that no file there may import
 TEST_ROOMS = {
-    "unit": {"worlds", "script_ends", "triton_processes", "soak"},
-    "ranks": {"script_ends", "triton_processes", "soak"},
-    "kernels": {"worlds", "script_ends", "soak"},
+    "unit": {"worlds", "interpreters", "script_ends", "triton_processes", "soak"},
+    "ranks": {"interpreters", "script_ends", "triton_processes", "soak"},
+    "kernels": {"worlds", "interpreters", "script_ends", "soak"},
     "integrations": {"script_ends", "triton_processes", "soak"},
     "scripts": set[str](),
     "soak": set[str](),
