@@ -1,6 +1,6 @@
 """Interpreters that have torch loaded when they start, for tests of whole programs.
 
-    process = interpreters.start([sys.executable, "-m", "gradwire", "doctor"], stdout=subprocess.PIPE, text=True)
+    process = interpreters.start([sys.executable, "-m", "gradwire", "doctor"], stdout=PIPE, text=True)
 
 takes what `subprocess.Popen` takes and returns one. The process is forked from a server that has loaded gradwire and torch, with
 the half of torch that optimizers load when they are first used. So a start costs milliseconds of a processor, not seconds. The
@@ -18,13 +18,13 @@ import os
 import pickle
 import runpy
 import socket
-import subprocess
 import sys
 import threading
 import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess, Popen
 from typing import Any
 
 __all__ = ["Interpreters"]
@@ -39,24 +39,27 @@ class Interpreters:
     """Starts Python programs. The server starts with the first of them."""
 
     def __init__(self) -> None:
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
 
-    def start(self, command: Sequence[str | Path], **options: Any) -> "subprocess.Popen[Any]":
-        """Start `[sys.executable, ...]` as `subprocess.Popen` does. Options: files, text, env, cwd and start_new_session."""
+    def start(self, command: Sequence[str | Path], **options: Any) -> "Popen[Any]":
+        """Start `[sys.executable, ...]` as `subprocess.Popen` does. Options: files, text, env, cwd and start_new_session. Other
+        programs are started as ever."""
+        if str(command[0]) != sys.executable:
+            return Popen(command, **options)
         return _Forked(self, [str(word) for word in command], options)
 
-    def run(self, command: Sequence[str | Path], timeout: float, **options: Any) -> "subprocess.CompletedProcess[str]":
+    def run(self, command: Sequence[str | Path], timeout: float, **options: Any) -> "CompletedProcess[str]":
         """Run `[sys.executable, ...]` to its end, and capture its text. After `timeout` seconds it is killed."""
-        pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        pipes = dict.fromkeys(("stdout", "stderr"), PIPE)
         with self.start(command, **pipes, text=True, **options) as process:
             try:
                 out, err = process.communicate(timeout=timeout)
             except BaseException:
                 process.kill()
                 raise
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return CompletedProcess(process.args, process.returncode, out, err)
 
     def close(self) -> None:
         """End the server. Programs that still run are not ended."""
@@ -71,7 +74,7 @@ class Interpreters:
                 self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with theirs:
                     command = [sys.executable, __file__, str(theirs.fileno())]
-                    self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+                    self._server = Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
             prctl = ctypes.CDLL(None).prctl
             prctl(_SUBREAPER, 1, 0, 0, 0)
             try:
@@ -84,7 +87,7 @@ class Interpreters:
         return int(answer)
 
 
-class _Forked(subprocess.Popen[Any]):
+class _Forked(Popen[Any]):
     """A Popen whose child is forked by the server."""
 
     _FILES = ("p2cread", "c2pwrite", "errwrite")
@@ -94,7 +97,7 @@ class _Forked(subprocess.Popen[Any]):
         super().__init__(command, **options)
 
     def _execute_child(self, *given: Any) -> None:
-        names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+        names = list(inspect.signature(Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
         of = dict(zip(names, given, strict=True))
         request = {name: of[name] for name in ("args", "start_new_session")}
         request["env"] = dict(os.environ if of["env"] is None else of["env"])

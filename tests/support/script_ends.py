@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from interpreters import Interpreters
 
 from gradwire.testbed.supervisor import free_port
 
-__all__ = ["End", "ends_of", "rank_environments"]
+__all__ = ["End", "ends_of", "rank_environments", "run_ranks"]
 
 End = dict[str, Any]
 """exit: the exit code, or None if the rank was killed at the deadline; seconds: from an interrupt to the end; left: processes
@@ -24,9 +25,32 @@ DEADLINE_S = 40.0
 
 def rank_environments() -> list[dict[str, str]]:
     """The environment of each of two ranks, with the variables that torchrun sets and a port that is free."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    common |= {"GROUP_RANK": "0", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return [os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+
+
+def run_ranks(
+    interpreters: Interpreters, script: Path, timeout: float = 240.0, **variables: str
+) -> list["subprocess.CompletedProcess[str]"]:
+    """Run a script on two ranks in its folder, with these variables too. As under torchrun, a rank that fails ends the other."""
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    ranks = [
+        interpreters.start([sys.executable, script], cwd=script.parent, env=environment | variables, text=True, **pipes)
+        for environment in rank_environments()
+    ]
+
+    def finish(rank: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str]":
+        try:
+            out, err = rank.communicate(timeout=timeout)
+        finally:
+            if rank.returncode != 0:
+                for each in ranks:
+                    each.kill()
+        return subprocess.CompletedProcess(rank.args, rank.returncode, out, err)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(finish, ranks))
 
 
 def ends_of(interpreters: Interpreters, script: str, arguments: list[str], folder: Path) -> dict[str, End]:
