@@ -1,17 +1,21 @@
 """Fixtures shared by all tests, and which cases `make test` leaves to `make test-slow`."""
 
+import gc
 import os
+import re
 import signal
 import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 import triton_processes
+from interpreters import Interpreters
 from threads import Threads
 from worlds import Worlds
 
@@ -19,10 +23,20 @@ from worlds import Worlds
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
 
-_CACHE = tempfile.TemporaryDirectory(prefix="gradwire-tests-")
-os.environ.setdefault("GRADWIRE_CACHE_DIR", _CACHE.name)
-os.environ.setdefault("GRADWIRE_FLIGHT_DIR", _CACHE.name)
+_FOLDER: tempfile.TemporaryDirectory[str] | None = None
+"""Temporary files of the tests and of all that they start. Workers of xdist use that of the process that started them."""
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    usual = tempfile.gettempdir()
+    os.environ.setdefault(
+        "PYTEST_DEBUG_TEMPROOT", usual
+    )  # the folders of `tmp_path` are kept for whoever looks at a failure
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{os.getuid()}")
+    _FOLDER = tempfile.TemporaryDirectory(prefix="gradwire-tests-", ignore_cleanup_errors=True)
+    tempfile.tempdir = os.environ["TMPDIR"] = _FOLDER.name
+    os.environ.setdefault("GRADWIRE_CACHE_DIR", _FOLDER.name)
+    os.environ.setdefault("GRADWIRE_FLIGHT_DIR", _FOLDER.name)
 
+gc.disable()  # until all tests are collected: what modules define stays
 torch.set_num_threads(1)  # tests run in two processes, and operations are small
 
 # a shell that put the tests in the background has SIGINT ignored, nohup has SIGHUP, and what they start would inherit that
@@ -52,6 +66,22 @@ QUICK_CASES = {
 
 SLOW_CASES = 25
 """How many of the others `make test-slow` runs at most, where a case starts ranks; `make test-all` runs all."""
+
+
+_SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of slow tests alone where no slow test runs: to load the frameworks that they import takes seconds."""
+    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
+        return bool(_SLOW_FILE.search(collection_path.read_text(encoding="utf-8"))) or None
+    return None
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but do not look at the modules and tests that stay."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -108,6 +138,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Workers(config))
 
 
+def pytest_unconfigure() -> None:
+    """Remove temporary files, also where xdist kills this process before it has ended."""
+    if _FOLDER is not None:
+        _FOLDER.cleanup()
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say which folders' cases are a sample, so that a green run is not taken for all cases."""
     sampled = config.stash.get(_SAMPLED, {})
@@ -147,6 +183,14 @@ def worlds() -> Iterator[Worlds]:
 def threads() -> Iterator[Threads]:
     """Ranks that are threads of this process; see support/threads.py."""
     made = Threads()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def interpreters() -> Iterator[Interpreters]:
+    """Starts programs that have torch loaded; see support/interpreters.py."""
+    made = Interpreters()
     yield made
     made.close()
 

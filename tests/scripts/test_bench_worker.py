@@ -8,6 +8,7 @@ import sys
 import msgspec
 import psutil
 import pytest
+from interpreters import Interpreters
 from silent import silent
 
 from gradwire.bench.loopback import Loopback
@@ -17,6 +18,7 @@ from gradwire.bench.runner import BenchRequest, run_bench
 from gradwire.errors import TestbedError
 from gradwire.testbed import permission_problem
 
+POPEN = "gradwire.testbed.supervisor.subprocess.Popen"
 STEPS, WARMUP = 3, 3
 PROBLEM = "this test asks for plain loopback"
 
@@ -44,7 +46,7 @@ def test_bytes_of_a_link_of_its_own_are_those_planned():
 
 
 @pytest.fixture(scope="module")
-def bench_run(tmp_path_factory):
+def bench_run(interpreters: Interpreters, tmp_path_factory):
     """A run of three methods on the MLP, and the file it left."""
     request = BenchRequest(
         jobs=["mlp"],
@@ -56,7 +58,9 @@ def bench_run(tmp_path_factory):
         alone_steps=2,
     )
     path = tmp_path_factory.mktemp("bench") / "out.json"
-    return run_bench(request, PROBLEM, silent(), path), path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(POPEN, interpreters.start)
+        return run_bench(request, PROBLEM, silent(), path), path
 
 
 @pytest.mark.slow
@@ -112,8 +116,9 @@ def test_only_limited_links_on_loopback_are_refused():
 
 
 @pytest.mark.slow
-def test_a_method_that_fails_leaves_the_others_their_results(tmp_path):
+def test_a_method_that_fails_leaves_the_others_their_results(interpreters: Interpreters, tmp_path, monkeypatch):
     """A plan file that is none fails when it is read, on every rank; the floor goes on."""
+    monkeypatch.setattr(POPEN, interpreters.start)
     plan = tmp_path / "plan.json"
     plan.write_text("{}")
     order = WorkerOrder(
@@ -175,7 +180,8 @@ def test_loopback_refuses_a_limit():
         Loopback(2).set_inter("100mbit")
 
 
-def test_ranks_train_a_model_of_the_current_directory(tmp_path, monkeypatch):
+def test_ranks_train_a_model_of_the_current_directory(interpreters: Interpreters, tmp_path, monkeypatch):
+    monkeypatch.setattr(POPEN, interpreters.start)
     (tmp_path / "own_model.py").write_text(
         "from torch import nn\n\n\ndef make(width):\n    return nn.Linear(6, width)\n"
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from delayed_steps import gradient, momentum
+from interpreters import Interpreters
 from script_ends import End, ends_of
 from test_delayed import FOUR_BITS, make_model
 from test_pipelined_ends import TIMEOUT_S
@@ -336,8 +337,8 @@ print("done", flush=True)
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
-    return ends_of(SCRIPT, ["save", "slow"], tmp_path_factory.mktemp("scripts"))
+def ends(interpreters: Interpreters, tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+    return ends_of(interpreters, SCRIPT, ["save", "slow"], tmp_path_factory.mktemp("scripts"))
 
 
 @pytest.mark.parametrize("ending", ["save", "slow"])

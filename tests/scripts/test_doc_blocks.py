@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from doc_blocks import blocks, run_page, unlike_output
+from interpreters import Interpreters
 
 from gradwire.testbed import permission_problem
 
@@ -19,11 +20,11 @@ def case(page: Path) -> object:
 
 @pytest.mark.network
 @pytest.mark.parametrize("page", [case(page) for page in RUN])
-def test_what_a_page_shows_runs(page: Path, tmp_path: Path) -> None:
-    assert run_page(page, tmp_path, emulates=permission_problem() is None) == []
+def test_what_a_page_shows_runs(interpreters: Interpreters, page: Path, tmp_path: Path) -> None:
+    assert run_page(interpreters, page, tmp_path, emulates=permission_problem() is None) == []
 
 
-def test_the_runner_sees_what_it_is_for(tmp_path: Path) -> None:
+def test_the_runner_sees_what_it_is_for(interpreters: Interpreters, tmp_path: Path) -> None:
     page, folder = tmp_path / "page.md", tmp_path / "folder"
     folder.mkdir()
     page.write_text(
@@ -31,7 +32,7 @@ def test_the_runner_sees_what_it_is_for(tmp_path: Path) -> None:
         "<!-- run -->\n```python\nprint('three')\n```\n\n<!-- output -->\n```\nfour\n```\n\n```sh\nfalse\n```\n"
         "<!-- run: 2 ranks -->\n```python\ntrain(1)\nassert dist.get_rank() == 0\n```\n"
     )
-    wrong = run_page(page, folder, emulates=False)
+    wrong = run_page(interpreters, page, folder, emulates=False)
     assert len(wrong) == 2
     assert wrong[0].startswith("'four' was not printed, but: three")
     assert "AssertionError" in wrong[1]

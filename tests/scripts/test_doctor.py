@@ -414,9 +414,9 @@ def test_facts_travel_as_json():
 # ---- whole runs
 
 
-def start(*arguments, **variables):
+def start(popen, *arguments, **variables):
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    return subprocess.Popen(
+    return popen(
         [sys.executable, "-m", "gradwire", "doctor", *arguments],
         env=environment | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | variables,
         stdout=subprocess.PIPE,
@@ -425,8 +425,10 @@ def start(*arguments, **variables):
     )
 
 
-def start_rank(rank, size, port, *arguments):
-    return start(*arguments, RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def start_rank(popen, rank, size, port, *arguments):
+    return start(
+        popen, *arguments, RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
 
 
 def finish(process):
@@ -438,8 +440,8 @@ def finish(process):
     return process.returncode, out, err
 
 
-def test_a_run_alone():
-    as_json, as_table = start("--json"), start(COLUMNS="60")
+def test_a_run_alone(interpreters):
+    as_json, as_table = start(interpreters.start, "--json"), start(interpreters.start, COLUMNS="60")
     code, out, _ = finish(as_json)
     told = json.loads(out)
     assert code == (1 if told["problems"] else 0)
@@ -452,9 +454,9 @@ def test_a_run_alone():
     assert "gradwire doctor" in out and max(map(len, out.splitlines()[:-1])) <= 60
 
 
-def test_two_ranks_measure_their_link_and_leave_with_one_code():
+def test_two_ranks_measure_their_link_and_leave_with_one_code(interpreters):
     port = free_port()
-    ranks = [start_rank(rank, 2, port, "--json") for rank in range(2)]
+    ranks = [start_rank(interpreters.start, rank, 2, port, "--json") for rank in range(2)]
     (code, out, _), (other_code, other_out, other_err) = [finish(rank) for rank in ranks]
     told = json.loads(out)
     assert code == other_code == (1 if told["problems"] else 0)
@@ -464,17 +466,18 @@ def test_two_ranks_measure_their_link_and_leave_with_one_code():
     assert [rank["rank"] for rank in told["ranks"]] == [0, 1]
 
 
-def test_a_rank_that_does_not_come_is_named_in_time():
+def test_a_rank_that_does_not_come_is_named_in_time(interpreters):
+    finish(start(interpreters.start))  # the server runs now, and the ranks start at the same time
     port, start_of_all = free_port(), time.monotonic()
-    ranks = [start_rank(rank, 3, port, "--json", "--timeout", "12") for rank in (0, 2)]
+    ranks = [start_rank(interpreters.start, rank, 3, port, "--json", "--timeout", "4") for rank in (0, 2)]
     (code, out, _), (other_code, _, other_err) = [finish(rank) for rank in ranks]
     assert time.monotonic() - start_of_all < 100
     assert (code, other_code) == (1, 1)
-    assert "rank 1 of 3 did not come within 12 s" in [f["found"] for f in json.loads(out)["findings"]]
-    assert other_err.startswith("gradwire doctor: rank 2 leaves") and "waited for rank 1" in other_err
+    assert "rank 1 of 3 did not come within 4 s" in [f["found"] for f in json.loads(out)["findings"]]
+    assert "gradwire doctor: rank 2 leaves" in other_err and "waited for rank 1" in other_err
 
 
 def test_without_rank_0_the_others_end_in_words():
-    code, out, err = finish(start_rank(1, 2, free_port(), "--timeout", "2"))
+    code, out, err = finish(start_rank(subprocess.Popen, 1, 2, free_port(), "--timeout", "2"))
     assert (code, out) == (1, "")
     assert err.startswith("gradwire doctor: rank 1 did not reach the meeting point") and "within 2 s" in err

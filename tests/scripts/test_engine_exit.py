@@ -1,7 +1,6 @@
 """How a training script ends: by itself, by Ctrl-C, with and without tidying up. Real interpreters, since only these
 run what happens at exit."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-from gradwire.testbed.supervisor import free_port
+from interpreters import Interpreters
+from script_ends import rank_environments
 
 SCRIPT = """
 import os, sys, threading, time
@@ -54,25 +53,14 @@ print("done", flush=True)
 
 
 @contextmanager
-def two_ranks(folder: Path, ending: str) -> Iterator[list[subprocess.Popen[str]]]:
+def two_ranks(interpreters: Interpreters, folder: Path, ending: str) -> Iterator[list[subprocess.Popen[str]]]:
     """The script as torchrun would start it; whatever is left at the end is killed."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), ending],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+        interpreters.start([sys.executable, script, ending], env=environment, text=True, **pipes)
+        for environment in rank_environments()
     ]
     try:
         yield ranks
@@ -83,8 +71,8 @@ def two_ranks(folder: Path, ending: str) -> Iterator[list[subprocess.Popen[str]]
 
 
 @pytest.mark.parametrize("ending", ["plain", "destroy", "detach"])
-def test_a_script_ends_by_itself(tmp_path: Path, ending: str) -> None:
-    with two_ranks(tmp_path, ending) as ranks:
+def test_a_script_ends_by_itself(interpreters: Interpreters, tmp_path: Path, ending: str) -> None:
+    with two_ranks(interpreters, tmp_path, ending) as ranks:
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "done\n" or pytest.fail(rank.communicate(timeout=30)[1])
@@ -96,16 +84,16 @@ def test_a_script_ends_by_itself(tmp_path: Path, ending: str) -> None:
         assert time.monotonic() - started < 20  # also on a busy machine; nobody waits for a timeout
 
 
-def test_an_exception_in_backward_ends_the_script(tmp_path: Path) -> None:
-    with two_ranks(tmp_path, "raise") as ranks:
+def test_an_exception_in_backward_ends_the_script(interpreters: Interpreters, tmp_path: Path) -> None:
+    with two_ranks(interpreters, tmp_path, "raise") as ranks:
         for rank in ranks:
             _, stderr = rank.communicate(timeout=40)
             assert rank.returncode == 1
             assert "ValueError: as ordered" in stderr
 
 
-def test_ctrl_c_ends_a_rank_that_waits_in_backward(tmp_path: Path) -> None:
-    with two_ranks(tmp_path, "interrupt") as (waiting, _):
+def test_ctrl_c_ends_a_rank_that_waits_in_backward(interpreters: Interpreters, tmp_path: Path) -> None:
+    with two_ranks(interpreters, tmp_path, "interrupt") as (waiting, _):
         assert waiting.stdout is not None
         assert waiting.stdout.readline() == "waiting\n"
         time.sleep(1)

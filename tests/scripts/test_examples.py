@@ -1,4 +1,4 @@
-"""The examples that are scripts run as their docstrings say."""
+"""The examples that are scripts run: one under torchrun, the others on ranks that have the variables of torchrun."""
 
 import os
 import re
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from interpreters import Interpreters
+from script_ends import run_ranks
 
 import gradwire
 
@@ -20,19 +22,31 @@ SAID = {
     "lightning_fit.py": r"rank [01]: weights (-?\d+\.\d{6})",
     "transformers_trainer.py": r"rank [01]: weights (-?\d+\.\d{6})",
 }
+BY_TORCHRUN = "average_models.py"
 NEEDS = {"accelerate_loop.py": "accelerate", "lightning_fit.py": "lightning", "transformers_trainer.py": "transformers"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in NEEDS)) for name in SAID])
-def test_both_ranks_end_with_the_same_weights(name: str) -> None:
+SCRIPTS = [pytest.param(name, marks=[pytest.mark.slow] * (name in NEEDS)) for name in SAID if name != BY_TORCHRUN]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_both_ranks_end_with_the_same_weights(interpreters: Interpreters, name: str) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    path = ROOT / "examples" / name
+    ranks = run_ranks(interpreters, ROOT / "examples" / name)
+    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+    printed = "".join(rank.stdout for rank in ranks)
+    told = re.findall(SAID[name], printed)
+    assert len(told) == 2 and len(set(told)) == 1, printed
+
+
+def test_an_example_runs_under_torchrun() -> None:
+    path = ROOT / "examples" / BY_TORCHRUN
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr
-    told = re.findall(SAID[name], done.stdout)
+    told = re.findall(SAID[path.name], done.stdout)
     assert len(told) == 2 and len(set(told)) == 1, done.stdout
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from interpreters import Interpreters
 from script_ends import End, ends_of
 from test_pipelined import LOSSY, PLAIN, adamw, loss_of, policy, state_of, tied
 from worlds import World, Worlds, digest
@@ -269,8 +270,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ends(folder: Path) -> dict[str, End]:
-    return ends_of(SCRIPT, ["save", "slow"], folder)
+def ends(interpreters: Interpreters, folder: Path) -> dict[str, End]:
+    return ends_of(interpreters, SCRIPT, ["save", "slow"], folder)
 
 
 @pytest.mark.parametrize("ending", ["save", "slow"])

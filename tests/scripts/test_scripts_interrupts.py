@@ -6,6 +6,7 @@ Real interpreters, since only these run what happens at exit.
 import signal
 
 import pytest
+from interpreters import Interpreters
 from script_ends import End, ends_of
 
 SCRIPT = """
@@ -108,8 +109,8 @@ WORKERS = ["workers", "workers, persistent"]
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
-    return ends_of(SCRIPT, [*PHASES, LATE, *WORKERS], tmp_path_factory.mktemp("interpreters"))
+def ends(interpreters: Interpreters, tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+    return ends_of(interpreters, SCRIPT, [*PHASES, LATE, *WORKERS], tmp_path_factory.mktemp("interpreters"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,16 @@ def test_lines_do_not_depend_on_how_bytes_arrive(size: int) -> None:
     assert supervisor.run([RankCommand(0, [sys.executable, "-c", pieces], dict(os.environ))], 60.0).code == 0
     wanted = ["one", "two", "über", "", r"\xff\xfe", "x" * 3_000, "end"]
     assert lines == [(0, "stdout", line) for line in wanted]
+
+
+def test_a_run_waits_for_no_output_that_has_ended() -> None:
+    supervisor = Supervisor(lambda *line: None, Grace())
+    supervisor._watchers = 1
+    supervisor._said.put((0, "stdout", None))
+    closing = threading.Thread(target=supervisor._hand_on, args=(3600.0,), daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
 
 
 def test_examples_in_docstrings() -> None:

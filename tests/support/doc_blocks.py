@@ -18,9 +18,18 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from interpreters import Interpreters
+from script_ends import run_ranks
+
 __all__ = ["Block", "blocks", "run_page", "unlike_output"]
 
 ROOT = Path(__file__).parents[2]
+_ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT / "src"),
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 _BLOCK = re.compile(
     r"^(?:<!-- (file|run|output)(?:: ([^>]*))? -->\n+)?```([^`\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -37,7 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 
 dist.init_process_group("gloo")
-if dist.get_rank():  # torchrun's ranks write piece by piece, so that lines of two of them may mix
+if dist.get_rank():  # the blocks of a page show what rank 0 prints
     sys.stdout = open(os.devnull, "w")
 
 
@@ -90,14 +99,14 @@ def unlike_output(expected: str, printed: str) -> list[str]:
     return [line for line in expected.splitlines() if _without_numbers(line) not in lines]
 
 
-def run_page(page: Path, folder: Path, emulates: bool) -> list[str]:
+def run_page(interpreters: Interpreters, page: Path, folder: Path, emulates: bool) -> list[str]:
     """Run the blocks of a page in a folder. Returns what went wrong."""
     wrong: list[str] = []
     printed, skipped, waiting = "", False, list[str]()
     for block in [*blocks(page), Block("", "", "", "")]:
         ranks = block.mark == "run" and block.about == "2 ranks"
         if waiting and not ranks and block.mark != "output":
-            printed, waiting = _run_ranks(waiting, folder, wrong), []
+            printed, waiting = _run_ranks(interpreters, waiting, folder, wrong), []
         if ranks:
             waiting.append(block.text)
         elif block.mark == "file":
@@ -109,24 +118,23 @@ def run_page(page: Path, folder: Path, emulates: bool) -> list[str]:
                 printed = _run(command, folder, wrong)
         elif block.mark == "output" and not skipped:
             if waiting:
-                printed, waiting = _run_ranks(waiting, folder, wrong), []
+                printed, waiting = _run_ranks(interpreters, waiting, folder, wrong), []
             wrong += [f"{line!r} was not printed, but: {printed}" for line in unlike_output(block.text, printed)]
     return wrong
 
 
-def _run_ranks(texts: list[str], folder: Path, wrong: list[str]) -> str:
+def _run_ranks(interpreters: Interpreters, texts: list[str], folder: Path, wrong: list[str]) -> str:
     script = folder / "ranks_of_the_page.py"
     script.write_text(f"BLOCKS = {texts!r}\n{_RANKS}")
-    return _run(["torchrun", "--standalone", "--nproc-per-node", "2", str(script)], folder, wrong)
+    done = run_ranks(interpreters, script, **_ENVIRONMENT)
+    wrong += [
+        f"{script.name} ended with {rank.returncode}: {rank.stdout}{rank.stderr}" for rank in done if rank.returncode
+    ]
+    return done[0].stdout
 
 
 def _run(command: list[str], folder: Path, wrong: list[str]) -> str:
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT / "src"),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    environment = os.environ | _ENVIRONMENT
     if "emulate" in command[-1]:
         del environment["GLOO_SOCKET_IFNAME"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)

@@ -1,104 +1,186 @@
-"""Runs scripts on two ranks each, all scripts at once, in interpreters that end as those of torchrun do.
+"""Interpreters that have torch loaded when they start, for tests of whole programs.
 
-    python interpreters.py FOLDER SCRIPT ARGUMENT...
+    process = interpreters.start([sys.executable, "-m", "gradwire", "doctor"], stdout=PIPE, text=True)
 
-runs `SCRIPT ARGUMENT` on two ranks for every argument. A rank that prints a line "interrupt me" gets SIGINT, with the
-processes it made, as from a terminal, once both of its ranks have printed it. FOLDER/ends.json then holds for
-"ARGUMENT.RANK" what became of it: exit code, seconds from the interrupt to the end, and the processes it left behind.
-stdout and stderr are in FOLDER/ARGUMENT.RANK.out and .err.
+takes what `subprocess.Popen` takes and returns one. The process is forked from a server that has loaded gradwire and torch, with
+the half of torch that optimizers load when they are first used. So a start costs milliseconds of a processor, not seconds. The
+program is a child of the tests' process, has the arguments, environment, folder and files that were asked for, and ends as any
+interpreter does. Variables that torch reads when it is loaded have no effect, and torch finds no Triton.
 
-Ranks are forked when torch is loaded, with the half of it that optimizers load when they are first used, so each takes
-milliseconds to start; what runs at exit is what runs in a script.
+A test about the start of an interpreter calls `subprocess.Popen`.
 """
 
-import contextlib
+import ctypes
+import faulthandler
 import gc
-import json
+import inspect
 import os
+import pickle
 import runpy
-import signal
+import socket
 import sys
+import threading
 import time
+import types
+from collections.abc import Sequence
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess, Popen
+from typing import Any
 
-import torch._dynamo  # noqa: F401
+__all__ = ["Interpreters"]
 
-import gradwire.engine  # noqa: F401
-from gradwire.testbed.supervisor import free_port
-
-DEADLINE_S = 40.0
-
-
-def start(folder: Path, script: str, argument: str, rank: int, port: int) -> int | None:
-    """The process id of the rank; None in the rank itself."""
-    files = [os.open(folder / f"{argument}.{rank}.{suffix}", os.O_WRONLY | os.O_CREAT) for suffix in ("out", "err")]
-    if pid := os.fork():
-        for file in files:
-            os.close(file)
-        return pid
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell put the tests in the background
-    for number, file in enumerate(files, start=1):
-        os.dup2(file, number)
-        os.close(file)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    sys.argv = [script, argument]
-    return None
+_SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER: whether this process becomes the parent of processes below it whose parents end."""
+_MOST_BYTES = 200_000
+"""Of a request."""
 
 
-def left_in(session: int) -> list[str]:
-    """The command lines of the processes of a session, zombies not counted."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+class Interpreters:
+    """Starts Python programs. The server starts with the first of them."""
+
+    def __init__(self) -> None:
+        self._server: Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def start(self, command: Sequence[str | Path], **options: Any) -> "Popen[Any]":
+        """Start `[sys.executable, ...]` as `subprocess.Popen` does. Options: files, text, env, cwd and start_new_session. Other
+        programs are started as ever."""
+        if str(command[0]) != sys.executable:
+            return Popen(command, **options)
+        return _Forked(self, [str(word) for word in command], options)
+
+    def run(self, command: Sequence[str | Path], timeout: float, **options: Any) -> "CompletedProcess[str]":
+        """Run `[sys.executable, ...]` to its end, and capture its text. After `timeout` seconds it is killed."""
+        pipes = dict.fromkeys(("stdout", "stderr"), PIPE)
+        with self.start(command, **pipes, text=True, **options) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return CompletedProcess(process.args, process.returncode, out, err)
+
+    def close(self) -> None:
+        """End the server. Programs that still run are not ended."""
+        if self._server is not None and self._connection is not None:
+            self._connection.close()
+            self._server.wait(10)
+
+    def _fork(self, request: dict[str, Any], files: list[int]) -> int:
+        """The process id of a new child of this process."""
+        with self._lock:
+            if self._connection is None:
+                self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs:
+                    command = [sys.executable, __file__, str(theirs.fileno())]
+                    self._server = Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            prctl = ctypes.CDLL(None).prctl
+            prctl(_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._connection, [pickle.dumps(request)], files)
+                answer = self._connection.recv(100)
+            finally:
+                prctl(_SUBREAPER, 0, 0, 0, 0)
+        if not answer:
+            raise ChildProcessError("the server of interpreters has ended; its error is above")
+        return int(answer)
+
+
+class _Forked(Popen[Any]):
+    """A Popen whose child is forked by the server."""
+
+    _FILES = ("p2cread", "c2pwrite", "errwrite")
+
+    def __init__(self, interpreters: Interpreters, command: list[str], options: dict[str, Any]) -> None:
+        self._interpreters = interpreters
+        super().__init__(command, **options)
+
+    def _execute_child(self, *given: Any) -> None:
+        names = list(inspect.signature(Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+        of = dict(zip(names, given, strict=True))
+        request = {name: of[name] for name in ("args", "start_new_session")}
+        request["env"] = dict(os.environ if of["env"] is None else of["env"])
+        request["cwd"] = os.getcwd() if of["cwd"] is None else os.fspath(of["cwd"])
+        files = [of[name] if of[name] >= 0 else usual for usual, name in enumerate(self._FILES)]
         try:
-            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]  # state, parent, group, session
-            if int(of) == session and state != "Z":
-                found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found
+            self.pid = self._interpreters._fork(request, files)
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*(of[name] for name in names if name[:3] in ("p2c", "c2p", "err")))  # type: ignore[attr-defined]
 
 
-def watch(folder: Path, ranks: dict[str, int]) -> dict[str, dict[str, object]]:
-    """Wait for every rank and return its end. Ranks that still run at the deadline are killed and have no exit code."""
-    ends: dict[str, dict[str, object]] = {}
-    interrupted: dict[str, float] = {}
-    deadline = time.monotonic() + DEADLINE_S
-    while len(ends) < len(ranks) and time.monotonic() < deadline:
-        ready = {name for name in ranks if "interrupt me" in (folder / f"{name}.out").read_text()}
-        for name in sorted(ready - interrupted.keys()):
-            if {f"{name[:-1]}{rank}" for rank in range(2)} <= ready:
-                time.sleep(0.1)  # the line is printed a moment before what it announces
-                os.killpg(ranks[name], signal.SIGINT)
-                interrupted[name] = time.monotonic()
-        for name in ranks.keys() - ends.keys():
-            pid, status = os.waitpid(ranks[name], os.WNOHANG)
-            if pid:
-                seconds = time.monotonic() - interrupted[name] if name in interrupted else None
-                ends[name] = {"exit": os.waitstatus_to_exitcode(status), "seconds": seconds}
-        time.sleep(0.02)
-    time.sleep(0.5)
-    for name, session in ranks.items():
-        ends.setdefault(name, {"exit": None, "seconds": None})["left"] = left_in(session)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(session, signal.SIGKILL)
-    return ends
+# ---- the server
+
+
+def serve(connection: socket.socket) -> dict[str, Any]:
+    """Fork for every request. Returns in the forked processes, with the request. The server ends with its client."""
+    while True:
+        data, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, 3)
+        if not data:
+            os._exit(0)
+        reading, writing = os.pipe()
+        if (between := os.fork()) == 0:
+            between = os.getpid()
+            if pid := os.fork():
+                os.write(writing, str(pid).encode())
+                os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.001)  # the client becomes the parent
+            connection.detach()
+            for number, file in enumerate(files):
+                os.dup2(file, number)
+            os.closerange(3, 1000)
+            return dict(pickle.loads(data))
+        os.waitpid(between, 0)
+        connection.send(os.read(reading, 100))
+        for file in (reading, writing, *files):
+            os.close(file)
+
+
+def become(request: dict[str, Any], usual_path: list[str]) -> None:
+    """Make this process the one that the request asks for, and run its program."""
+    if request["start_new_session"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    words = list(request["args"][1:])
+    if words[0] == "-u":
+        words.pop(0)
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [os.getcwd() if words[0] == "-m" else "", *paths, *usual_path]
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv[:] = ["-c", *words[2:]]
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), module.__dict__)
+    else:
+        sys.argv[:] = words
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def main() -> None:
-    folder, script, arguments = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    ranks = {}
-    gc.freeze()  # otherwise every rank, when it ends, looks at the 300,000 objects of torch, and copies their memory
-    for argument in arguments:
-        port = free_port()
-        for rank in range(2):
-            pid = start(folder, script, argument, rank, port)
-            if pid is None:
-                runpy.run_path(script, run_name="__main__")
-                return
-            ranks[f"{argument}.{rank}"] = pid
-    (folder / "ends.json").write_text(json.dumps(watch(folder, ranks)))
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    sys.modules["triton"] = None  # type: ignore[assignment]  # when frozen it would complain at the end of every program
+    import torch._dynamo
+
+    import gradwire.engine  # noqa: F401
+
+    del sys.modules["triton"]
+
+    torch.set_num_threads(1)
+    of_tests = set(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    usual_path = [path for path in sys.path[1:] if path not in of_tests]
+    gc.freeze()  # otherwise every program, when it ends, looks at the 300,000 objects of torch, and copies their memory
+    become(serve(connection), usual_path)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -139,6 +139,7 @@ def run_lists(chance: random.Random, ranks: int, lists: "list[list[Operations]]"
                 connected[rank].run(made[rank], Meter())
         except LinkError as error:
             errors.append(error)
+            connected[rank].shut_down()  # as a lane does: the other ranks do not wait for the timeout
 
     threads = [threading.Thread(target=live, args=(rank,)) for rank in range(ranks)]
     breaks = chance.random() < 0.2

@@ -53,6 +53,11 @@ PROMISED = {
 }  # fmt: skip
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(SRC).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -66,7 +71,11 @@ def room_of(module: str) -> str:
 
 
 def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    """Return whether the node is `if TYPE_CHECKING:` or `if typing.TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in (
+        getattr(node.test, "id", ""),
+        getattr(node.test, "attr", ""),
+    )
 
 
 def nodes(tree: ast.AST, *, functions: bool = True) -> Iterator[ast.AST]:
@@ -85,7 +94,7 @@ def nodes(tree: ast.AST, *, functions: bool = True) -> Iterator[ast.AST]:
 def imported(path: Path, *, functions: bool = True) -> set[str]:
     """Full names of the modules that a file imports; of `from a import b` both a and, if it is a module, a.b."""
     found: set[str] = set()
-    for node in nodes(ast.parse(path.read_text(encoding="utf-8")), functions=functions):
+    for node in nodes(parsed(path), functions=functions):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -149,7 +158,7 @@ OWN_FACES = (
 def test_a_package_is_entered_through_its_face() -> None:
     wrong = []
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if (
                 not isinstance(node, ast.ImportFrom)
                 or node.module not in MODULES
@@ -188,7 +197,7 @@ def file_circles() -> list[set[str]]:
 def typed_imports(module: str) -> set[str]:
     """The modules that a file names in any import, those for types included."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(MODULES[module])):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found & MODULES.keys()
@@ -242,7 +251,7 @@ def classes() -> dict[str, list[str]]:
     """The modules of each class name; private ones too."""
     found: dict[str, list[str]] = {}
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name.lstrip("_"), []).append(module)
     return found
@@ -271,7 +280,7 @@ def own_names(tree: ast.AST) -> set[str]:
 
 
 def test_no_private_attribute_of_another_package_is_used() -> None:
-    trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
+    trees = {module: parsed(path) for module, path in MODULES.items()}
     defined: dict[str, set[str]] = {}
     for module, tree in trees.items():
         defined.setdefault(room_of(module), set()).update(name for name in own_names(tree) if name.startswith("_"))
@@ -307,7 +316,7 @@ def test_what_a_schedule_is_like_is_asked_of_it() -> None:
     for module, path in MODULES.items():
         if within(module, ("gradwire.core", "gradwire.engine.schedules")):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
@@ -325,7 +334,7 @@ def test_nothing_imports_what_a_wheel_does_not_have() -> None:
     named = {
         f"{module}:{node.lineno}"
         for module, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(".")[0] == "benchmarks"
     }
     assert not named
@@ -380,7 +389,7 @@ def is_internal(module: str) -> bool:
 
 
 def parse(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    return parsed(MODULES[module])
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -454,9 +463,9 @@ def test_light_imports_stay_light(module: str, unloaded: tuple[str, ...]) -> Non
 
 # room of tests -> modules of tests/support that no file there may import
 TEST_ROOMS = {
-    "unit": {"worlds", "script_ends", "triton_processes", "soak"},
-    "ranks": {"script_ends", "triton_processes", "soak"},
-    "kernels": {"worlds", "script_ends", "soak"},
+    "unit": {"worlds", "interpreters", "script_ends", "triton_processes", "soak"},
+    "ranks": {"interpreters", "script_ends", "triton_processes", "soak"},
+    "kernels": {"worlds", "interpreters", "script_ends", "soak"},
     "integrations": {"script_ends", "triton_processes", "soak"},
     "scripts": set[str](),
     "soak": set[str](),
@@ -527,8 +536,10 @@ WRITES = {
 MAY_WRITE = {"gradwire.core.files", "gradwire.testbed.launch"}
 
 
-def called(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+@cache
+def called(tree: ast.AST) -> list[tuple[str, ast.Call]]:
     """Every call, with the dotted name of what is called, import aliases resolved."""
+    found = []
     real: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -538,7 +549,8 @@ def called(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             first, _, rest = ast.unparse(node.func).partition(".")
-            yield real.get(first, first) + (rest and "." + rest), node
+            found.append((real.get(first, first) + (rest and "." + rest), node))
+    return found
 
 
 def is_one_of(name: str, names: set[str]) -> bool:

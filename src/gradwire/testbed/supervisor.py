@@ -208,9 +208,9 @@ class Supervisor:
         self._said.put((rank, "", None))
 
     def _hand_on(self, seconds: float) -> bool:
-        """Pass lines on for so many seconds or until a rank ends. Returns whether there were any."""
+        """Pass lines on for so many seconds or until a rank or all output ends. Returns whether there were any."""
         until, any_line = time.monotonic() + seconds, False
-        while (left := until - time.monotonic()) > 0:
+        while self._watchers and (left := until - time.monotonic()) > 0:
             try:
                 rank, name, line = self._said.get(timeout=left)
             except queue.Empty:
