@@ -67,7 +67,7 @@ class AtEndSchedule:
         """Nothing is under way."""
 
     def let_go(self) -> Callable[[], None]:
-        return self._reducer.exchange.executor.give_up
+        return self._reducer.exchange.give_up
 
     def detach(self) -> None:
         self._reducer.lanes.hold = False

@@ -166,7 +166,7 @@ def owed_residual() -> tuple[bool, bool]:
     rank, own = here.rank, {"m": torch.zeros(40, 40), "v": torch.zeros(40)}
     exchange = exchange_of(own, plan=gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2))))
     assert len(exchange.plan.buckets) == 1
-    exchange.memory.take_over({"residual/v": torch.full((40,), float(rank + 1))})
+    exchange.residuals.take_over({"residual/v": torch.full((40,), float(rank + 1))})
     saved = exchange.state_dict()
     exchange.average_()
     once = torch.equal(own["v"], torch.full((40,), 3.0)) and not own["m"].any()

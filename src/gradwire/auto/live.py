@@ -11,7 +11,6 @@ import torch
 from gradwire.auto.decision import say_failed
 from gradwire.core import Plan, Schedule
 from gradwire.engine import ModelHook, Session
-from gradwire.exchange import BucketStats
 from gradwire.transport import Link, LinkError, gather_bytes
 
 T = TypeVar("T")
@@ -63,7 +62,7 @@ class Live:
     @property
     def bytes_between_nodes(self) -> list[int]:
         """Bytes that this rank sends in a step to other nodes, by bucket. With one node: bytes to other ranks."""
-        buckets = [BucketStats.of(each, self.grid) for each in self.session.exchange.buckets]
+        buckets = self.session.exchange.bucket_stats()
         return [each.inter_bytes if self.grid.nodes > 1 else each.wire_bytes for each in buckets]
 
     @property

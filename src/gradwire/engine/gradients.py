@@ -110,16 +110,6 @@ class Gradient:
             self.slot.view.copy_(own)
 
 
-def write(slot: Slot, lent: Lent, grad: torch.Tensor | None, share: torch.Tensor) -> None:
-    """The slot takes this part of a gradient, or zeros; its memory may be the gradient's. Without memory a copy is lent."""
-    if slot.apart:
-        lent.lend(slot, slot.empty().copy_(grad) if grad is not None else slot.empty().zero_())
-    elif grad is None:
-        slot.view.zero_()
-    else:
-        torch.mul(grad.detach(), share, out=slot.view)
-
-
 Calling: TypeAlias = tuple[int, torch.Tensor] | None
 
 
@@ -230,16 +220,16 @@ def gradients_of(exchange: Exchange, names: Sequence[str]) -> tuple[list[AnyGrad
     index_of = {name: index for index, name in enumerate(names)}
     by_index: dict[int, AnyGradient] = {}
     runs: list[AnyRun] = []
-    for buffers in exchange.buckets:
-        if buffers.slots[0].apart:
-            indices = [index_of[slot.name] for slot in buffers.slots]
-            lent = [LentGradient(slot, exchange.lent) for slot in buffers.slots]
-            by_index.update(zip(indices, lent, strict=True))
-            runs.append(LentRun(indices, lent, exchange.lent))
+    for slots, flat, aliases, lent in exchange.layouts():
+        if lent is not None:
+            indices = [index_of[slot.name] for slot in slots]
+            apart = [LentGradient(slot, lent) for slot in slots]
+            by_index.update(zip(indices, apart, strict=True))
+            runs.append(LentRun(indices, apart, lent))
             continue
-        parts = _cut(buffers.slots)
-        places = [buffers.flat[part[0].offset : part[-1].offset + part[-1].view.numel()] for part in parts]
-        memory = BucketMemory([*buffers.aliases, *places])
+        parts = _cut(slots)
+        places = [flat[part[0].offset : part[-1].offset + part[-1].view.numel()] for part in parts]
+        memory = BucketMemory([*aliases, *places])
         for part, place in zip(parts, places, strict=True):
             gradients = [Gradient(slot, memory) for slot in part]
             run = Run([index_of[slot.name] for slot in part], gradients, place)

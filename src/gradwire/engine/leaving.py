@@ -127,8 +127,7 @@ def leave(reducer: LeavableStep, words: str) -> GradwireError:
             reducer.count(index)
     mendable = False
     with suppress(Exception):  # where ranks are gone too, this rank's own words matter more
-        reducer.running.executor.finish(reducer.tell(BackwardState.LEFT))
-        mendable = True
+        mendable = reducer.running.finish_quietly(reducer.tell(BackwardState.LEFT))
     reducer.take_back_all()
     return reducer.lanes.fail(StepStateError(words), mendable)
 

@@ -26,7 +26,7 @@ import torch
 from torch.autograd import Variable
 
 from gradwire.engine.control import BackwardState, ControlExchange, RankReport, used_anywhere
-from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of, write
+from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of
 from gradwire.engine.leaving import came_twice, not_sent, told_to_all, was_left
 from gradwire.engine.observers import Observers
 from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
@@ -280,7 +280,7 @@ class Reducer:
     def _write(self, index: int, grad: torch.Tensor | None) -> None:
         if grad is not None and grad.is_sparse:
             raise not_sent(self, index, grad)
-        write(self.slots[index], self.running.lent, grad, self._share)
+        self.running.fill(self.slots[index], grad, self._share)
 
     def _fill_complete(self, calling: tuple[int, torch.Tensor] | None = None) -> None:
         for run in self.arrivals.take_complete():
@@ -321,7 +321,7 @@ class Reducer:
         step counts on all ranks or none."""
         self._used.update(self.arrivals.came)
         self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
-        after = self.running.executor.last_task
+        after = self.running.last_task
         return self.control.tell(self.step, state, len(self.arrivals.came), self._used, after)
 
     def run_out(self) -> None:
@@ -358,7 +358,7 @@ class Reducer:
         self.counted(reports)
         self.schedule.on_closed(Closed(exposed_s, missing, reports))
         if not self.schedule.traits.lanes_busy_between_steps:
-            self.running.lent.give_back()
+            self.running.release()
         self.observers.finished(exposed_s)
 
     def counted(self, reports: Sequence[RankReport]) -> None:

@@ -23,7 +23,7 @@ def state_of(session: Session) -> dict[str, torch.Tensor]:
     _check_between_steps(session, "state_dict()")
     session.use_specs_of_now()  # `load_state` expects what these keep, and the last step may have landed only here
     of_schedule = session.schedule.state() if isinstance(session.schedule, KeepsState) else {}
-    memory = session.exchange.memory.state() | of_schedule | _decided(session)
+    memory = session.exchange.residuals.state() | of_schedule | _decided(session)
     return write_state(session.group, session.reducer.step, session.order, _digest_of(session, session.plan), memory)
 
 
@@ -53,10 +53,10 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
             memory, extra = split(saved.memory[0] if saved.own else {})
             carried = {} if saved.own else added_up(split(each)[0] for each in saved.memory)
             if saved.own:
-                exchange.memory.check(memory)
+                exchange.residuals.check(memory)
                 _check_schedule(session, saved, extra)
             else:
-                exchange.memory.check_carried(carried)
+                exchange.residuals.check_carried(carried)
             if isinstance(session.driver, KeepsMeasurements):
                 session.driver.check(session, together)
             if isinstance(session.schedule, ShardsOptimizer):
@@ -65,13 +65,13 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
         if session.plan.schedule != before.schedule:
             session.change_to(before)
         raise
-    warn_of_lost(saved.missing, exchange.memory.names())
+    warn_of_lost(saved.missing, exchange.residuals.names())
     session.use(exchange)
     session.order, session.order_known = saved.order, session.policy is not None
     if saved.own:
-        exchange.memory.load(memory)
+        exchange.residuals.load(memory)
     else:
-        exchange.memory.take_over(carried)
+        exchange.residuals.take_over(carried)
     session.reducer.step = saved.step
     if isinstance(session.schedule, KeepsState):
         session.schedule.load(together, extra)

@@ -63,7 +63,7 @@ class ScriptWatch:
         self._loss_scale = scale
         if before is not None and scale != before:
             settle()
-            exchange.memory.scale(scale / before)
+            exchange.residuals.scale(scale / before)
 
     def synchronised(self) -> None:
         """A synchronised backward has ended."""

@@ -180,10 +180,10 @@ class Session(Observer):
             take_up()
 
     def _take_up(self, exchange: Exchange) -> None:
-        carried, alone = self.exchange.memory.carried(), self.schedule.traits.trains_alone
+        carried, alone = self.exchange.residuals.carried(), self.schedule.traits.trains_alone
         self.use(exchange)
         if self.schedule.traits.trains_alone == alone:  # changes of weights and gradients have other units
-            exchange.memory.take_over(carried)
+            exchange.residuals.take_over(carried)
 
     def use_specs_of_now(self) -> None:
         """Between two steps: run the next one with its own specs, where some begin or end with it."""
@@ -257,10 +257,10 @@ class Session(Observer):
         if self.schedule.traits.keeps_parameters:
             self._buffers = ModelBuffers(model, self.device)
         else:
-            carried, handle = self.exchange.memory.carried(), REGISTRY.forget(model, self.parameters.values())
+            carried, handle = self.exchange.residuals.carried(), REGISTRY.forget(model, self.parameters.values())
             self._synchronise(model, prepared)
             REGISTRY.add(model, self.parameters.values(), handle)
-            self.exchange.memory.take_over(self.exchange.memory.fitting(carried))
+            self.exchange.residuals.take_over(self.exchange.residuals.fitting(carried))
         self._broadcast(shared_tensors(model), "rank 0's parameters and buffers after a change")
 
     def _synchronise(self, model: torch.nn.Module, prepared: Prepared) -> None:

@@ -6,6 +6,7 @@ mean is written to must be nobody else's.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -85,6 +86,17 @@ class Lent:
             return False
         self._runs.insert(at, (begin, begin + nbytes))
         return True
+
+
+class BucketLayout(NamedTuple):
+    """Where the tensors of one bucket lie."""
+
+    slots: list[Slot]
+    flat: torch.Tensor
+    aliases: list[torch.Tensor]
+    """All tensors of gradwire's own in the memory of the flat buffer, that one first."""
+    lent: Lent | None
+    """Takes the tensors where the bucket has no memory."""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -18,14 +18,14 @@ def mixed(usual: Exchange, others: Exchange, chosen: Collection[int], plan: Plan
     """
     made = copy(usual)
     made.plan = plan
-    made.buckets = [(others if index in chosen else usual).buckets[index] for index in range(len(plan.buckets))]
-    made.slots = {slot.name: slot for buffers in made.buckets for slot in buffers.slots}
-    made.executor = Executor(plan, made.buckets, made.lanes)
-    made.memory = Remembered(made.buckets)
+    made._buckets = [(others if index in chosen else usual)._buckets[index] for index in range(len(plan.buckets))]
+    made.slots = {slot.name: slot for buffers in made._buckets for slot in buffers.slots}
+    made._executor = Executor(plan, made._buckets, made.lanes)
+    made.residuals = Remembered(made._buckets)
     made.random = [*usual.random, *others.random]
     return made
 
 
 def take_turn(exchange: Exchange) -> None:
     """Before a step of an exchange, if another one with some of its buckets ran the last step."""
-    share_memory(exchange.executor.tasks, exchange.buckets)
+    share_memory(exchange._executor.tasks, exchange._buckets)

@@ -78,6 +78,18 @@ def take_shards(buffers: BucketBuffers, streams: Streams) -> None:
         chunk.take_shard(streams)
 
 
+def exact_totals(buckets: Sequence[BucketBuffers]) -> list[torch.Tensor]:
+    """See `Exchange.exact_sums`."""
+    shards = []
+    for buffers in buckets:
+        plain = not buffers.bucket.main_spec.encodes
+        for chunk in buffers.chunks:
+            if not (plain and isinstance(chunk, TwoPhase) and chunk.total.dtype == buffers.flat.dtype):
+                return []
+            shards.append(chunk.total)
+    return shards
+
+
 def shards_of(buffers: BucketBuffers) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
     """The tensors' parts in this rank's shards: where they begin and end in the bucket, and the sums; empty where these are part
     of what was lent."""

@@ -101,7 +101,7 @@ def narrow_residuals(device: Device) -> None:
 
 def step_shard(exchange: Exchange) -> None:
     """Change what the rank holds by its shard, as an optimizer does."""
-    for buffers in exchange.buckets:
+    for buffers in exchange._buckets:
         for chunk in buffers.chunks:
             assert isinstance(chunk, ShardedSum)
             buffers.flat.add_(chunk.total.sum())
@@ -117,7 +117,7 @@ def gathers_later(device: Device) -> None:
                 exchange.await_gate()
                 if sharded:
                     step_shard(exchange)
-                exchange.executor.open_gate()
+                exchange._executor.open_gate()
                 for bucket, flat in enumerate(exchange.flats):
                     exchange.await_bucket(bucket)
                     flat.mul_(2.0)
@@ -130,7 +130,7 @@ def gather_alone(device: Device) -> None:
         fill(exchange, 0, REDUCE)
         exchange.finish()
         exchange.begin_step(1, GATHER)
-        for buffers in exchange.buckets:
+        for buffers in exchange._buckets:
             buffers.flat.mul_(2.0)
             take_shards(buffers, lanes.data[0].link.streams)
             exchange.count(*buffers.slots, owes=False)
@@ -180,7 +180,7 @@ def offloaded(device: Device) -> None:
         patch.setattr(host_codec, "_wait_for", lambda tensor: device.synchronize())
         streams = lanes.data[0].link.streams
         exchange = exchange_on(lanes, gw.ErrorFeedback(gw.QSGD(bits=4)), scheme="allgather")
-        transfer = exchange.buckets[0].chunks[0].phases[0][0]  # type: ignore[attr-defined]
+        transfer = exchange._buckets[0].chunks[0].phases[0][0]  # type: ignore[attr-defined]
         given, arrived = transfer.before[0], transfer.arrivals[1][0]
         codec = HostCodec(OnHost(given.codec, device), Staging())
         context, ready = given.context, streams.mark()

@@ -46,7 +46,7 @@ class BackwardSchedule:
         """Nothing is under way."""
 
     def let_go(self) -> Callable[[], None]:
-        return self._reducer.exchange.executor.give_up
+        return self._reducer.exchange.give_up
 
     def detach(self) -> None:
         """Nothing was changed."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from gradwire.engine.control import BackwardState, RankReport
-from gradwire.exchange import BucketBuffers, Exchange, Saved
+from gradwire.exchange import Exchange, Saved
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,6 @@ class PutsOff(Protocol):
 class Corrects(Protocol):
     """A schedule some of whose steps run other buckets than the plan's."""
 
-    def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
-        """The buckets that some steps run instead of the plan's, and the part of all steps that these are."""
+    def correcting(self) -> tuple[Exchange | None, float]:
+        """The exchange that some steps run instead of the plan's, and the part of all steps that these are."""
         ...

@@ -3,13 +3,13 @@
 Steps of the warm-up correct all buckets, without a spec: they send gradients as they are (CD-SGD, algorithm 1).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import torch
 
 from gradwire.core import Delayed
-from gradwire.exchange import BucketBuffers, Exchange, Remembered, info_of, mixed, take_turn
+from gradwire.exchange import Exchange, Remembered, info_of, mixed, take_turn
 from gradwire.plan import correction_plan, with_buckets
 
 
@@ -35,31 +35,30 @@ class Corrections:
         self._kept_back: dict[str, torch.Tensor] = {}
         """What compressors remembered of corrected buckets before residuals were flushed into a step, until it counts."""
         self._warming = warming = step < schedule.warmup_steps
-        self._everything = tuple(range(len(usual.buckets)))
-        sizes = [sum(slot.view.nbytes for slot in buffers.compressed) for buffers in usual.buckets]
-        self._chosen_in = schedule.corrected(sizes)
+        self._everything = tuple(range(len(usual.numels)))
+        self._chosen_in = schedule.corrected(usual.compressed_bytes)
         if schedule.k is None and not warming:
             return
         sent = msgspec.structs.replace(schedule, correction=None) if warming else schedule
         plan = correction_plan(usual.plan, sent, [info_of(*item) for item in parameters.items()])
         self._corrected = made = Exchange.on(usual.lanes, parameters, plan, step, usual.flats)
         self._made[self._everything] = made
-        if before is not None and before.memory is not None:
-            made.memory.take_over(made.memory.fitting(before.memory.carried()))
+        if before is not None and before._corrected is not None:
+            made.keep_residuals_of(before._corrected)
 
     @property
     def memory(self) -> Remembered | None:
         """Of corrections, if there are any."""
-        return self._corrected.memory if self._corrected is not None else None
+        return self._corrected.residuals if self._corrected is not None else None
 
     @property
-    def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
-        """The buckets of corrections, and the part of all steps after the warm-up that use each of them. None before there are
+    def correcting(self) -> tuple[Exchange | None, float]:
+        """The exchange of corrections, and the part of all steps after the warm-up that use each of them. None before there are
         any."""
         others = self._warming and self.schedule.correction is not None
         if self._corrected is None or self.schedule.every is None or others:
-            return (), 0.0
-        return self._corrected.buckets, 1 / self.schedule.every
+            return None, 0.0
+        return self._corrected, 1 / self.schedule.every
 
     def at_step(self, step: int, keep: bool = False) -> "Corrections":
         """These, or where they are others in that step, new ones. They remember nothing but what they are to `keep`."""
@@ -96,7 +95,7 @@ class Corrections:
         this step, and forget it. See docs/papers/cd-sgd.md."""
         if not self.schedule.flush or exchange is self._usual:
             return
-        corrected = self._replaced_by(exchange)
+        corrected = self._usual.residuals_replaced_in(exchange)
         carried = corrected.carried()
         self._kept_back = dict(carried)
         for name in names:
@@ -106,17 +105,12 @@ class Corrections:
                 exchange.flats[slot.bucket][slot.offset : slot.offset + placed.numel()] += placed
         corrected.take_over(carried)
 
-    def _replaced_by(self, exchange: Exchange) -> Remembered:
-        """What the usual compressors remember of the buckets that this exchange corrects."""
-        pairs = zip(self._usual.buckets, exchange.buckets, strict=True)
-        return Remembered([usual for usual, running in pairs if usual is not running])
-
     def landed(self, counts: bool, taken_back: bool = False) -> None:
         """A step is over. If it does not count, residuals are what they were, but for those that are `taken_back`, with the
         gradient that they were added to, into what corrections remember."""
         if self._kept_back and self._last is not None and not counts:
             theirs = set(self.memory.names()) if taken_back and self.memory is not None else set()
             restored = {key: value for key, value in self._kept_back.items() if key.partition("/")[2] not in theirs}
-            corrected = self._replaced_by(self._last)
+            corrected = self._usual.residuals_replaced_in(self._last)
             corrected.take_over(corrected.carried() | restored)
         self._kept_back = {}

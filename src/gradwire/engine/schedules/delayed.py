@@ -56,7 +56,7 @@ from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_at_once
 from gradwire.engine.torch_hooks.stepping import Stepping, Whole, snapshot, step_later
 from gradwire.errors import StepStateError
-from gradwire.exchange import CORRECTION, BucketBuffers, Saved, StepReport, added_up, divided
+from gradwire.exchange import CORRECTION, Exchange, Saved, StepReport, added_up, divided
 from gradwire.transport import Meter
 
 _BEHIND_S = 0.001
@@ -163,7 +163,7 @@ class DelayedSchedule:
                 self._weights.local_update(local_moves(optimizer, parameters, self._data))
         self._change_now()
 
-    def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
+    def correcting(self) -> tuple[Exchange | None, float]:
         """See `Corrects`."""
         return self._of_corrections.correcting
 

@@ -76,7 +76,7 @@ class Gathers:
             for bucket in list(self.under_way):
                 self.settle_bucket(bucket)
             meters = self._reducer.running.finish()
-            self._reducer.running.lent.give_back()
+            self._reducer.running.release()
             self._running_out.clear()
             self._reducer.observers.measured(StepReport(meters, self.exposed_s))
             return True
@@ -119,5 +119,5 @@ def settle_before_backward(schedule: ScheduleEvents, outputs: Iterable[torch.Ten
 def _let_go(exchange: Exchange, running_out: threading.Event) -> None:
     """Nobody waits any more; other ranks may still wait for what this one sends."""
     if running_out.is_set() and exchange.lanes.failure is None:
-        exchange.executor.drain()
-    exchange.executor.give_up()
+        exchange.drain()
+    exchange.give_up()

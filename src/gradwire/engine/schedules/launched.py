@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -93,5 +92,4 @@ def show_for_forward(
 def finish_quietly(under_way: list[Launched]) -> None:
     """Other ranks need what this one still sends, also when its script has ended."""
     for launched in under_way:
-        with suppress(Exception):
-            launched.exchange.executor.finish(launched.told, *launched.sending)
+        launched.exchange.finish_quietly(launched.told, *launched.sending)

@@ -90,7 +90,7 @@ class LocalSchedule:
 
     def attach(self) -> None:
         reducer = self._reducer
-        self._fragments = self._data.fragments_of([buffers.numel for buffers in reducer.exchange.buckets])
+        self._fragments = self._data.fragments_of(reducer.exchange.numels)
         if self._watched == reducer.watched:
             return
         self._watched = reducer.watched

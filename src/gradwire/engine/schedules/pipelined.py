@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import TwoPhase
 from gradwire.core import Pipelined
 from gradwire.engine.control import RankReport
 from gradwire.engine.gradients import AnyGradient
@@ -35,7 +34,6 @@ from gradwire.engine.torch_hooks.lazy_tensors import is_later, looking, make_cur
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_whole
 from gradwire.engine.torch_hooks.stepping import Groups, Stepping, outermost, snapshot, step_only
-from gradwire.exchange import Exchange
 from gradwire.transport import Link, transfer
 
 
@@ -115,7 +113,7 @@ class PipelinedSchedule:
     # ---- the end of backward
 
     def on_end(self, told: "Future[list[RankReport]]") -> None:
-        self._reducer.running.executor.open_gate()
+        self._reducer.running.open_gate()
         self._reducer.running.await_result(told)
 
     def on_closed(self, closed: Closed) -> None:
@@ -127,8 +125,8 @@ class PipelinedSchedule:
                 self._not_used[gradient.slot.bucket].append(missing)
         self._gathers.exposed_s, self._scale, self._all_used = closed.exposed_s, None, not self._not_used
         self._gathers.begin()
-        self._reducer.running.lent.tell_autograd()
-        settle = [partial(self._settle_bucket, bucket) for bucket in range(len(self._reducer.exchange.buckets))]
+        self._reducer.running.mark_changed()
+        settle = [partial(self._settle_bucket, bucket) for bucket in range(len(self._reducer.exchange.numels))]
         for gradient, parameter in zip(self._reducer.gradients, self._reducer.living(), strict=True):
             handed = gradient.handed
             if parameter is not None and handed is not None and parameter.grad is handed:
@@ -196,10 +194,10 @@ class PipelinedSchedule:
         reducer, gathers = self._reducer, self._gathers
         with gathers.lock:
             reducer.lanes.check()
-            shards = exact_shards(reducer.exchange)
+            shards = reducer.exchange.exact_sums()
             if not shards or not self._all_used or len(reducer.active) < reducer.group.world_size:
                 return None
-            all_under_way = len(gathers.under_way) == len(reducer.exchange.buckets)
+            all_under_way = len(gathers.under_way) == len(reducer.exchange.numels)
             untouched = all_under_way and self._scale is None and self._all_ours()
             if untouched:
                 gathers.await_sums()
@@ -230,7 +228,7 @@ class PipelinedSchedule:
     def _arrived(self, bucket: int) -> None:
         """All tasks of a bucket are done: step its parameters where that was asked for."""
         if self._scale is not None:
-            self._reducer.exchange.buckets[bucket].flat.mul_(self._scale)
+            self._reducer.exchange.flat_of(bucket).mul_(self._scale)
         for gradient in self._of_bucket[bucket]:
             if (handed := gradient.handed) is not None:
                 make_current(handed)
@@ -265,19 +263,6 @@ def warn_once(said: set[str], why: str, optimizer: torch.optim.Optimizer) -> boo
 
 
 # ---- the norm of the mean gradients before anything is gathered: that of the shards which ranks own
-
-
-def exact_shards(exchange: Exchange) -> list[torch.Tensor]:
-    """This rank's shards of all mean gradients, once the reduce phases are done. Empty where what is gathered may differ from
-    them: where a bucket is compressed, has no shards, or sums in another dtype than its gradients'. So on all ranks alike."""
-    shards = []
-    for buffers in exchange.buckets:
-        plain = not buffers.bucket.main_spec.encodes
-        for chunk in buffers.chunks:
-            if not (plain and isinstance(chunk, TwoPhase) and chunk.total.dtype == buffers.flat.dtype):
-                return []
-            shards.append(chunk.total)
-    return shards
 
 
 def norm_over_ranks(reducer: Reducer, shards: Iterable[torch.Tensor] | None, power: float) -> float | None:

@@ -108,7 +108,7 @@ class ShardedSchedule:
         if self._is_ours(reducer.exchange) or optimizer is None:
             return
         self._exchange = weakref.ref(reducer.exchange)
-        self._shards = Shards(reducer.exchange.buckets, reducer.slots, reducer.parameters)
+        self._shards = Shards(reducer.exchange, reducer.slots, reducer.parameters)
         self._shards.take_state(optimizer)
         self._of_bucket: dict[int, list[int]] = defaultdict(list)
         for index, gradient in enumerate(reducer.gradients):
@@ -265,7 +265,7 @@ class ShardedSchedule:
         """Let the lanes bring all ranks all shards."""
         self._step_is_due = False
         self._gathers.begin()
-        self._reducer.running.executor.open_gate()
+        self._reducer.running.open_gate()
 
     def _use_parameters_later(self) -> None:
         for slot, parameter in zip(self._reducer.slots, self._reducer.living(), strict=True):
@@ -277,7 +277,7 @@ class ShardedSchedule:
         self._gathers.settle_bucket(bucket)
 
     def _arrived(self, bucket: int) -> None:
-        with outermost(self._reducer.exchange.buckets[bucket].flat.device), torch.no_grad():
+        with outermost(self._reducer.exchange.flat_of(bucket).device), torch.no_grad():
             for index in self._of_bucket[bucket]:
                 if (parameter := self._reducer.parameters[index]()) is not None:
                     make_current(parameter)

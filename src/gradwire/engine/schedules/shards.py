@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.engine.torch_hooks.splitting import in_order, part_of_state
-from gradwire.exchange import BucketBuffers, Slot, shards_of
+from gradwire.exchange import Exchange, Slot
 from gradwire.transport import Link, broadcast_bytes, gather_bytes
 
 State = Mapping[str, Any]
@@ -55,7 +55,7 @@ class Shards:
 
     def __init__(
         self,
-        buckets: Sequence[BucketBuffers],
+        exchange: Exchange,
         slots: Sequence[Slot],
         parameters: Sequence["weakref.ref[torch.nn.Parameter]"],
     ) -> None:
@@ -63,10 +63,9 @@ class Shards:
         self._slots, self._parameters = list(slots), list(parameters)
         self.all: list[Shard] = []
         index_of = {id(slot): index for index, slot in enumerate(slots)}
-        for buffers in buckets:
-            for slot, low, high, total in shards_of(buffers):
-                weight = torch.nn.Parameter(buffers.flat[low:high])
-                self.all.append(Shard(index_of[id(slot)], low - slot.offset, weight, total))
+        for slot, low, high, total in exchange.own_sums():
+            weight = torch.nn.Parameter(exchange.flat_of(slot.bucket)[low:high])
+            self.all.append(Shard(index_of[id(slot)], low - slot.offset, weight, total))
 
     def take_weights(self) -> None:
         """Copy the parameters' present values into the shards."""
