@@ -11,9 +11,18 @@ import torch
 from gradwire.auto.decision import say_failed
 from gradwire.core import Plan, Schedule
 from gradwire.engine import ModelHook, Session
-from gradwire.transport import Link, LinkError, gather_bytes
+from gradwire.transport import LanesObserver, Link, LinkError, gather_bytes
 
 T = TypeVar("T")
+
+
+class HoldsBuckets(LanesObserver):
+    """Holds buckets back until all are ready."""
+
+    holds = True
+
+
+_HOLDER = HoldsBuckets()
 
 
 class Live:
@@ -79,7 +88,7 @@ class Live:
 
     def hold(self, on: bool) -> None:
         """Delay all sends of the next steps until the last gradient is ready, or stop delaying."""
-        self.session.lanes.hold = on
+        self.session.lanes.observe(_HOLDER, on)
 
     def why_not(self, schedule: Schedule) -> str:
         """Return why this rank's script cannot run a schedule or gains nothing by it; '' if it can."""

@@ -144,12 +144,13 @@ class LentRun:
 
     def __init__(self, indices: list[int], gradients: list[LentGradient], lent: Lent) -> None:
         self.indices, self.gradients, self._lent = indices, gradients, lent
-        views = [gradient.slot.view for gradient in gradients]
+        self.slots = [gradient.slot for gradient in gradients]
+        views = [slot.view for slot in self.slots]
         self._strides, self._dtypes = [view.stride() for view in views], {view.dtype for view in views}
         self._first = lent.number(gradients[0].slot)
 
-    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: Calling) -> list[torch.Tensor]:
-        """Lend these, which the exchange multiplies by the factor, or copies of those that it cannot write to: where others use
+    def fill(self, grads: list[torch.Tensor], calling: Calling) -> list[torch.Tensor]:
+        """Lend these, or copies of those that it cannot write to: where others use
         the memory, the rest of backward may read it. Returns what was lent. `calling`: the parameter whose node calls its hook,
         and what the node accumulated."""
         uses = [_storage_uses(storage._cdata) for storage in map(_STORAGE, grads)]
@@ -189,26 +190,27 @@ class Run:
     """Gradients that lie next to each other in a bucket. They are copied into their slots together, when the last one is
     ready: two operations for all of them. One operation for each would take a microsecond or two, however small it is."""
 
-    def __init__(self, indices: list[int], gradients: list[Gradient], place: torch.Tensor) -> None:
-        """`place`: the part of the bucket's flat buffer that their slots fill."""
-        self.indices, self.gradients, self._place = indices, gradients, place
-        self._views = [gradient.slot.view for gradient in gradients]
+    def __init__(self, indices: list[int], gradients: list[Gradient], place: torch.Tensor, share: torch.Tensor) -> None:
+        """`place`: the part of the bucket's flat buffer that their slots fill. `share`: the factor of a rank in the mean."""
+        self.indices, self.gradients, self._place, self._share = indices, gradients, place, share
+        self.slots = [gradient.slot for gradient in gradients]
+        self._views = [slot.view for slot in self.slots]
 
-    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: Calling) -> list[torch.Tensor]:
-        """The slots take these, times a factor. Returns what becomes the grads. See `LentRun`."""
+    def fill(self, grads: list[torch.Tensor], calling: Calling) -> list[torch.Tensor]:
+        """The slots take these, divided by the number of ranks. Returns what becomes the grads. See `LentRun`."""
         let_go = [gradient.let_go(grad) for gradient, grad in zip(self.gradients, grads, strict=True)]
         if any(let_go):
             self.gradients[0].memory.leave_to_script()
         if len(grads) == 1:
-            torch.mul(grads[0], factor, out=self._views[0])
+            torch.mul(grads[0], self._share, out=self._views[0])
         else:
             torch._foreach_copy_(self._views, grads)
-            self._place.mul_(factor)
+            self._place.mul_(self._share)
         return [gradient.hand_out() for gradient in self.gradients]
 
     def alone(self, at: int) -> "Run":
         """One gradient of the run."""
-        return Run([self.indices[at]], [self.gradients[at]], self._views[at])
+        return Run([self.indices[at]], [self.gradients[at]], self._views[at], self._share)
 
 
 AnyGradient: TypeAlias = Gradient | LentGradient
@@ -232,7 +234,7 @@ def gradients_of(exchange: Exchange, names: Sequence[str]) -> tuple[list[AnyGrad
         memory = BucketMemory([*aliases, *places])
         for part, place in zip(parts, places, strict=True):
             gradients = [Gradient(slot, memory) for slot in part]
-            run = Run([index_of[slot.name] for slot in part], gradients, place)
+            run = Run([index_of[slot.name] for slot in part], gradients, place, exchange.share)
             by_index.update(zip(run.indices, gradients, strict=True))
             runs.append(run)
     return [by_index[index] for index in range(len(names))], runs

@@ -30,7 +30,6 @@ class LeavableStep(Protocol):
     step: int
     names: list[str]
     slots: list[Slot]
-    sent: set[int]
     gradients: list[AnyGradient]
 
     @property
@@ -39,7 +38,8 @@ class LeavableStep(Protocol):
     def in_hand(self) -> bool: ...
     def begin_by_schedule(self) -> None: ...
     def put(self, index: int, gradient: torch.Tensor | None) -> None: ...
-    def count(self, *indices: int) -> None: ...
+    def send(self, *indices: int) -> None: ...
+    def unsent(self) -> list[int]: ...
     def tell(self, state: BackwardState) -> "Future[list[RankReport]]": ...
     def hear(
         self, told: "Future[list[RankReport]]", wait: "Callable[[Future[list[RankReport]]], None]"
@@ -119,12 +119,11 @@ def came_twice(reducer: LeavableStep, index: int) -> GradwireError:
 @torch.no_grad()
 def leave(reducer: LeavableStep, words: str) -> GradwireError:
     """End the step with zeros for what is missing, and tell all ranks. Returns the error to raise here."""
-    for index in range(len(reducer.slots)):
-        if index not in reducer.sent:
-            if reducer.gradients:
-                reducer.gradients[index].take_over(None)
-            reducer.put(index, None)
-            reducer.count(index)
+    for index in reducer.unsent():
+        if reducer.gradients:
+            reducer.gradients[index].take_over(None)
+        reducer.put(index, None)
+        reducer.send(index)
     mendable = False
     with suppress(Exception):  # where ranks are gone too, this rank's own words matter more
         mendable = reducer.running.finish_quietly(reducer.tell(BackwardState.LEFT))
@@ -145,9 +144,9 @@ def announce_change(reducer: LeavableStep) -> None:
     reducer.begin_by_schedule()
     for index in range(len(reducer.slots)):
         reducer.put(index, None)
-        reducer.count(index)
+        reducer.send(index)
     reducer.hear(reducer.tell(BackwardState.CHANGED), reducer.schedule.on_end)
-    reducer.running.finish()
+    reducer.running.wait()
     reducer.take_back_all()
     reducer.idle()
 

@@ -44,7 +44,6 @@ class Reducer:
 
     def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
         self.lanes, self.group = lanes, lanes.group
-        self._share = torch.tensor(1.0 / lanes.group.world_size, dtype=torch.float64, device="cpu")
         self.control = ControlExchange(lanes, drift_check_steps)
         """What ranks tell each other at the end of a step."""
         self.step = 0
@@ -58,8 +57,6 @@ class Reducer:
         self.first_gradient_s = -1.0
         """When the first gradient of the last step came (time.perf_counter); -1 where no gradient is sent in backward."""
         self.arrivals = Arrivals()
-        self.sent: set[int] = set()
-        """Parameters whose slots were handed to the lanes in this step, with a gradient or without."""
         self.gradients: list[AnyGradient] = []
         """The gradients that scripts get, in the order of the parameters."""
         self._runs: list[AnyRun] = []
@@ -222,12 +219,11 @@ class Reducer:
     def begin(self, exchange: Exchange, buckets: Sequence[int] | None = None) -> None:
         """Begin a step with these buckets of this exchange, or all. Schedules call it, in `on_begin`."""
         self.arrivals.begin()
-        self.sent = set()
         if exchange is not self.running:
             self.running = exchange
             self.slots = [exchange.slots[name] for name in self.names]
         self.first_gradient_s = time.perf_counter() if self.gradients else -1.0
-        exchange.begin_step(self.step, buckets=buckets)
+        exchange.begin(step=self.step, buckets=buckets)
         self._state = StepState.RUNNING
 
     def may_send(self) -> bool:
@@ -249,15 +245,18 @@ class Reducer:
     # ---- gradients
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """The slot of a parameter takes this rank's share of the mean; zeros without a gradient. `count` must follow."""
+        """The slot of a parameter takes this rank's share of the mean; zeros without a gradient. `send` must follow."""
         if gradient is not None:
             self.arrivals.came[index] = None
         self._write(index, gradient)
 
-    def count(self, *indices: int) -> None:
+    def send(self, *indices: int) -> None:
         """The slots of parameters, of one bucket, are as they are to be sent."""
-        self.sent.update(indices)
-        self.running.count(*(self.slots[index] for index in indices))
+        self.running.ready([self.slots[index] for index in indices])
+
+    def unsent(self) -> list[int]:
+        """The parameters whose slots are not ready in this step."""
+        return [index for index, slot in enumerate(self.slots) if slot not in self.running.sent]
 
     @torch.no_grad()
     def _fill(self, run: AnyRun, calling: tuple[int, torch.Tensor] | None = None) -> None:
@@ -271,16 +270,16 @@ class Reducer:
                 raise not_sent(self, index, grad)
             parameters.append(parameter)
             grads.append(grad)
-        means = run.fill(grads, self._share, calling)
+        means = run.fill(grads, calling)
         for parameter, grad, mean in zip(parameters, grads, means, strict=True):
             if mean is not grad:
                 parameter.grad = mean
-        self.count(*run.indices)
+        self.running.ready(run.slots)
 
     def _write(self, index: int, grad: torch.Tensor | None) -> None:
         if grad is not None and grad.is_sparse:
             raise not_sent(self, index, grad)
-        self.running.fill(self.slots[index], grad, self._share)
+        self.running.place(self.slots[index], grad)
 
     def _fill_complete(self, calling: tuple[int, torch.Tensor] | None = None) -> None:
         for run in self.arrivals.take_complete():
@@ -305,7 +304,7 @@ class Reducer:
         own = grad.clone() if grad is not None and grad is gradient.handed else grad
         gradient.take_over(grad)
         self._write(index, own)
-        self.count(index)
+        self.send(index)
         return own
 
     def settle_missing(self, missing: Missing) -> None:
@@ -343,9 +342,9 @@ class Reducer:
         else:
             self._fill_rest()
             self.ready_order = list(self.arrivals.came)
-        for index, reference in enumerate(self.parameters):
-            if index not in self.sent:
-                kept[index] = self._fill_missing(index, None if state is BackwardState.OUT else reference())
+        for index in self.unsent():
+            parameter = None if state is BackwardState.OUT else self.parameters[index]()
+            kept[index] = self._fill_missing(index, parameter)
         start = time.perf_counter()
         reports = self.hear(self.tell(state), self.schedule.on_end)
         exposed_s = time.perf_counter() - start
@@ -378,7 +377,7 @@ class Reducer:
         wait(told)
         reports = told.result()
         if problem := self.control.why_void(reports, leaving_is_void):
-            self.running.finish()
+            self.running.wait()
             self.take_back_all()
             mendable = len({report.plan for report in reports}) == 1
             raise self.lanes.fail(StepStateError(problem), mendable)

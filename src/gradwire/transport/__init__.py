@@ -6,7 +6,7 @@ from gradwire.transport.errors import DamagedError, LinkError, transfer
 from gradwire.transport.flight import FlightRecord
 from gradwire.transport.grid import Grid, node_name
 from gradwire.transport.lane import Lane
-from gradwire.transport.lanes import Lanes
+from gradwire.transport.lanes import Lanes, LanesObserver
 from gradwire.transport.link import AllToAll, Group, Link, SilentLink
 from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations
@@ -23,6 +23,7 @@ __all__ = [
     "Group",
     "Lane",
     "Lanes",
+    "LanesObserver",
     "Link",
     "LinkError",
     "Mark",

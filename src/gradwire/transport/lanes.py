@@ -43,6 +43,20 @@ class UsesLanes(Protocol):
         ...
 
 
+class LanesObserver:
+    """Measures exchanges on lanes, or delays them. `Lanes.observe` registers it. By default it does nothing."""
+
+    holds = False
+    """Whether lanes get no bucket before all buckets of the step are ready, so that nothing is encoded or sent in backward."""
+
+    def task_times(self) -> list[Any] | None:
+        """The list to which the lanes append the times of each task of the step that begins. None: no times are kept."""
+        return None
+
+    def sends(self, slot: Any, values: torch.Tensor) -> None:
+        """A tensor is about to be sent. In a bucket's memory it is divided by the number of ranks already."""
+
+
 class Lanes:
     """A control lane, and the lanes that carry gradients. All ranks of the group make them at the same point.
 
@@ -86,12 +100,8 @@ class Lanes:
         self.running: weakref.ref[UsesLanes] | None = None
         """The last user of the lanes."""
         self._heartbeats: Heartbeats | None = None
-        self.hold = False
-        """For measurements: the lanes get nothing before all buckets are ready, so nothing is encoded or sent during backward."""
-        self.watch: Callable[[Any, torch.Tensor], None] | None = None
-        """For measurements: called with each tensor that is about to be sent; in a slot it is divided by the ranks already."""
-        self.times: list[Any] | None = None
-        """For recordings: lanes append what they did, from the next step on. None: nothing is kept."""
+        self.observers: list[LanesObserver] = []
+        """Observers of the exchanges on these lanes."""
 
     @property
     def name(self) -> str:
@@ -152,6 +162,29 @@ class Lanes:
                 return link.streams.mark()
 
         streams.wait(lane.submit(run).result())
+
+    # ---- observers
+
+    def observe(self, observer: LanesObserver, on: bool = True) -> None:
+        """Register an observer, from the next step on, or remove it. Does nothing if that is done already."""
+        if on and observer not in self.observers:
+            self.observers.append(observer)
+        elif not on and observer in self.observers:
+            self.observers.remove(observer)
+
+    @contextmanager
+    def observed(self, observer: LanesObserver) -> Iterator[None]:
+        """Register an observer for the steps inside."""
+        self.observe(observer)
+        try:
+            yield
+        finally:
+            self.observe(observer, on=False)
+
+    @property
+    def holds(self) -> bool:
+        """Whether an observer wants buckets held back until all are ready."""
+        return any(observer.holds for observer in self.observers)
 
     # ---- failures
 

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from gradwire.core import Delayed
-from gradwire.exchange import Exchange, Remembered, info_of, mixed, take_turn
+from gradwire.exchange import Exchange, Remembered, info_of
 from gradwire.plan import correction_plan, with_buckets
 
 
@@ -83,10 +83,10 @@ class Corrections:
                 (self._corrected if index in chosen else self._usual).plan.buckets[index] for index in self._everything
             ]
             plan = with_buckets(self._usual.plan, buckets)
-            self._made[chosen] = mixed(self._usual, self._corrected, chosen, plan)
+            self._made[chosen] = self._usual.mixed_with(self._corrected, chosen, plan)
         runs = self._made[chosen]
         if runs is not self._last:
-            take_turn(runs)
+            runs.take_turn()
         self._last = runs
         return runs
 

@@ -57,7 +57,6 @@ from gradwire.engine.torch_hooks.splitting import why_at_once
 from gradwire.engine.torch_hooks.stepping import Stepping, Whole, snapshot, step_later
 from gradwire.errors import StepStateError
 from gradwire.exchange import CORRECTION, Exchange, Saved, StepReport, added_up, divided
-from gradwire.transport import Meter
 
 _BEHIND_S = 0.001
 """Whoever waits longer for an exchange computes faster than the wire sends."""
@@ -79,7 +78,6 @@ class DelayedSchedule:
         """What makes W of them."""
         self._waited_s = 0.0
         """For the exchange of the last step."""
-        self._meters: list[Meter] = []
         self._landed: tuple[list[RankReport], float] | None = None
         """Of the last step, until the next `optimizer.step()`: what ranks told, and the seconds that were waited for it."""
         self._between = False
@@ -235,7 +233,7 @@ class DelayedSchedule:
             filled = [reducer.names[index] for index in reducer.arrivals.came]
             self._of_corrections.add_residuals(reducer.running, filled)
             for index in portion:
-                reducer.count(index)
+                reducer.send(index)
         told = reducer.tell(state)
         self._under_way.append(Launched(reducer.running, state, told, self._buffers.sending, update))
         if problem is not None:
@@ -252,7 +250,7 @@ class DelayedSchedule:
     # ---- landing
 
     def on_end(self, told: "Future[list[RankReport]]") -> None:
-        self._meters = self._reducer.running.finish(told, *self._buffers.sending)
+        self._reducer.running.wait(others=[told, *self._buffers.sending])
         self._buffers.arrived(self._reducer.lanes.data[0])
 
     def on_closed(self, closed: Closed) -> None:
@@ -289,7 +287,7 @@ class DelayedSchedule:
         self._buffers.put(self._reducer.group.rank)
         self._landed = (reports, exposed)
         self._reducer.counted(reports)
-        self._reducer.observers.measured(StepReport(self._meters, exposed))
+        self._reducer.observers.measured(StepReport(self._reducer.running.meters, exposed))
 
     def _take(self, launched: Launched, reports: Sequence[RankReport]) -> None:
         """The mean is due, but of parameters that no rank used."""

@@ -58,7 +58,7 @@ class Gathers:
             if bucket not in self.under_way:
                 return
             start = time.perf_counter()
-            self._reducer.running.await_bucket(bucket)
+            self._reducer.running.wait(bucket)
             self.exposed_s += time.perf_counter() - start
             del self.under_way[bucket]
             if (arrived := self._arrived()) is not None:
@@ -75,10 +75,11 @@ class Gathers:
                 return False
             for bucket in list(self.under_way):
                 self.settle_bucket(bucket)
-            meters = self._reducer.running.finish()
-            self._reducer.running.release()
+            running = self._reducer.running
+            running.wait()
+            running.release()
             self._running_out.clear()
-            self._reducer.observers.measured(StepReport(meters, self.exposed_s))
+            self._reducer.observers.measured(StepReport(running.meters, self.exposed_s))
             return True
 
     def tensors(self) -> Iterator[torch.Tensor]:

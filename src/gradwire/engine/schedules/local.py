@@ -38,7 +38,6 @@ from gradwire.engine.torch_hooks.hooks import ModelHook
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange import LOCAL, OUTER, Saved, StepReport, by_tensor
-from gradwire.transport import Meter
 
 
 class LocalSchedule:
@@ -59,7 +58,6 @@ class LocalSchedule:
         """The local steps after which the last exchange lands, if it has not."""
         self._landing: list[int] = []
         """The parameters of the last exchange."""
-        self._meters: list[Meter] = []
         self._by_name: dict[str, torch.nn.Parameter] = {}
         self._watched = -1
         """Which of the reducer's parameters these are."""
@@ -268,14 +266,14 @@ class LocalSchedule:
         for bucket in fragment:
             for index in bucket:
                 reducer.put(index, self._weights.copies[index] - parameters[index])
-            reducer.count(*bucket)
+            reducer.send(*bucket)
         self._under_way.append(Launched(reducer.running, state, reducer.tell(state), self._buffers.sending, None))
         self._lands_after = self._local_steps + self._data.delay
         if not self._data.delay:
             self._land()
 
     def on_end(self, told: "Future[list[RankReport]]") -> None:
-        self._meters = self._reducer.running.finish(told, *self._buffers.sending)
+        self._reducer.running.wait(others=[told, *self._buffers.sending])
         self._buffers.arrived(self._reducer.lanes.data[0])
 
     def on_closed(self, closed: Closed) -> None:
@@ -306,7 +304,7 @@ class LocalSchedule:
         self._buffers.put(self._reducer.group.rank)
         self._arrived = (reports, exposed)
         self._reducer.counted(reports)
-        self._reducer.observers.measured(StepReport(self._meters, exposed))
+        self._reducer.observers.measured(StepReport(self._reducer.running.meters, exposed))
 
     def _land(self) -> None:
         """The last exchange lands, on all ranks after the same local step: L takes up its W. The parameters hold L."""
