@@ -12,8 +12,8 @@ import torch.distributed as dist
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
+from gradwire.engine.torch_hooks.optimizer_step import Stepping, is_replaced
 from gradwire.engine.torch_hooks.splitting import elementwise, splits, why_whole
-from gradwire.engine.torch_hooks.stepping import Stepping, is_replaced
 
 EXACT = gw.Identity()
 

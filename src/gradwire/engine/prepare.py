@@ -8,9 +8,8 @@ from torch.nn.parameter import is_lazy
 
 from gradwire._version import __version__
 from gradwire.core import Plan, Spec, TensorInfo
-from gradwire.engine.buffers import ModelBuffers
+from gradwire.engine.buffers import ModelBuffers, shared_parameters
 from gradwire.engine.registry import REGISTRY
-from gradwire.engine.shared import shared_parameters
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import golden_digests, info_of, plan_for
 from gradwire.plan import Policy

@@ -18,25 +18,124 @@ backwards inside the backward, everything is sent when the outermost backward en
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
+from contextlib import suppress
+from enum import Enum
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
 
-from gradwire.engine.control import BackwardState, ControlExchange, RankReport, used_anywhere
+from gradwire.engine.control import BackwardState, ControlExchange, RankReport, exchange_reports, used_anywhere
 from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of
-from gradwire.engine.leaving import came_twice, not_sent, told_to_all, was_left
-from gradwire.engine.observers import Observers
 from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
-from gradwire.engine.step_state import StepState
-from gradwire.engine.torch_hooks import reentrant
-from gradwire.engine.torch_hooks.arrivals import NO_BACKWARD, Arrivals
-from gradwire.engine.torch_hooks.hooks import GradientHooks
-from gradwire.errors import StepStateError
-from gradwire.exchange import Exchange, Slot
+from gradwire.engine.torch_hooks.hooks import (
+    NO_BACKWARD,
+    Arrivals,
+    GradientHooks,
+    has_reentrant,
+    in_reentrant_backward,
+    reentrant_refusal,
+)
+from gradwire.engine.torch_hooks.optimizer_step import is_of_script
+from gradwire.errors import GradwireError, StepStateError
+from gradwire.exchange import Exchange, Slot, StepReport
 from gradwire.transport import Lanes
+
+
+class StepState(Enum):
+    """Where a reducer is in its step."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    CLOSING = "closing"
+    VOID = "void"
+    """All ranks raised; `reset` goes on."""
+    BROKEN = "broken"
+    """Nothing goes on."""
+
+
+class Observer:
+    """What is told of a reducer's steps. Register it with `Reducer.observe`, which does not keep it alive."""
+
+    def begins(self) -> None:
+        """The first gradient of a step came; nothing is sent yet."""
+
+    def finished(self, exposed_s: float) -> None:
+        """A step counts, at the end of its backward, where `exposed_s` seconds were waited for it. The newest observer is told
+        first."""
+
+    def idle(self) -> None:
+        """All observers were told that the step is finished."""
+
+    def measured(self, report: StepReport) -> None:
+        """The lanes are done with a step: where steps overlap, when the next one has begun."""
+
+
+class Observers:
+    """Those of one reducer, the newest first. They are not kept alive."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[Observer]] = []
+
+    def __iter__(self) -> Iterator[Observer]:
+        for reference in list(self._references):
+            if (observer := reference()) is not None:
+                yield observer
+
+    def add(self, observer: Observer) -> None:
+        """Tell it of steps, before all others."""
+        self._references.insert(0, weakref.ref(observer))
+
+    def remove(self, observer: Observer) -> None:
+        """Tell it no more."""
+        self._references = [reference for reference in self._references if reference() not in (observer, None)]
+
+    def begins(self) -> None:
+        """The first gradient of a step came."""
+        for observer in self:
+            observer.begins()
+
+    def finished(self, exposed_s: float) -> None:
+        """A step counts, and its backward returns."""
+        observers = list(self)
+        for observer in observers:
+            observer.finished(exposed_s)
+        for observer in observers:
+            observer.idle()
+
+    def measured(self, report: StepReport) -> None:
+        """The lanes are done with a step."""
+        for observer in self:
+            observer.measured(report)
+
+
+T = TypeVar("T")
+
+
+def told_to_all(act: Callable[..., T], script_steps: bool = False) -> Callable[..., T]:
+    """For methods of reducers and schedules that are gradwire's own part of a step. Where it fails (memory is short), nobody
+    knows how much was done, and `leave` could wait for ever: so the step fails on all ranks, with the reason. `script_steps`:
+    the script calls it by `optimizer.step()`, and what its optimizer raises is its own affair."""
+
+    @wraps(act)
+    def told(owner: Any, *arguments: Any) -> T:
+        try:
+            return act(owner, *arguments)
+        except GradwireError:
+            raise
+        except BaseException as error:
+            if script_steps and is_of_script(error):
+                raise
+            reducer: Reducer = getattr(owner, "_reducer", owner)
+            failed = reducer.lanes.failed_here("the step", error, reducer.step)
+            if isinstance(error, Exception):
+                raise failed from error
+            raise
+
+    return told
 
 
 class Reducer:
@@ -152,7 +251,7 @@ class Reducer:
         schedule = self.schedule
         if schedule.traits.sends_in_backward:
             if not self._seen and not self._deferred:
-                self._deferred = reentrant.in_graph(outputs)
+                self._deferred = has_reentrant(outputs)
             if self._deferred:
                 for output in outputs:
                     # the graph keeps the schedule alive, also when the model is dropped before its backward
@@ -165,26 +264,27 @@ class Reducer:
         self.schedule.before_gradient(index, parameter)
 
     @told_to_all
-    def gradient_coming(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """A gradient was accumulated into parameter.grad, and hooks of the script may follow."""
+    def gradient_coming(self, index: int, parameter: torch.nn.Parameter) -> bool:
+        """A gradient was accumulated into parameter.grad, and hooks of the script may follow. Returns whether it belongs to a
+        step."""
         self._used.add(index)
         if not self.synchronise:
-            return
+            return False
         self.lanes.check()
         if not self.in_hand:
-            if reentrant.inside():
-                raise reentrant.refusal(self.names[index])
+            if in_reentrant_backward():
+                raise reentrant_refusal(self.names[index])
             self._begin_in_backward()
         elif not self._deferred:
             if torch._C._current_graph_task_id() == self._outer_task:
                 self._fill_complete()
-            elif not reentrant.inside():
+            elif not in_reentrant_backward():
                 raise was_left(self, f"gradient {self.names[index]!r} belongs to a new backward")
             else:  # inside the backward we know each parameter's gradient is still counted once: look at each from now on
                 self.arrivals.task = NO_BACKWARD
             if index in self.arrivals.came:
                 raise came_twice(self, index)
-        self.arrivals.note(index)
+        return True
 
     @told_to_all
     def gradient_ready(self, index: int, parameter: torch.nn.Parameter, accumulated: torch.Tensor | None) -> None:
@@ -282,7 +382,8 @@ class Reducer:
         self.running.place(self.slots[index], grad)
 
     def _fill_complete(self, calling: tuple[int, torch.Tensor] | None = None) -> None:
-        for run in self.arrivals.take_complete():
+        complete, self.arrivals.complete = self.arrivals.complete, []
+        for run in complete:
             self._fill(self._runs[run], calling)
 
     def _fill_rest(self) -> None:
@@ -395,3 +496,118 @@ class Reducer:
         self._state = StepState.IDLE
         if next_step is not None:
             self.step, self._used = next_step, set()
+
+
+# ---- what all ranks do when one of them cannot make its step
+
+
+def was_left(reducer: Reducer, what_now: str) -> GradwireError:
+    """End the step of a backward that was left. Returns the error to raise here."""
+    return leave(
+        reducer,
+        f"{what_now}, but step {reducer.step} of the last backward is not finished: {len(reducer.arrivals.came)} of "
+        f"{len(reducer.names)} gradients came, then it was left (an exception in it?). All ranks raise and none may use "
+        "this step's gradients: call handle.reset() on all of them and go on with the next batch, or restart.",
+    )
+
+
+def not_sent(reducer: Reducer, index: int, grad: torch.Tensor | None) -> GradwireError:
+    """End the step of a gradient that cannot be sent: it is gone, or sparse. Returns the error to raise here."""
+    reducer.arrivals.came.pop(index, None)
+    gone = (
+        "was gone when it was to be sent: a hook used it and set it to None (an optimizer in backward?). gradwire averages "
+        "after all hooks; step the optimizer after backward."
+    )
+    sparse = "is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
+    return leave(reducer, f"the gradient of {reducer.names[index]!r} {gone if grad is None else sparse}")
+
+
+def taken_in_backward(reducer: Reducer, name: str, optimizer: str) -> GradwireError:
+    """End the step of a backward in which a script steps an optimizer. Returns the error to raise here."""
+    words = (
+        f"{optimizer}.step() was called inside backward and takes the gradient of {name!r} before its exchange has ended: each "
+        "rank would step by its own gradient, and weights would drift apart. Step the optimizer after backward."
+    )
+    if not reducer.schedule.traits.sends_in_backward:
+        return StepStateError(words)
+    reducer.lanes.check()
+    if not reducer.in_hand:
+        reducer.begin_by_schedule()
+    return leave(reducer, words)
+
+
+def came_twice(reducer: Reducer, index: int) -> GradwireError:
+    """End the step of a backward in which a parameter is used inside a reentrant checkpoint and outside. Returns the error."""
+    return leave(
+        reducer,
+        f"the gradient of {reducer.names[index]!r} became ready twice in step {reducer.step}: it is used inside a "
+        "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False).",
+    )
+
+
+@torch.no_grad()
+def leave(reducer: Reducer, words: str) -> GradwireError:
+    """End the step with zeros for what is missing, and tell all ranks. Returns the error to raise here."""
+    for index in reducer.unsent():
+        if reducer.gradients:
+            reducer.gradients[index].take_over(None)
+        reducer.put(index, None)
+        reducer.send(index)
+    mendable = False
+    with suppress(Exception):  # where ranks are gone too, this rank's own words matter more
+        mendable = reducer.running.finish_quietly(reducer.tell(BackwardState.LEFT))
+    reducer.take_back_all()
+    return reducer.lanes.fail(StepStateError(words), mendable)
+
+
+@told_to_all
+@torch.no_grad()
+def announce_change(reducer: Reducer) -> None:
+    """Tell all ranks that this one's parameters changed. Returns when all said the same; raises on all when some ran
+    a step instead, which is void."""
+    reducer.lanes.check()
+    for gradient, parameter in zip(reducer.gradients, reducer.living(), strict=False):
+        if parameter is not None and parameter.grad is not None and parameter.grad is gradient.handed:
+            parameter.grad = parameter.grad.clone()  # what was accumulated, before the slot is zeroed
+        gradient.take_over(None)
+    reducer.begin_by_schedule()
+    for index in range(len(reducer.slots)):
+        reducer.put(index, None)
+        reducer.send(index)
+    reducer.hear(reducer.tell(BackwardState.CHANGED), reducer.schedule.on_end)
+    reducer.running.wait()
+    reducer.take_back_all()
+    reducer.idle()
+
+
+@told_to_all
+def reset(reducer: Reducer) -> None:
+    """Begin anew after a void step. Collective."""
+    schedule = reducer.schedule
+    if isinstance(schedule, Launches):
+        schedule.before_reset()
+    if reducer.lanes.failure is None:
+        # a forward or a backward that raised before its first gradient: other ranks run the step that this rank leaves
+        if reducer.arrivals.awaited and not reducer.in_hand and schedule.traits.sends_in_backward:
+            reducer.begin_by_schedule()
+        if reducer.in_hand:
+            was_left(reducer, "reset() was called")
+    if (failure := reducer.lanes.failure) is not None:
+        _mend(reducer, failure)
+    if isinstance(schedule, Launches):
+        schedule.after_reset()
+
+
+def _mend(reducer: Reducer, failure: GradwireError) -> None:
+    lanes = reducer.lanes
+    if not lanes.mendable:
+        raise type(failure)(f"reset() cannot mend this: {failure}")
+    lanes.mendable = False
+    own = reducer.control.report(reducer.step, BackwardState.DONE, 0, ())
+    with lanes.told("all ranks to call reset()", reducer.step):
+        reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names))).result()
+    lanes.mend()
+    reducer.idle(1 + max(report.step for report in reports))
+    for parameter in reducer.living():
+        if parameter is not None:
+            parameter.grad = None

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from gradwire.core import Plan, printable
+from gradwire.engine.reducer import StepState
 from gradwire.engine.schedules.base import KeepsState, ShardsOptimizer
 from gradwire.engine.session import KeepsMeasurements, Session
-from gradwire.engine.step_state import StepState
 from gradwire.errors import StepStateError
 from gradwire.exchange import Saved, added_up, read_state, split, warn_of_lost, write_state
 from gradwire.transport import gather_bytes

@@ -215,7 +215,7 @@ class Exchange:
             for slot in slots:
                 if slot.owed is not None:  # what is lent is divided by the ranks later
                     slot.add_owed(*((self._lent.of(slot), self.group.world_size) if slot.apart else (slot.view, 1)))
-        for observer in self.lanes.observers:
+        for observer in self.lanes.value_observers:
             for slot in slots:
                 observer.sends(slot, self._lent.of(slot) if slot.apart else slot.view)
         self.sent.update(slots)
@@ -242,7 +242,11 @@ class Exchange:
         count = len(self._order) if bucket is None or self.lanes.holds else self._order.index(bucket) + 1
         unready = [each for each in self._order[:count] if self._left and self._left[each]]
         if missing := [slot.name for each in unready for slot in self._buckets[each].slots if slot not in self.sent]:
-            raise not_ready(missing)
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise StepStateError(
+                f"wait() was called before {missing[0]!r}{more} became ready: their buckets cannot be sent. Call ready() for "
+                "each tensor in every step."
+            )
         if self._left or others:
             with self._failures_named():
                 if bucket is None:
@@ -286,7 +290,10 @@ class Exchange:
         """By tensor, the runs of elements (first, end) that this rank sums in the reduce phase and gives in the gather phase, as
         they lie in memory. Raises PlanError for a plan without two phases."""
         check_two_phases(self._buckets, "own_shards")
-        return own_runs(self._buckets)
+        runs: dict[str, list[tuple[int, int]]] = {name: [] for name in self.slots}
+        for slot, low, high, _ in self.own_sums():
+            runs[slot.name].append((low - slot.offset, high - slot.offset))
+        return runs
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's step, plan and residuals, keys `rank{r}/...`; copies. Between steps."""
@@ -403,7 +410,14 @@ class Exchange:
     def exact_sums(self) -> list[torch.Tensor]:
         """This rank's shards of all means, after the reduce phase. Empty, on all ranks alike, where what is gathered may differ
         from them: a bucket is compressed, has no shards, or sums in another dtype than its tensors'."""
-        return exact_totals(self._buckets)
+        shards = []
+        for buffers in self._buckets:
+            plain = not buffers.bucket.main_spec.encodes
+            for chunk in buffers.chunks:
+                if not (plain and isinstance(chunk, TwoPhase) and chunk.total.dtype == buffers.flat.dtype):
+                    return []
+                shards.append(chunk.total)
+        return shards
 
     def residuals_replaced_in(self, other: "Exchange") -> Remembered:
         """What is kept for the buckets that the other exchange, made by `mixed_with` of this one, has not."""
@@ -460,7 +474,7 @@ class Exchange:
             return self._executor.await_result(other)
 
     def finish_quietly(self, *others: "Future[Any]") -> bool:
-        """Like `finish`, but raises nothing: a failure is the other ranks' or is known. Returns whether all went well."""
+        """Like `wait` for all, but raises nothing: a failure is the other ranks' or is known. Returns whether all went well."""
         try:
             self._executor.finish(others)
         except Exception:
@@ -1021,15 +1035,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and aligned and not (tensor.requires_grad or tensor.is_neg())
 
 
-def not_ready(names: Sequence[str]) -> StepStateError:
-    """The error of a wait for tensors of which these are not ready."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return StepStateError(
-        f"wait() was called before {names[0]!r}{more} became ready: their buckets cannot be sent. Call ready() for each "
-        "tensor in every step."
-    )
-
-
 # ---- the phases of buckets
 
 
@@ -1044,21 +1049,17 @@ def check_two_phases(buckets: Sequence[BucketBuffers], what: str) -> None:
 
 
 def share_memory(tasks_of_lanes: Sequence[Sequence[PhaseTask]], buckets: Sequence[BucketBuffers]) -> None:
-    """The pieces of a lane use the same memory for what they hold no longer than the lane works on them: residuals that are
+    """Let the pieces of a lane use the same memory for what they hold no longer than the lane works on them: residuals that are
     stored narrow, and the sums of pieces that lie apart."""
     for tasks in tasks_of_lanes:
-        _share_on_lane(tasks, buckets)
-
-
-def _share_on_lane(tasks: Sequence[PhaseTask], buckets: Sequence[BucketBuffers]) -> None:
-    pieces = [buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
-    share_scratch(memory for piece in pieces for memory in piece.memory)
-    at_once = [task for task, following in pairwise(tasks) if task[:2] == following[:2]]
-    sums = _sums_apart(buckets[task.bucket].chunks[task.chunk] for task in at_once)
-    if sums:
-        memory = torch.empty(max(each.total.numel() for each in sums), dtype=sums[0].total.dtype)
-        for each in sums:
-            each.share_total(memory)
+        pieces = [buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
+        share_scratch(memory for piece in pieces for memory in piece.memory)
+        at_once = [task for task, following in pairwise(tasks) if task[:2] == following[:2]]
+        sums = _sums_apart(buckets[task.bucket].chunks[task.chunk] for task in at_once)
+        if sums:
+            memory = torch.empty(max(each.total.numel() for each in sums), dtype=sums[0].total.dtype)
+            for each in sums:
+                each.share_total(memory)
 
 
 def part_totals(buckets: Sequence[BucketBuffers]) -> None:
@@ -1071,15 +1072,6 @@ def _sums_apart(schemes: Iterable[Scheme]) -> list[TwoPhase]:
     """The schemes whose gradients lie apart and whose own sum is not part of them."""
     two_phase = [each for each in schemes if isinstance(each, TwoPhase)]
     return [each for each in two_phase if each.piece.apart is not None and not each.in_place]
-
-
-def own_runs(buckets: Sequence[BucketBuffers]) -> dict[str, list[tuple[int, int]]]:
-    """See `Exchange.own_shards`."""
-    runs: dict[str, list[tuple[int, int]]] = {slot.name: [] for buffers in buckets for slot in buffers.slots}
-    for buffers in buckets:
-        for slot, low, high, _ in shards_of(buffers):
-            runs[slot.name].append((low - slot.offset, high - slot.offset))
-    return runs
 
 
 def put_back_shards(buffers: BucketBuffers, slot: Slot, tensor: torch.Tensor) -> None:
@@ -1097,18 +1089,6 @@ def take_shards(buffers: BucketBuffers, streams: Streams) -> None:
     for chunk in buffers.chunks:
         assert isinstance(chunk, (TwoPhase, ShardedSum))
         chunk.take_shard(streams)
-
-
-def exact_totals(buckets: Sequence[BucketBuffers]) -> list[torch.Tensor]:
-    """See `Exchange.exact_sums`."""
-    shards = []
-    for buffers in buckets:
-        plain = not buffers.bucket.main_spec.encodes
-        for chunk in buffers.chunks:
-            if not (plain and isinstance(chunk, TwoPhase) and chunk.total.dtype == buffers.flat.dtype):
-                return []
-            shards.append(chunk.total)
-    return shards
 
 
 def shards_of(buffers: BucketBuffers) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:

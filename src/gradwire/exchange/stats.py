@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,11 +114,11 @@ class Stats(ExchangeStats):
         return f"{super().__str__()}; the end of backward waits {self.exposed_us / 1e3:.2f} ms"
 
 
-class StepReport:
+class StepReport(NamedTuple):
     """What one step measured, in seconds."""
 
-    def __init__(self, meters: list[Meter], exposed_s: float) -> None:
-        self.meters, self.exposed_s = meters, exposed_s
+    meters: list[Meter]
+    exposed_s: float
 
     @property
     def codec_s(self) -> float:

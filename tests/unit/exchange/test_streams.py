@@ -40,7 +40,7 @@ class DeviceLanes(Lanes):
         self.data = [self.control]
         self._name, self.flight = "double", Flight(0, (0, 1), "double")
         self.failure = self._ended = self.running = self._heartbeats = None
-        self.mendable, self.observers = False, []
+        self.mendable, self.observers, self.value_observers = False, [], []
         self.offload = 0
 
 

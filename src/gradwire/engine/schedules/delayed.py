@@ -22,41 +22,143 @@ gradients, which the script's own and the flat buffers no longer share.
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
+import msgspec
 import torch
 
 from gradwire.core import Delayed, printable
 from gradwire.engine.buffers import BuffersBeside
 from gradwire.engine.control import BackwardState, RankReport, used_anywhere
-from gradwire.engine.leaving import told_to_all
-from gradwire.engine.reducer import Reducer
+from gradwire.engine.prepare import Prepared, check_one_optimizer
+from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
-from gradwire.engine.schedules.corrections import Corrections
-from gradwire.engine.schedules.launched import (
+from gradwire.engine.schedules.weights import (
     Launched,
+    TwoWeights,
     Update,
     by_bucket,
-    check_delayed,
-    check_gradients,
-    finish_quietly,
-    show_for_forward,
-)
-from gradwire.engine.schedules.weights import (
-    TwoWeights,
     check_local,
+    check_local_updates,
+    finish_quietly,
     has_local_update,
     local_moves,
+    show_for_forward,
 )
 from gradwire.engine.torch_hooks.hooks import ModelHook
+from gradwire.engine.torch_hooks.optimizer_step import Stepping, Whole, snapshot, step_later
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_at_once
-from gradwire.engine.torch_hooks.stepping import Stepping, Whole, snapshot, step_later
-from gradwire.errors import StepStateError
-from gradwire.exchange import CORRECTION, Exchange, Saved, StepReport, added_up, divided
+from gradwire.errors import PlanError, StepStateError
+from gradwire.exchange import CORRECTION, Exchange, Remembered, Saved, StepReport, added_up, divided, info_of
+from gradwire.plan import correction_plan, with_buckets
+
+
+class Corrections:
+    """Which buckets a step uses, and what becomes of residuals in corrections."""
+
+    def __init__(
+        self,
+        schedule: Delayed,
+        usual: Exchange,
+        parameters: Mapping[str, torch.nn.Parameter],
+        step: int,
+        before: "Corrections | None" = None,
+    ) -> None:
+        """Make the buckets of corrections, as they are in this step, beside the usual ones. What was remembered is kept."""
+        self.schedule = schedule
+        self._usual, self._parameters = usual, parameters
+        self._last: Exchange | None = None
+        """What ran the last step, if that is known."""
+        self._corrected: Exchange | None = None
+        self._made: dict[tuple[int, ...], Exchange] = {(): usual}
+        """What runs a step, by the buckets that it corrects."""
+        self._kept_back: dict[str, torch.Tensor] = {}
+        """What compressors remembered of corrected buckets before residuals were flushed into a step, until it counts."""
+        self._warming = warming = step < schedule.warmup_steps
+        self._everything = tuple(range(len(usual.numels)))
+        self._chosen_in = schedule.corrected(usual.compressed_bytes)
+        if schedule.k is None and not warming:
+            return
+        sent = msgspec.structs.replace(schedule, correction=None) if warming else schedule
+        plan = correction_plan(usual.plan, sent, [info_of(*item) for item in parameters.items()])
+        self._corrected = made = Exchange.on(usual.lanes, parameters, plan, step, usual.flats)
+        self._made[self._everything] = made
+        if before is not None and before._corrected is not None:
+            made.keep_residuals_of(before._corrected)
+
+    @property
+    def memory(self) -> Remembered | None:
+        """Of corrections, if there are any."""
+        return self._corrected.residuals if self._corrected is not None else None
+
+    @property
+    def correcting(self) -> tuple[Exchange | None, float]:
+        """The exchange of corrections, and the part of all steps after the warm-up that use each of them. None before there are
+        any."""
+        others = self._warming and self.schedule.correction is not None
+        if self._corrected is None or self.schedule.every is None or others:
+            return None, 0.0
+        return self._corrected, 1 / self.schedule.every
+
+    def at_step(self, step: int, keep: bool = False) -> "Corrections":
+        """These, or where they are others in that step, new ones. They remember nothing but what they are to `keep`."""
+        if not self.outdated(step):
+            return self
+        return Corrections(self.schedule, self._usual, self._parameters, step, self if keep else None)
+
+    def outdated(self, step: int) -> bool:
+        """Whether in this step the correction's spec is another one than in the step its buckets were made for, or in only one
+        of the two there are any."""
+        if (step < self.schedule.warmup_steps) != self._warming:
+            return self.schedule.correction is not None or self.schedule.k is None
+        return self._corrected is not None and self._corrected.outdated(step)
+
+    def exchange_of(self, step: int) -> Exchange:
+        """What runs a step: the usual buckets, but for those that the step corrects. The warm-up corrects all."""
+        count = step - self.schedule.warmup_steps
+        chosen = self._everything if count < 0 else self._chosen_in[count % len(self._chosen_in)]
+        if chosen not in self._made:
+            assert self._corrected is not None, "a step corrects, and nothing was made for it"
+            buckets = [
+                (self._corrected if index in chosen else self._usual).plan.buckets[index] for index in self._everything
+            ]
+            plan = with_buckets(self._usual.plan, buckets)
+            self._made[chosen] = self._usual.mixed_with(self._corrected, chosen, plan)
+        runs = self._made[chosen]
+        if runs is not self._last:
+            runs.take_turn()
+        self._last = runs
+        return runs
+
+    def add_residuals(self, exchange: Exchange, names: Iterable[str]) -> None:
+        """If corrections flush, add to these gradients what error feedback kept back of them, where their bucket is corrected in
+        this step, and forget it. See docs/papers/cd-sgd.md."""
+        if not self.schedule.flush or exchange is self._usual:
+            return
+        corrected = self._usual.residuals_replaced_in(exchange)
+        carried = corrected.carried()
+        self._kept_back = dict(carried)
+        for name in names:
+            slot = exchange.slots[name]
+            if (residual := carried.pop(f"residual/{name}", None)) is not None:
+                placed = slot.in_memory(residual)
+                exchange.flats[slot.bucket][slot.offset : slot.offset + placed.numel()] += placed
+        corrected.take_over(carried)
+
+    def landed(self, counts: bool, taken_back: bool = False) -> None:
+        """A step is over. If it does not count, residuals are what they were, but for those that are `taken_back`, with the
+        gradient that they were added to, into what corrections remember."""
+        if self._kept_back and self._last is not None and not counts:
+            theirs = set(self.memory.names()) if taken_back and self.memory is not None else set()
+            restored = {key: value for key, value in self._kept_back.items() if key.partition("/")[2] not in theirs}
+            corrected = self._usual.residuals_replaced_in(self._last)
+            corrected.take_over(corrected.carried() | restored)
+        self._kept_back = {}
+
 
 _BEHIND_S = 0.001
 """Whoever waits longer for an exchange computes faster than the wire sends."""
@@ -91,7 +193,10 @@ class DelayedSchedule:
         self._guard = SettleFirst(None, (), ModelHook(self, DelayedSchedule.settle))
         self._stepping = Stepping(job.optimizers[:1], self._step)
 
-    check_optimizers = staticmethod(check_delayed)
+    @staticmethod
+    def check_optimizers(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """See `ScheduleClass`."""
+        check_delayed(prepared, optimizers)
 
     def attach(self) -> None:
         reducer = self._reducer
@@ -361,3 +466,37 @@ class DelayedSchedule:
             else:
                 memory.take_over(memory.fitting(added_up(divided(each)[0] for each in saved.memory)))
         self._weights.take_local(local, saved.weights)
+
+
+def check_delayed(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises PlanError where the delayed schedule cannot run with these optimizers."""
+    schedule = prepared.plan.schedule
+    assert isinstance(schedule, Delayed)
+    check_one_optimizer(
+        optimizers,
+        prepared,
+        many="the delayed schedule updates all weights at once, a step later",
+        others="The delayed schedule updates a step later, with gradients that such tensors do not have any more",
+    )
+    owners = [spec for bucket in prepared.plan.buckets for spec in bucket.specs if spec.owns_momentum]
+    if owners and (schedule.k is not None or schedule.warmup_steps):
+        raise PlanError(
+            f"{owners[0]!r} sends gradients with momentum, and corrections and warm-up steps send them as they are. Use "
+            "gw.Delayed(k=None), or a spec without momentum."
+        )
+    if schedule.local_update and schedule.local_lr != 0 and schedule.local_step == "optimizer":
+        check_local_updates(optimizers)
+
+
+def check_gradients(parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Raises StepStateError for gradients that cannot be launched as they are."""
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise StepStateError(
+                f"the gradient of {name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
+            )
+    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        raise StepStateError(
+            f"a GradScaler lets this {type(optimizer).__name__} unscale gradients in its step, and the delayed schedule "
+            "sends them before. Make the optimizer with fused=False."
+        )

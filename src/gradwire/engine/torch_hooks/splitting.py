@@ -11,8 +11,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from gradwire.engine.torch_hooks.lazy_tensors import can_wait
-from gradwire.engine.torch_hooks.stepped import announce
-from gradwire.engine.torch_hooks.stepping import is_replaced, step_only
+from gradwire.engine.torch_hooks.optimizer_step import announce, is_replaced, step_only
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _STEPS = 3
