@@ -6,7 +6,7 @@ A step of an exchange:
 2. `ready` says that tensors hold this rank's values: one tensor by name, or places of a bucket that the caller has filled. A
    bucket with all its tensors ready goes to the lanes that have tasks of it. A lane does its tasks strictly in order and waits
    for the bucket of the next one; it never takes another because it happens to be ready.
-3. Tasks behind the gate, a position in the launch order, wait until `open_gate` or `wait`. Only plans whose gathers run beside
+3. Tasks behind the gate, a position in the launch order, wait until `open_gate` or `wait`. Only plans whose gathers run during
    the next forward have some.
 4. `wait` waits for a tensor, a bucket, or the whole step. A failure of a lane reaches whoever waits.
 
@@ -49,7 +49,7 @@ __all__ = ["Exchange"]
 
 T = TypeVar("T")
 _GIVE_UP, _OPEN = -1, -2
-"""What a lane may get in place of a bucket that is ready."""
+"""Signals that a lane may get in place of a bucket that is ready."""
 BOTH, REDUCE, GATHER = "both", "reduce", "gather"
 """The phases that a step runs."""
 
@@ -144,7 +144,7 @@ class Exchange:
         self._executor = Executor(plan, self._buckets, lanes)
         share_memory(self._executor.tasks, self._buckets)
         self.residuals = Remembered(self._buckets)
-        """What compressors keep from step to step, by tensor."""
+        """The tensors that compressors keep from step to step, by tensor."""
         self._order = list(dict.fromkeys(bucket for bucket, _ in plan.launch))
         """Buckets in the order in which lanes take them."""
         self.share = torch.tensor(1.0 / lanes.group.world_size, dtype=torch.float64, device="cpu")
@@ -157,7 +157,7 @@ class Exchange:
         self._sources: dict[str, torch.Tensor] = {}
         """The tensors that `wait` writes means to."""
         self.meters: list[Meter] = []
-        """What the lanes measured in the last step."""
+        """The times that the lanes measured in the last step."""
 
     def begin(self, phases: str = BOTH, step: int | None = None, buckets: Sequence[int] | None = None) -> None:
         """Begin a step.
@@ -287,7 +287,7 @@ class Exchange:
 
     @property
     def own_shards(self) -> dict[str, list[tuple[int, int]]]:
-        """By tensor, the runs of elements (first, end) that this rank sums in the reduce phase and gives in the gather phase, as
+        """The runs of elements (first, end) that this rank sums in the reduce phase and gives in the gather phase, by tensor, as
         they lie in memory. Raises PlanError for a plan without two phases."""
         check_two_phases(self._buckets, "own_shards")
         runs: dict[str, list[tuple[int, int]]] = {name: [] for name in self.slots}
@@ -325,12 +325,12 @@ class Exchange:
         self.step = saved.step
 
     def stats(self) -> ExchangeStats:
-        """What it did so far, on this rank."""
+        """Statistics of the steps so far, on this rank."""
         codec_us = 1e6 * sum(meter.codec_seconds for meter in self.meters)
         return ExchangeStats.of(self.step, self.bucket_stats(), self._buckets, codec_us)
 
     def bucket_stats(self, other: "Exchange | None" = None, part: float = 0.0) -> tuple[BucketStats, ...]:
-        """What each bucket holds and sends. `other` exchanges the same buckets in this part of all steps."""
+        """Statistics of each bucket. `other` exchanges the same buckets in this part of all steps."""
         others = other._buckets if other is not None else [None] * len(self._buckets)
         pairs = zip(self._buckets, others, strict=True)
         return tuple(BucketStats.of(usual, self.group.grid, each, part) for usual, each in pairs)
@@ -341,7 +341,7 @@ class Exchange:
 
     @contextmanager
     def recorded(self) -> Iterator["list[TaskTimes]"]:
-        """What the lanes do inside, task by task, in the order in which the tasks end: moments of time.perf_counter."""
+        """Yield the times of the tasks that the lanes do inside, in the order in which the tasks end."""
         times: list[TaskTimes] = []
         with self.lanes.observed(_KeepsTimes(times)):
             yield times
@@ -420,7 +420,7 @@ class Exchange:
         return shards
 
     def residuals_replaced_in(self, other: "Exchange") -> Remembered:
-        """What is kept for the buckets that the other exchange, made by `mixed_with` of this one, has not."""
+        """The residuals of the buckets that the other exchange, made by `mixed_with` of this one, replaces."""
         pairs = zip(self._buckets, other._buckets, strict=True)
         return Remembered([own for own, running in pairs if own is not running])
 
@@ -455,8 +455,8 @@ class Exchange:
 
     @property
     def last_task(self) -> "Future[Any] | None":
-        """Done with the last task of the step that runs, with None where a lane failed. None where tasks wait for the gate, and
-        where no step runs."""
+        """A future that completes with the last task of the step; its result is None if a lane failed. None if tasks wait for the
+        gate, or no step runs."""
         return self._executor.last_task
 
     def take_back(self, slot: Slot) -> None:
@@ -602,7 +602,7 @@ class TaskTimes(NamedTuple):
 
     task: PhaseTask
     option: tuple[str, ...]
-    """Of the task's bucket."""
+    """The option of the task's bucket."""
     began: float
     ended: float
     codec: list[tuple[float, float]]
@@ -628,10 +628,10 @@ class _Progress:
         """`tasks[b]` is the number of tasks of bucket b, `before_gate` that of tasks before the gate."""
         self.arrivals: list[queue.SimpleQueue[tuple[int, Mark]]] = [queue.SimpleQueue() for _ in range(lanes)]
         self.done: list[Future[list[Mark] | None]] = [Future() for _ in tasks]
-        """Of each bucket: where its tasks are in the streams; None when a lane failed. The error is the lane's alone: it holds
-        the frames it passed, and through them all this."""
+        """For each bucket, the marks of its tasks in the streams; None when a lane failed. The error is the lane's alone: it
+        holds the frames it passed, and through them all this."""
         self.at_gate: Future[list[Mark] | None] = Future()
-        """Of the tasks before the gate, as `done` is of a bucket's."""
+        """The marks of the tasks before the gate, as in `done`."""
         self.failed: Future[None] = Future()
         """Never done unless a lane fails."""
         self.has_failed = False
@@ -691,9 +691,9 @@ class _StepTasks(NamedTuple):
     """The tasks of a step that runs both phases, or one alone."""
 
     lists: list[list[_Planned]]
-    """Of each lane."""
+    """The tasks of each lane."""
     phases: list[dict[tuple[int, int], list[int]]]
-    """By lane and piece (bucket, chunk), the phases."""
+    """The phases of each piece (bucket, chunk), by lane."""
     counts: list[int]
     """How many each bucket has."""
     before_gate: int
@@ -714,7 +714,7 @@ class Executor:
             {lane for lane, tasks in enumerate(self.tasks) for task in tasks if task.bucket == bucket.index}
             for bucket in buckets
         ]
-        """By bucket, the lanes that have tasks of it."""
+        """The lanes that have tasks of each bucket."""
         self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
         pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
         self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=0), strict=False))
@@ -747,7 +747,7 @@ class Executor:
             future.add_done_callback(progress.lane_done)
 
     def _of_part(self, phases: str, buckets: tuple[int, ...]) -> _StepTasks:
-        """What a step that runs these phases of these buckets does."""
+        """The tasks of a step that runs these phases of these buckets."""
         if (phases, buckets) in self._parts:
             return self._parts[phases, buckets]
         words = [bucket.link_tasks for bucket in self.plan.buckets]
@@ -793,8 +793,7 @@ class Executor:
 
     @property
     def last_task(self) -> "Future[list[Mark] | None] | None":
-        """Of the step that runs, done with its last task: with None where a lane failed. None where tasks wait for the gate,
-        and where no step runs."""
+        """See `Exchange.last_task`."""
         return None if self._has_gate or not self._running else self.progress.at_gate
 
     def open_gate(self) -> None:
@@ -957,20 +956,20 @@ class Lent:
         self._runs: list[tuple[int, int]] = []
         """Begin and end of the memory of those that `lend` lent, ascending."""
         self._changed: list[torch.Tensor] = []
-        """Those of which autograd must know that they change."""
+        """Lent tensors of which autograd must know that they change."""
 
     def number(self, slot: Slot) -> int:
         """Where the tensor is among those of `lend_all`."""
         return self._at[slot.name]
 
     def of(self, slot: Slot) -> torch.Tensor:
-        """What was lent in this step, or the copy that stands for it."""
+        """The tensor that was lent in this step, or the copy that stands for it."""
         tensor = self.now(slot)
         assert tensor is not None, "nothing was lent"
         return tensor
 
     def now(self, slot: Slot) -> torch.Tensor | None:
-        """As `of`; None where nothing is lent yet, or any more."""
+        """Return what `of` returns, or None where nothing is lent yet, or any more."""
         return None if self.addresses is None else self.addresses.tensors[self._at[slot.name]]
 
     def lend(self, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
