@@ -1,4 +1,4 @@
-"""Rank 0's buffers for all ranks, before a forward as under DDP, or beside an exchange."""
+"""Buffers of rank 0 for all ranks: sent before a forward, as under DDP, or together with an exchange."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +14,13 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
 def shared_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """By name, without those that `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` names: experts that only
-    this rank has."""
+    """Yield parameters by name, without those that `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`
+    names: experts that only this rank has."""
     return _shared(model, model.named_parameters())
 
 
 def shared_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """As `shared_parameters`."""
+    """List the buffers, without those that `shared_parameters` leaves out."""
     return [buffer for _, buffer in _shared(model, model.named_buffers())]
 
 
@@ -96,7 +96,7 @@ class BufferCopy:
 
 
 class BuffersBeside:
-    """Rank 0's buffers for all ranks, as they are when an exchange begins, sent beside it."""
+    """Sends rank 0's buffers, as they are when an exchange begins, to all ranks while the exchange runs."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model, self._agreed = weakref.ref(model), ModelBuffers(model, device)

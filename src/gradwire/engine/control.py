@@ -26,7 +26,7 @@ _OWN_STEPS = 10
 
 
 class BackwardState(IntEnum):
-    """What became of a rank's backward."""
+    """The end of a rank's backward."""
 
     DONE = 0
     LEFT = 1
@@ -38,7 +38,7 @@ class BackwardState(IntEnum):
 
 
 class RankReport(NamedTuple):
-    """What one rank says at the end of a step."""
+    """The report of one rank at the end of a step."""
 
     step: int
     state: BackwardState
@@ -57,7 +57,7 @@ class RankReport(NamedTuple):
 
 
 class ControlExchange:
-    """What the ranks of one model tell each other, and what follows from it."""
+    """Exchanges reports between the ranks of one model, and decides what follows from them."""
 
     def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
         self._lanes, self._drift = lanes, DriftWatch(drift_check_steps)
@@ -73,17 +73,17 @@ class ControlExchange:
         self._names, self._weights = names, weights
 
     def report(self, step: int, state: BackwardState, came: int, used: Collection[int], weights: int = 0) -> RankReport:
-        """What this rank says. `used`: the indices of parameters."""
+        """The report of this rank. `used`: the indices of parameters."""
         bits = "".join("1" if index in used else "0" for index in reversed(range(len(self._names))))
         return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, int(bits, 2))
 
     def tell(
         self, step: int, state: BackwardState, came: int, used: Collection[int], after: "Future[Any] | None" = None
     ) -> "Future[list[RankReport]]":
-        """Tell all ranks how this rank's backward went, when `after` is done, and hear the same of them."""
+        """Send this rank's report to all ranks when `after` is done, and receive theirs."""
         weights = self._drift.digest(self._weights) if self._drift.due(step) else 0
         own = self.report(step, state, came, used, weights)
-        self.stepped = True  # a step that was left out is told once
+        self.stepped = True  # a step that was left out is reported once
         doing = self._lanes.flight.doing("control exchange")
 
         def exchange(link: Link) -> list[RankReport]:
@@ -103,7 +103,7 @@ class ControlExchange:
         return why_void(reports, self._lanes.group.global_ranks, len(self._names))
 
     def check_drift(self, reports: Sequence[RankReport], step: int) -> None:
-        """Raises DisagreementError if ranks told different checksums of their weights. Collective then."""
+        """Raises DisagreementError if ranks reported different checksums of their weights. Collective then."""
         if len({report.weights for report in reports if report.state is BackwardState.DONE}) < 2:
             return
         lanes = self._lanes
@@ -238,7 +238,7 @@ class DriftWatch:
         return int.from_bytes(hashlib.blake2b(self.packed(), digest_size=8).digest(), "little")
 
     def difference(self, packed: Mapping[int, bytes], names: Sequence[str], step: int) -> str:
-        """What differs, in words. `packed`: what `packed()` gave on each rank that trained, by global rank."""
+        """The difference, in words. `packed`: what `packed()` gave on each rank that trained, by global rank."""
         words = self._words()
         sums = {rank: words.unpack(raw) for rank, raw in packed.items()}
         first, *others = sums

@@ -23,7 +23,7 @@ class BucketMemory:
         self._ours = list({id(tensor): tensor for tensor in ours}.values())
         self.flat = self._ours[0]
         self._handed: dict[int, torch.Tensor] = {}
-        """What the script got and has not taken leave of, by id."""
+        """Tensors that the script got and still holds, by id."""
         self._storage = self.flat.untyped_storage()
         self._uses = self._count()
 
@@ -63,10 +63,10 @@ class Gradient:
         self.handed: torch.Tensor | None = None
         """The `grad` of the last step, whose memory is the slot's."""
         self.stand_in: torch.Tensor | None = None
-        """What scripts get as `grad` where no rank holds the whole sum."""
+        """The tensor that scripts get as `grad` where no rank holds the whole sum."""
 
     def hand_out(self) -> torch.Tensor:
-        """What becomes the parameter's `grad`: the stand-in, or else a tensor in the slot. That is a tensor of its own and no
+        """Return the parameter's next `grad`: the stand-in, or else a tensor in the slot. That is a tensor of its own and no
         view: scripts may give it other memory, or detach it."""
         if self.stand_in is not None:
             return self.stand_in
@@ -83,7 +83,7 @@ class Gradient:
             self.memory.leave_to_script()
 
     def let_go(self, grad: torch.Tensor | None) -> bool:
-        """As `take_over`, but for `leave_to_script`, which must follow before anything is written if this returns True."""
+        """Do what `take_over` does but for `leave_to_script`, which must follow before any write if this returns True."""
         if self.handed is None or self.handed is grad:
             return False
         alone = _references(self) == _ALONE + 1  # the memory refers to it too
@@ -102,8 +102,8 @@ class Gradient:
         return there and handed.stride() == self._strides and not in_a_graph and not vars(handed)
 
     def settle(self, parameter: torch.nn.Parameter, own: torch.Tensor | None, used_anywhere: bool) -> None:
-        """Of a parameter without a gradient in this backward: `grad` becomes the mean, or where no rank used the parameter what
-        it was, `own`."""
+        """Set the `grad` of a parameter without a gradient in this backward to the mean. If no rank used the parameter, restore
+        `own`."""
         if used_anywhere:
             parameter.grad = self.hand_out()
         elif own is not None and parameter.grad is self.handed:
@@ -123,18 +123,18 @@ class LentGradient:
 
     @property
     def handed(self) -> torch.Tensor | None:
-        """What is lent at present."""
+        """The tensor that is lent at present."""
         return self._lent.now(self.slot)
 
     def hand_out(self) -> torch.Tensor:
-        """What becomes the parameter's `grad`: what was lent."""
+        """Return the parameter's next `grad`: the tensor that was lent."""
         return self._lent.of(self.slot)
 
     def take_over(self, grad: torch.Tensor | None) -> None:
         """Nothing of the last step is written."""
 
     def settle(self, parameter: torch.nn.Parameter, own: torch.Tensor | None, used_anywhere: bool) -> None:
-        """As of `Gradient`. A copy of `own` was lent, so `grad` is what it was."""
+        """See `Gradient.settle`. A copy of `own` was lent, so `grad` is what it was."""
         if used_anywhere:
             parameter.grad = self.hand_out()
 
@@ -218,7 +218,7 @@ AnyRun: TypeAlias = Run | LentRun
 
 
 def gradients_of(exchange: Exchange, names: Sequence[str]) -> tuple[list[AnyGradient], list[AnyRun]]:
-    """Those of these parameters, in order, and the runs of all buckets."""
+    """The gradients of these parameters, in order, and the runs of all buckets."""
     index_of = {name: index for index, name in enumerate(names)}
     by_index: dict[int, AnyGradient] = {}
     runs: list[AnyRun] = []
@@ -279,10 +279,10 @@ def _base_uses() -> int:
 
 
 _BASE_USES = _base_uses()
-"""What is counted for a tensor that nothing but a view of it refers to."""
+"""The count for a tensor that nothing but a view of it refers to."""
 _EMPTY = torch.UntypedStorage(0)
 _USES_ALONE = _storage_uses(_EMPTY._cdata) + 1
-"""What is counted for a storage that one tensor uses."""
+"""The count for a storage that one tensor uses."""
 
 
 def _references(holder: Any) -> int:
@@ -295,4 +295,4 @@ class _Holder:
 
 
 _ALONE = _references(_Holder())
-"""What is counted when nobody else refers to it; versions of Python differ."""
+"""The count when nobody else refers to it; versions of Python differ."""

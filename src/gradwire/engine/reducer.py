@@ -58,24 +58,24 @@ class StepState(Enum):
 
 
 class Observer:
-    """What is told of a reducer's steps. Register it with `Reducer.observe`, which does not keep it alive."""
+    """Sees the steps of a reducer. Register it with `Reducer.observers.add`, which does not keep it alive."""
 
     def begins(self) -> None:
         """The first gradient of a step came; nothing is sent yet."""
 
     def finished(self, exposed_s: float) -> None:
-        """A step counts, at the end of its backward, where `exposed_s` seconds were waited for it. The newest observer is told
+        """A step counts, at the end of its backward, where `exposed_s` seconds were waited for it. The newest observer is called
         first."""
 
     def idle(self) -> None:
-        """All observers were told that the step is finished."""
+        """All observers know that the step is finished."""
 
     def measured(self, report: StepReport) -> None:
         """The lanes are done with a step: where steps overlap, when the next one has begun."""
 
 
 class Observers:
-    """Those of one reducer, the newest first. They are not kept alive."""
+    """The observers of one reducer, the newest first. They are not kept alive."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[Observer]] = []
@@ -86,11 +86,11 @@ class Observers:
                 yield observer
 
     def add(self, observer: Observer) -> None:
-        """Tell it of steps, before all others."""
+        """Call it in every step, before all others."""
         self._references.insert(0, weakref.ref(observer))
 
     def remove(self, observer: Observer) -> None:
-        """Tell it no more."""
+        """Call it no more."""
         self._references = [reference for reference in self._references if reference() not in (observer, None)]
 
     def begins(self) -> None:
@@ -144,7 +144,7 @@ class Reducer:
     def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
         self.lanes, self.group = lanes, lanes.group
         self.control = ControlExchange(lanes, drift_check_steps)
-        """What ranks tell each other at the end of a step."""
+        """The exchange of reports at the end of a step."""
         self.step = 0
         """Steps so far: the number of the next one, or of the one that runs."""
         self.synchronise = True
@@ -204,7 +204,7 @@ class Reducer:
         self.exchange = self.running = exchange
         self.control.plan = int(exchange.plan.digest()[:16], 16)
         self.slots: list[Slot] = [exchange.slots[name] for name in self.names]
-        """Of the parameters, in the exchange of the step that runs, or ran last."""
+        """The places of the parameters, in the exchange of the step that runs, or ran last."""
         if others:
             sends = self.schedule.traits.sends_in_backward
             self.gradients, self._runs = gradients_of(exchange, self.names) if sends else ([], [])
@@ -417,8 +417,8 @@ class Reducer:
             gradient.settle(parameter, missing.own, missing.used_anywhere)
 
     def tell(self, state: BackwardState) -> "Future[list[RankReport]]":
-        """Tell all ranks how this rank's backward went, and hear the same of them. A rank tells after its lanes' last task: a
-        step counts on all ranks or none."""
+        """Send this rank's report to all ranks, and receive theirs. A rank reports after its lanes' last task: a step counts on
+        all ranks or none."""
         self._used.update(self.arrivals.came)
         self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
         after = self.running.last_task

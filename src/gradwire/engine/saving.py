@@ -1,4 +1,4 @@
-"""What a session saves, and how it takes up what another one saved."""
+"""The state of a session: how it is saved, and how another session loads it."""
 
 import hashlib
 import json
@@ -195,7 +195,7 @@ def _check_schedule(session: Session, saved: Saved, extra: Mapping[str, torch.Te
 
 
 def _decided(session: Session) -> dict[str, torch.Tensor]:
-    """What a state keeps of a plan that nothing but this run knows."""
+    """The fields of a state for a plan that nothing but this run knows."""
     if session.driver is None:
         return {}
     kept = {"decided": torch.frombuffer(bytearray(session.plan.to_json(None).encode()), dtype=torch.uint8)}

@@ -80,7 +80,7 @@ class FirstGradient:
 
 
 def compiled(model: torch.nn.Module) -> bool:
-    """Whether torch.compile made this module, or was told to compile it in place."""
+    """Whether torch.compile made this module, or was asked to compile it in place."""
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
@@ -93,9 +93,9 @@ class ScriptWatch:
         self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, str]] = (
             weakref.WeakKeyDictionary()
         )
-        """By optimizer: its groups, how often the reducer was given parameters, and the name of one that it steps, or ''."""
+        """For each optimizer: its groups, how often the reducer got parameters, and the name of one that it steps, or ''."""
         self._loss_scale: float | None = None
-        """Of the last step whose loss a GradScaler scaled."""
+        """The scale of the last step whose loss a GradScaler scaled."""
         hear(self)
         watch_scalers()
 
@@ -158,7 +158,7 @@ class Driver(Protocol):
         ...
 
     def recorded(self) -> Any:
-        """What was decided last, as the `Decision` of a recorded run."""
+        """The last decision, as the `Decision` of a recorded run."""
         ...
 
     def refuses(self, plan: Plan, own: Plan) -> str:
@@ -179,11 +179,11 @@ class FirstDriver(Driver, Protocol):
 
     @property
     def later_specs(self) -> Sequence[Spec]:
-        """Specs that may run when something is decided, beside those of the first policy."""
+        """Specs that may run when something is decided, in addition to those of the first policy."""
         ...
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
-        """What runs on so many ranks until something is decided."""
+        """The policy that runs on so many ranks until something is decided."""
         ...
 
 
@@ -219,7 +219,7 @@ class Session(Observer):
         self.driver: Driver | None = None
         """Who decides what is run; None where the user chose the plan."""
         self.reports: deque[StepReport] = deque(maxlen=100)
-        """Of the last steps."""
+        """The reports of the last steps."""
         self.first_gradient = FirstGradient()
         self.began_s: float | None = None
         """When the first training forward since the last step's end began (time.perf_counter)."""
@@ -257,7 +257,7 @@ class Session(Observer):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that `parallelize` was given and that are still there."""
+        """The optimizers that `parallelize` was given and that are still there."""
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def settle(self) -> None:
@@ -327,7 +327,7 @@ class Session(Observer):
             hook.remove()
         if self.driver is not None:
             self.driver.detached()
-        with suppress(GradwireError):  # what failed before was told then
+        with suppress(GradwireError):  # a failure of the past was raised then
             self.settle()
         self.reducer.detach()
         self.lanes.stop()
@@ -372,7 +372,7 @@ class Session(Observer):
         self._broadcast(shared_tensors(model), "rank 0's parameters and buffers after a change")
 
     def _synchronise(self, model: torch.nn.Module, prepared: Prepared) -> None:
-        """From now on these parameters."""
+        """Synchronise these parameters from now on."""
         self.parameters, self.tensors, self.policy = prepared.parameters, prepared.tensors, prepared.policy
         self._owned = {id(parameter) for parameter in prepared.parameters.values()}
         # of a policy's plan: the guess that gradients come in the reverse order of registration
@@ -383,7 +383,7 @@ class Session(Observer):
 
     @property
     def device(self) -> torch.device:
-        """Of all gradients."""
+        """The device of all gradients."""
         return self.exchange.flats[0].device
 
     # ---- after a step
@@ -415,7 +415,7 @@ class Session(Observer):
         if plan != self.plan:
             self.change_to(plan)
 
-    # ---- what ranks do together beside gradients
+    # ---- what ranks do together, apart from gradients
 
     def _broadcast(self, tensors: list[torch.Tensor], what: str, root: int = 0) -> None:
         """Give all ranks the values of one rank of the group."""
@@ -459,7 +459,7 @@ class Session(Observer):
         self._buffers.due = self.reducer.synchronise and not self.reducer.control.joining
 
     def begins(self) -> None:
-        """In join(), ranks without a batch send buffers before each step. If no training forward of the model has sent them here
+        """Ranks without a batch in join() send buffers before each step. If no training forward of the model has sent them here
         (the script trains in eval mode, or calls parts of the model), send them now. Residuals take up a new loss scale."""
         if self.reducer.control.joining and self._buffers.due:
             self._broadcast_buffers(self._model())

@@ -4,18 +4,18 @@ W(i) are the global weights that hold all updates through step i-1, L(i) a rank'
 docs/papers/cd-sgd.md):
 
 1. A training forward computes on L(i), and backward leaves this rank's own gradient g(i) in `grad`. Nothing is sent.
-2. `optimizer.step()` lands step i-1: it waits for that exchange, and the optimizer makes W(i) of the mean, with the values that
+2. `optimizer.step()` ends step i-1: it waits for that exchange, and the optimizer makes W(i) of the mean, with the values that
    its groups had when the script stepped it. It also launches step i: g(i) is copied to the flat buffers and the lanes begin.
    If it had to wait, both go bucket by bucket, where the optimizer allows: a wire that is behind does not wait for all of the
    optimizer's work. Last L(i+1) = W(i) - local_lr * g(i).
-3. Whoever looks at the weights before the next training forward lands step i too and sees W(i+1). That only waits, and
+3. Whoever looks at the weights before the next training forward ends step i too and sees W(i+1). That only waits, and
    changes nothing: L(i+1) is put back by the next training forward.
 
 Warm-up steps (with `warmup_lands=False` all but the last) and all steps without local update land at once. A corrected bucket has
 schemes of its own, with the correction's spec (none in the warm-up) in the same flat buffer. Which buckets a step corrects
 follows from its number and the plan. Gradients of the next step cannot overwrite what is being sent: only step 2 writes there.
 
-Beside the `backward` schedule it needs one more copy of the weights (two while a script looks at them), and one of the
+Compared with the `backward` schedule it needs one more copy of the weights (two while a script looks at them), and one of the
 gradients, which the script's own and the flat buffers no longer share.
 """
 
@@ -68,16 +68,16 @@ class Corrections:
         step: int,
         before: "Corrections | None" = None,
     ) -> None:
-        """Make the buckets of corrections, as they are in this step, beside the usual ones. What was remembered is kept."""
+        """Make the buckets of corrections, as they are in this step, in addition to the usual ones. Residuals are kept."""
         self.schedule = schedule
         self._usual, self._parameters = usual, parameters
         self._last: Exchange | None = None
-        """What ran the last step, if that is known."""
+        """The exchange that ran the last step, if that is known."""
         self._corrected: Exchange | None = None
         self._made: dict[tuple[int, ...], Exchange] = {(): usual}
-        """What runs a step, by the buckets that it corrects."""
+        """The exchange that runs a step, by the buckets that it corrects."""
         self._kept_back: dict[str, torch.Tensor] = {}
-        """What compressors remembered of corrected buckets before residuals were flushed into a step, until it counts."""
+        """The memory of corrected buckets before residuals were flushed into a step, until the step counts."""
         self._warming = warming = step < schedule.warmup_steps
         self._everything = tuple(range(len(usual.numels)))
         self._chosen_in = schedule.corrected(usual.compressed_bytes)
@@ -92,7 +92,7 @@ class Corrections:
 
     @property
     def memory(self) -> Remembered | None:
-        """Of corrections, if there are any."""
+        """The residuals of corrections, if there are any."""
         return self._corrected.residuals if self._corrected is not None else None
 
     @property
@@ -105,7 +105,7 @@ class Corrections:
         return self._corrected, 1 / self.schedule.every
 
     def at_step(self, step: int, keep: bool = False) -> "Corrections":
-        """These, or where they are others in that step, new ones. They remember nothing but what they are to `keep`."""
+        """Return these corrections, or new ones if that step has others. New ones have residuals only with `keep`."""
         if not self.outdated(step):
             return self
         return Corrections(self.schedule, self._usual, self._parameters, step, self if keep else None)
@@ -118,7 +118,7 @@ class Corrections:
         return self._corrected is not None and self._corrected.outdated(step)
 
     def exchange_of(self, step: int) -> Exchange:
-        """What runs a step: the usual buckets, but for those that the step corrects. The warm-up corrects all."""
+        """The exchange that runs a step: the usual buckets, but for those that the step corrects. The warm-up corrects all."""
         count = step - self.schedule.warmup_steps
         chosen = self._everything if count < 0 else self._chosen_in[count % len(self._chosen_in)]
         if chosen not in self._made:
@@ -177,15 +177,15 @@ class DelayedSchedule:
         self._due: dict[int, torch.Tensor | None] = {}
         """Means that arrived, by parameter, and of which the optimizer has not made W yet."""
         self._update: Update | None = None
-        """What makes W of them."""
+        """The function that makes W of them."""
         self._waited_s = 0.0
         """For the exchange of the last step."""
         self._landed: tuple[list[RankReport], float] | None = None
-        """Of the last step, until the next `optimizer.step()`: what ranks told, and the seconds that were waited for it."""
+        """The reports of the last step, and the seconds that were waited for it, until the next `optimizer.step()`."""
         self._between = False
         """Whether a step landed, and the next one, whose gradients are there, is not launched yet."""
         self._last_act: Callable[[], None] | None = None
-        """What `when_idle` was given meanwhile."""
+        """The function that `when_idle` was given meanwhile."""
         self._by_name: dict[str, torch.nn.Parameter] = {}
         self._watched = -1
         """Which of the reducer's parameters these are."""
@@ -251,7 +251,7 @@ class DelayedSchedule:
     @partial(told_to_all, script_steps=True)
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
-        """What the script's `optimizer.step()` does."""
+        """Do the work of the script's `optimizer.step()`."""
         self._reducer.lanes.check()
         check_gradients(self._by_name, optimizer)
         parameters = list(self._by_name.values())
@@ -283,7 +283,7 @@ class DelayedSchedule:
             act()
 
     def _change_now(self) -> None:
-        """What `when_idle` put off, if anything: nothing is under way then."""
+        """Call the function that `when_idle` put off, if there is one: nothing is under way then."""
         if self._last_act is not None and self._landed is not None:
             act, self._last_act = self._last_act, None
             self._reducer.control.check_drift(self._landed[0], self._reducer.step)
@@ -300,10 +300,8 @@ class DelayedSchedule:
     def before_reset(self) -> None:
         """After a step that this rank left in the middle, all ranks forget that step and go on with the next one."""
         with suppress(StepStateError):
-            self.settle()  # this rank may not have heard yet that a step is void
-            if (
-                self._weights.computing and self._reducer.lanes.failure is None
-            ):  # else all ranks have heard of it already
+            self.settle()  # this rank may not know yet that a step is void
+            if self._weights.computing and self._reducer.lanes.failure is None:  # else all ranks know it already
                 self.send_nothing(BackwardState.LEFT)
                 for parameter in self._by_name.values():
                     parameter.grad = None
@@ -379,7 +377,7 @@ class DelayedSchedule:
             return
         launched, start = self._under_way[0], time.perf_counter()
         try:
-            # all hear of a step that some left only when the next one is computed, and go on
+            # all learn of a step that some left only when the next one is computed, and go on
             reports = self._reducer.hear(launched.told, self.on_end, leaving_is_void=False)
         except BaseException:
             self._of_corrections.landed(counts=False)

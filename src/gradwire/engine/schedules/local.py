@@ -5,12 +5,12 @@ W are the global weights, the same on all ranks. L are a rank's own, on which it
 1. The script's optimizer steps L by this rank's own gradients. Nothing is sent.
 2. After every H-th local step an exchange begins, a step of the reducer: the outer gradients W - L are copied to the flat
    buffers, and the lanes average them with the plan's specs. With several fragments each has its own time in the period.
-3. `delay` local steps later the exchange lands: the outer optimizer has made W of the mean, and L takes up W.
+3. `delay` local steps later the exchange ends: the outer optimizer has made W of the mean, and L takes up W.
 4. Whoever looks at the weights in between sees W. That waits for an exchange under way, and changes nothing: the next training
    forward, or the next step, puts L back.
 
-Beside the `backward` schedule it needs one more copy of the weights (two while a script looks at them), one of the gradients,
-and the outer optimizer's momentum.
+Compared with the `backward` schedule it needs one more copy of the weights (two while a script looks at them), one of the
+gradients, and the outer optimizer's momentum.
 """
 
 import time
@@ -58,9 +58,9 @@ class LocalSchedule:
         self._under_way: list[Launched] = []
         """At most one."""
         self._arrived: tuple[list[RankReport], float] | None = None
-        """Of an exchange that has arrived and not landed: what ranks told, and the seconds that were waited for it."""
+        """The reports of an exchange that has arrived and whose W is not in L yet, and the seconds that were waited for it."""
         self._lands_after: int | None = None
-        """The local steps after which the last exchange lands, if it has not."""
+        """The local steps after which L takes up the W of the last exchange, if it has not."""
         self._landing: list[int] = []
         """The parameters of the last exchange."""
         self._by_name: dict[str, torch.nn.Parameter] = {}
@@ -71,7 +71,7 @@ class LocalSchedule:
         self._counting = False
         """Whether a step is being counted: torch goes through the hooks of an optimizer, of which none may be removed."""
         self._put_off: Callable[[], None] | None = None
-        """What `when_idle` was given meanwhile."""
+        """The function that `when_idle` was given meanwhile."""
         self._guard = SettleFirst(None, (), ModelHook(self, LocalSchedule.settle))
         before, after = ModelHook(self, LocalSchedule._before_step), ModelHook(self, LocalSchedule._after_step)
         self._hooks = [optimizer.register_step_pre_hook(before) for optimizer in job.optimizers]
@@ -312,7 +312,7 @@ class LocalSchedule:
         self._reducer.observers.measured(StepReport(self._reducer.running.meters, exposed))
 
     def _land(self) -> None:
-        """The last exchange lands, on all ranks after the same local step: L takes up its W. The parameters hold L."""
+        """End the last exchange, on all ranks after the same local step: L takes up its W. The parameters hold L."""
         self._arrive()
         self._lands_after = None
         parameters = list(self._by_name.values())
@@ -347,7 +347,7 @@ class LocalSchedule:
         return self._weights.state() | momenta | fields
 
     def _due_to_land(self, exchanges: int) -> int:
-        """The local steps after which the last of so many exchanges lands, unless it lands earlier; 0 where there was none."""
+        """The local steps after which L takes up the W of the last of so many exchanges, at the latest; 0 without one."""
         return self._data.begins_after(exchanges - 1) + self._data.delay if exchanges else 0
 
     def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The `pipelined` schedule (DeAR): reduce phases in backward, gather phases beside the next forward.
+"""The `pipelined` schedule (DeAR): reduce phases in backward, gather phases during the next forward.
 
 A step in this schedule:
 1. backward. Lanes run the reduce phases as buckets become ready. At its end the gate opens, and the lanes run the gather
@@ -40,7 +40,7 @@ from gradwire.transport import Link, transfer
 
 
 class Gathers:
-    """What is under way between two steps. Nothing here launches an exchange: what is waited for comes, whichever rank waits."""
+    """The gathers under way between two steps. Nothing here launches an exchange: a gather comes, whichever rank waits."""
 
     def __init__(self, reducer: Reducer, model: torch.nn.Module, arrived: Callable[[int], None]) -> None:
         """`arrived`, a bound method, is called for each bucket when its tasks are done; its owner is not kept alive."""
@@ -154,7 +154,7 @@ class _LaterStep:
     whole: Callable[[], Any]
     groups: Groups
     parameters: "dict[int, list[_Due]]"
-    """Those still to be stepped, by bucket."""
+    """Parameters that are still to be stepped, by bucket."""
 
 
 _Due = tuple[torch.nn.Parameter, torch.Tensor]
@@ -162,7 +162,7 @@ _Due = tuple[torch.nn.Parameter, torch.Tensor]
 
 
 class PipelinedSchedule:
-    """Reduce phases in backward, gather phases beside the next forward."""
+    """Runs reduce phases in backward, and gather phases during the next forward."""
 
     traits = Traits(lanes_busy_between_steps=True, acts_before_gradients=True)
 
@@ -170,11 +170,11 @@ class PipelinedSchedule:
         self._reducer, self._gathers = reducer, Gathers(reducer, job.model, self._arrived)
         self._model, self._compiled_before = weakref.ref(job.model), job.compiled_before
         self._not_used: dict[int, list[Missing]] = defaultdict(list)
-        """By bucket, parameters that no rank used."""
+        """Parameters that no rank used, by bucket."""
         self._later_steps: list[_LaterStep] = []
         self._said: set[str] = set()
         self._scale: float | None = None
-        """What gradients that are under way are multiplied with when they are there; None: as they are, and not clipped yet."""
+        """The factor of gradients that are under way, applied when they arrive; None: not clipped yet."""
         self._all_used = False
         """Whether in the last step every parameter was used on some rank."""
         self._stepping = Stepping(job.optimizers, self._step_asked_for)
@@ -212,7 +212,7 @@ class PipelinedSchedule:
         settle_before_backward(self, outputs)
 
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """What is accumulated into must be there. Usually it is: forward waited for it, or there is no gradient."""
+        """Wait for the tensor that is accumulated into. Usually it is there: forward waited for it, or there is no gradient."""
         self.settle()
 
     def on_begin(self) -> None:
@@ -297,7 +297,7 @@ class PipelinedSchedule:
 
     @torch.no_grad()
     def _clip_by_shards(self, max_norm: float) -> torch.Tensor | None:
-        """By the norm of the shards of all ranks, as soon as all reduce phases are done. Collective where buckets are not
+        """Clip by the norm of the shards of all ranks, as soon as all reduce phases are done. Collective where buckets are not
         compressed and all parameters were used: what all ranks know alike. Where on any rank a script has seen gradients of
         this step, and may have changed them, nothing is done."""
         reducer, gathers = self._reducer, self._gathers
@@ -331,7 +331,7 @@ class PipelinedSchedule:
 
     @told_to_all
     def _settle_bucket(self, bucket: int) -> None:
-        """As `Gathers.settle_bucket`. Tensors that wait keep the schedule alive by it."""
+        """See `Gathers.settle_bucket`. Tensors that wait keep the schedule alive by it."""
         self._gathers.settle_bucket(bucket)
 
     def _arrived(self, bucket: int) -> None:
@@ -402,5 +402,5 @@ def _joined(norms: list[torch.Tensor], power: float) -> torch.Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What gradients of this norm are multiplied with, as by torch.nn.utils.clip_grad_norm_: at most 1, and NaN for NaN."""
+    """The factor of gradients of this norm, as in torch.nn.utils.clip_grad_norm_: at most 1, and NaN for NaN."""
     return float((max_norm / (torch.tensor(norm, dtype=torch.float64) + 1e-6)).clamp(max=1.0))

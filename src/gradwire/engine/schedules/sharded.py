@@ -5,10 +5,10 @@ A step in this schedule:
 1. backward. Lanes run the reduce phases. At its end the gate stays shut. What scripts find in `grad` is a stand-in, which says
    when it is used that no rank holds the whole mean gradient.
 2. `optimizer.step()` waits for the reduce phases, steps this rank's shards, opens the gate and returns.
-3. Lanes gather the stepped parameters beside the next forward. Whoever first uses a parameter waits for its bucket.
+3. Lanes gather the stepped parameters during the next forward. Whoever first uses a parameter waits for its bucket.
 4. The next backward waits for all buckets before it begins. Where the script left out `step()`, it opens the gate first: shards
    are then gathered as they were. So a rank that leaves it out alone keeps the others waiting no longer than until its next
-   backward, at whose end all hear of it and raise.
+   backward, at whose end all learn of it and raise.
 """
 
 import json
@@ -62,7 +62,7 @@ class ShardedSchedule:
         self._exchange: weakref.ref[Exchange] | None = None
         """The one whose shards these are."""
         self._step_is_due = False
-        """From the end of a backward to the script's `optimizer.step()`: lanes wait at the gate."""
+        """Whether a backward has ended and the script's `optimizer.step()` has not come: lanes wait at the gate."""
         self._left_out = False
         """Whether the script left out the step whose shards are gathered."""
         self._said: set[str] = set()
@@ -385,7 +385,7 @@ def _refuse_to_show_gradient(name: str) -> NoReturn:
 
 
 State = Mapping[str, Any]
-"""What an optimizer keeps of one parameter."""
+"""The state that an optimizer keeps of one parameter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -393,7 +393,7 @@ class Shard:
     """A run of a parameter's elements."""
 
     index: int
-    """Of the parameter."""
+    """The index of the parameter."""
     first: int
     """The first element."""
     weight: torch.nn.Parameter
@@ -403,13 +403,13 @@ class Shard:
 
 
 class _Entry(NamedTuple):
-    """What a rank tells of one value of its optimizer's state."""
+    """The facts of one value of a rank's optimizer state."""
 
     parameter: int
     first: int
     key: str
     dtype: str
-    """Of a tensor; '' for a plain value."""
+    """The dtype of a tensor; '' for a plain value."""
     numel: int
     """Elements of a shard's tensor; 0 for one number that all shards of a parameter have alike."""
     value: Any

@@ -35,30 +35,30 @@ class TwoWeights:
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], keeps_writes: bool = False) -> None:
-        """By name. `keeps_writes`: what a script writes into L stays in L."""
+        """parameters: by name. `keeps_writes`: what a script writes into L stays in L."""
         self._keeps_writes = keeps_writes
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._versions: list[int] = []
-        """Of the parameters when they came to hold L."""
+        """The versions of the parameters when they came to hold L."""
         self._warned = False
         self._global = [_same_memory(parameter).copy_(parameter.detach()) for parameter in self._parameters]
         self._home: list[torch.Tensor] | None = None
         """The parameters' own memory while they are lent some."""
         self._local: list[torch.Tensor] | None = None
         self._global_sums: list[int] | None = None
-        """Of L that was loaded: checksums of the W that it belongs to."""
+        """Checksums of the W to which the loaded L belongs."""
         self._show_global = True
         self.computing = False
-        """From the training forward of a step to its `optimizer.step()`."""
+        """Whether a training forward has begun whose `optimizer.step()` has not come."""
 
     @property
     def copies(self) -> list[torch.Tensor]:
-        """What holds W while the parameters hold L: always the same tensors."""
+        """The tensors that hold W while the parameters hold L: always the same ones."""
         return self._global
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights beside the parameters now."""
+        """Bytes of the weights in addition to the parameters now."""
         return sum(weight.nbytes for weight in [*self._global, *(self._local or ())])
 
     @property
@@ -367,7 +367,7 @@ _MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, Callable[[dict[str, Any],
     torch.optim.RMSprop: ("square_avg", _of_rmsprop),
     torch.optim.Adagrad: ("sum", _of_adagrad),
 }
-"""Without which key an optimizer has no estimates yet, and what they count."""
+"""State keys whose absence means that the optimizer has no estimates yet, and the step counter behind each."""
 
 
 Update = Callable[[Sequence[torch.nn.Parameter]], None]
@@ -376,13 +376,13 @@ Update = Callable[[Sequence[torch.nn.Parameter]], None]
 
 @dataclass
 class Launched:
-    """What is known of it until it lands."""
+    """An exchange under way, until its means are used."""
 
     exchange: Exchange
     state: BackwardState
     told: "Future[list[RankReport]]"
     sending: "list[Future[Mark]]"
-    """Of the broadcast of buffers, if there are any."""
+    """Futures of the broadcast of buffers, if there are any."""
     update: Update | None
     """Steps them in the optimizer, with the values that its groups had when the script did."""
 

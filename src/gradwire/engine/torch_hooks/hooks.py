@@ -42,7 +42,7 @@ class ModelHook:
 
 
 class Patch(ABC):
-    """What stands in an instance's `__dict__` for one of its methods."""
+    """A stand-in for a method, in the `__dict__` of an instance."""
 
     @abstractmethod
     def before_copy(self) -> None:
@@ -74,7 +74,7 @@ class Arrivals:
         self.last_ones: list[int] = []
         """The gradient of each run that comes last in the plan's order, or all gradients. Their nodes have a hook too."""
         self.heard: set[int] = set()
-        """Those of them whose nodes called it."""
+        """Gradients among `last_ones` whose nodes called their hook."""
         self.awaited = False
         """Whether a training forward began whose backward would send, and no step began since."""
         self._run_of: dict[int, int] = {}
@@ -201,14 +201,14 @@ def _act_on(
     made: Any,
     accumulated: tuple[torch.Tensor | None, ...],
 ) -> None:
-    """With what the node accumulated, too."""
+    """Call `act` with the tensor that the node accumulated, too."""
     living, parameter = owner(), reference()
     if living is not None and parameter is not None:
         act(living, index, parameter, accumulated[0])
 
 
 def leave_hooks_behind(model: torch.nn.Module) -> None:
-    """From now on copies and pickles of modules of this class are without ModelHooks and Patches."""
+    """Let copies and pickles of modules of this class be without ModelHooks and Patches from now on."""
     if is_parametrized(model):
         return  # its class is its own and would be kept with it; torch refuses to pickle it, and in copies hooks do nothing
     reduce = copyreg.dispatch_table.get(type(model))
@@ -217,7 +217,7 @@ def leave_hooks_behind(model: torch.nn.Module) -> None:
 
 
 class _CopyReducer:
-    """What the class's own reducer returns, without our hooks."""
+    """Returns the result of the class's own reducer, without our hooks."""
 
     def __init__(self, before: Callable[[Any], Any] | None) -> None:
         self._before = before
@@ -299,7 +299,7 @@ def scale_of_this_backward() -> float | None:
 
 
 def watch_scalers() -> None:
-    """From now on backwards from scaled losses are known."""
+    """Keep track of backwards from scaled losses from now on."""
     plain = torch.amp.GradScaler.scale
     if hasattr(plain, "_gradwire"):
         return

@@ -15,7 +15,7 @@ from gradwire.errors import StepStateError
 
 
 class Hearer(Protocol):
-    """Who is told."""
+    """Is called before each step."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """A script asks for a step, which has not begun."""
@@ -62,7 +62,7 @@ Whole = Callable[[], Any]
 
 
 class Stepping:
-    """From now on `optimizer.step()` of each of these calls `act(optimizer, whole)`, until `remove()`.
+    """Lets `optimizer.step()` of each of these call `act(optimizer, whole)`, until `remove()`.
 
     What it returns is what the script gets; `whole()` is the step as it was before. Works with learning-rate schedulers,
     which stand before `step` themselves, made earlier or later, and with several of its kind. Keeps neither the owner of
@@ -177,8 +177,8 @@ def step_only(
 def step_later(
     optimizer: torch.optim.Optimizer, whole: Whole, groups: Groups, parameters: Collection[torch.nn.Parameter]
 ) -> None:
-    """As `step_only`, for a whole step that the script asked for when the groups had these values. Values that the step writes
-    into its groups, such as a count of steps, are written into the optimizer's own groups."""
+    """Do what `step_only` does, for a whole step that the script asked for when the groups had these values. Values that the
+    step writes into its groups, such as a count of steps, are written into the optimizer's own groups."""
     parts = _parts(groups, parameters, keep_empty=True)
     before = [_copied(part) for part in parts]
     _step_parts(optimizer, whole, [part for part in parts if part["params"]])
