@@ -19,6 +19,9 @@ from interpreters import Interpreters
 from threads import Threads
 from worlds import Worlds
 
+from gradwire.testbed import namespaces, permission_problem
+from gradwire.testbed.namespaces import needs_user_namespace
+
 # on a busy machine an example of microseconds takes a second now and then
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
@@ -224,3 +227,20 @@ def interpreter() -> Iterator[triton_processes.Interpreter]:
 def compiler() -> Iterator[triton_processes.Compiler]:
     with triton_processes.compiler() as made:
         yield made
+
+
+def _why_no_network() -> str | None:
+    problem = permission_problem()
+    if problem is None and needs_user_namespace():
+        return "not root: run pytest under `unshare -Urnm --map-root-user` with a tmpfs on /run"
+    return problem
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """For tests that make namespaces: skip where none can be made, and see that none of this process stays."""
+    reason = _why_no_network()
+    if reason is not None:
+        pytest.skip(f"no network namespaces here: {reason}")
+    yield
+    assert namespaces.existing(f"gradwire-{namespaces.this_owner()}-") == []

@@ -68,7 +68,7 @@ def keep_only(part: str, exchange: Exchange) -> None:
 
     Raises StepStateError with the name of a bucket without two phases.
     """
-    for buffers in exchange.buckets:
+    for buffers in exchange._buckets:
         for chunk in buffers.chunks:
             if not isinstance(chunk, TwoPhase):
                 raise StepStateError(
@@ -86,16 +86,16 @@ def exchange_alone(exchange: Exchange, number: int) -> None:
     """
     if number % SUMS_IN_A_ROW == 0:
         generator = torch.Generator().manual_seed(number)
-        for buffers in exchange.buckets:
+        for buffers in exchange._buckets:
             buffers.flat.normal_(generator=generator)
-        exchange.lent.give_back()
+        exchange._lent.give_back()
         for slot in exchange.slots.values():
             if slot.apart:
-                exchange.lent.lend(slot, slot.empty().normal_(generator=generator))
-    exchange.executor.start()
-    for bucket in range(len(exchange.buckets)):
-        exchange.executor.ready(bucket)
-    exchange.executor.finish()
+                exchange._lent.lend(slot, slot.empty().normal_(generator=generator))
+    exchange._executor.start()
+    for bucket in range(len(exchange._buckets)):
+        exchange._executor.ready(bucket)
+    exchange._executor.finish()
 
 
 class PartOfStep(Gradwire):

@@ -6,7 +6,6 @@ and a class with a method for each event of a step.
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from gradwire.engine.control import RankReport
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.exchange import StepReport
+from gradwire.transport import LanesObserver
 
 __all__ = ["AtEnd", "AtEndSchedule"]
 
@@ -31,6 +31,12 @@ class AtEnd(Schedule, frozen=True, tag="atend"):
         return True
 
 
+class HoldsBuckets(LanesObserver):
+    """While it is registered the lanes get the buckets when the last one is ready."""
+
+    holds = True
+
+
 class AtEndSchedule:
     """Runs steps with the schedule `AtEnd`."""
 
@@ -38,7 +44,7 @@ class AtEndSchedule:
 
     def __init__(self, reducer: Reducer, schedule: AtEnd, job: TrainingJob) -> None:
         self._reducer = reducer
-        self._meters: list[Any] = []
+        self._holder = HoldsBuckets()
 
     def attach(self) -> None:
         """Nothing depends on the buckets."""
@@ -50,24 +56,23 @@ class AtEndSchedule:
         """Nothing is under way."""
 
     def on_begin(self) -> None:
-        # the lanes get the buckets when the last one is ready
-        self._reducer.lanes.hold = True
+        self._reducer.lanes.observe(self._holder)
         self._reducer.begin(self._reducer.exchange)
 
     def on_end(self, told: "Future[list[RankReport]]") -> None:
-        self._reducer.lanes.hold = False
-        self._meters = self._reducer.running.finish(told)
+        self._reducer.lanes.observe(self._holder, on=False)
+        self._reducer.running.wait(others=[told])
 
     def on_closed(self, closed: Closed) -> None:
         for missing in closed.missing:
             self._reducer.settle_missing(missing)
-        self._reducer.observers.measured(StepReport(self._meters, closed.exposed_s))
+        self._reducer.observers.measured(StepReport(self._reducer.running.meters, closed.exposed_s))
 
     def settle(self) -> None:
         """Nothing is under way."""
 
     def let_go(self) -> Callable[[], None]:
-        return self._reducer.exchange.executor.give_up
+        return self._reducer.exchange.give_up
 
     def detach(self) -> None:
-        self._reducer.lanes.hold = False
+        self._reducer.lanes.observe(self._holder, on=False)

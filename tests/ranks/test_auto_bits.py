@@ -487,7 +487,7 @@ def telescoped() -> list[float]:
         for total, gradient, parameter in zip(totals, gradients, model.parameters(), strict=True):
             total += gradient / 2 - parameter.grad / 2
     assert len(handle.decisions) == 2 and len(set(handle.decision.bits.values())) > 1
-    kept = handle.session.exchange.memory.carried()
+    kept = handle.session.exchange.residuals.carried()
     off = []
     for (name, _), total, scale in zip(model.named_parameters(), totals, SCALES, strict=True):
         left = total.reshape(-1) - kept.get(f"residual/{name}", 0.0)

@@ -129,9 +129,9 @@ def owe() -> tuple[list[float], bool, bool]:
         if number and number % 2 == 0:
             policy = plans[number // 2 % len(plans)]
             handle.session.change_to(handle.session.plan_of(policy))
-            saved = handle.session.exchange.memory.state()
-            handle.session.exchange.memory.check(saved)
-            handle.session.exchange.memory.load(saved)
+            saved = handle.session.exchange.residuals.state()
+            handle.session.exchange.residuals.check(saved)
+            handle.session.exchange.residuals.load(saved)
             owed |= any(key.startswith("residual/left/") for key in saved)
         model.zero_grad()
         model(model.random_gradients(rank, number)).backward()

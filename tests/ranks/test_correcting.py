@@ -60,7 +60,7 @@ def chosen(spec: gw.Spec) -> tuple[list[tuple[int, int, float]], Any, float]:
 
     def by_hand(session: Any) -> Any:
         found = usual(session)
-        state = handle.session.exchange.memory.state()
+        state = handle.session.exchange.residuals.state()
         own = sum(float(v.double().square().sum()) for key, v in state.items() if key.startswith("residual/"))
         gradients = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None) / 4
         both: list[Any] = [None, None]

@@ -43,7 +43,7 @@ def step_with_a_flip(plan: Any, phase: int, wired: bool, at_step: int) -> tuple[
         model.zero_grad()
         before = digest(model.parameters())
         if step == at_step and sends and wired:
-            (reduce,), *_ = handle.session.exchange.buckets[0].chunks[0].phases
+            (reduce,), *_ = handle.session.exchange._buckets[0].chunks[0].phases
             between.flip_at = 16 + 5 + (16 + reduce.sent[1].nbytes if phase else 0)
         elif step == at_step and sends:
             link.backend.at_part = phase

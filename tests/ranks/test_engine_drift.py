@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from worlds import Given, Worlds
 
 import gradwire as gw
-from gradwire.engine.drift import DriftWatch, checksums
+from gradwire.engine.control import DriftWatch, checksums
 
 
 def train(steps: int, every: int, spoil_at: int | None, dtype: torch.dtype) -> str | None:

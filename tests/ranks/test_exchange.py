@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from itertools import cycle, islice
+from itertools import cycle, groupby, islice
 from typing import Any
 
 import pytest
@@ -15,7 +15,9 @@ import gradwire as gw
 from gradwire.core.collectives import COLLECTIVES
 from gradwire.core.specs import example_specs
 from gradwire.core.tensors import TensorInfo
+from gradwire.exchange import Slot, TaskTimes
 from gradwire.exchange.plans import info_of
+from gradwire.transport import LanesObserver
 
 SHAPES = list(islice(cycle([(1,), (7,), (123,), (3, 5), (40, 11), (130,), (1, 1), (2, 3, 4), (513,), (33, 9)]), 100))
 DTYPES = list(islice(cycle([torch.float32, torch.bfloat16, torch.float16]), 100))
@@ -166,7 +168,7 @@ def owed_residual() -> tuple[bool, bool]:
     rank, own = here.rank, {"m": torch.zeros(40, 40), "v": torch.zeros(40)}
     exchange = exchange_of(own, plan=gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2))))
     assert len(exchange.plan.buckets) == 1
-    exchange.memory.take_over({"residual/v": torch.full((40,), float(rank + 1))})
+    exchange.residuals.take_over({"residual/v": torch.full((40,), float(rank + 1))})
     saved = exchange.state_dict()
     exchange.average_()
     once = torch.equal(own["v"], torch.full((40,), 3.0)) and not own["m"].any()
@@ -214,6 +216,61 @@ def test_tensors_may_come_in_any_order_and_be_waited_for_one_by_one(ranks: int, 
     told = threads.run(ranks, piecemeal)
     assert all(each["equal"] and each["words"][:2] == [2, True] for each in told)
     assert len({each["bits"] for each in told}) == 1
+
+
+class Watches(LanesObserver):
+    """Keeps the names that are sent, and the times of tasks."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.times: list[TaskTimes] = []
+
+    def task_times(self) -> list[TaskTimes]:
+        return self.times
+
+    def sends(self, slot: Slot, values: torch.Tensor) -> None:
+        self.names.append(slot.name)
+
+
+def whole_buckets(spec: gw.Spec) -> tuple[list[bool], list[list[int]], int]:
+    """For each step, whether a caller that counts steps and fills whole buckets gets the means of `average_`; what two observers
+    saw of the second and of the last two steps; and the number of the last step."""
+    policy, names = gw.Uniform(spec, bucket_bytes=4000, chunk_bytes=2000), [f"t{at}" for at in range(0, 30, 3)]
+    by_name, by_place = (exchange_of({n: t for n, t in tensors(0, 0).items() if n in names}, policy) for _ in range(2))
+    alike, seen = [], [Watches(), Watches()]
+    for step in range(STEPS):
+        given = {name: tensor for name, tensor in tensors(step, here.rank).items() if name in names}
+        means = {name: tensor.clone() for name, tensor in given.items()}
+        by_name.average_(means)
+        by_place.lanes.observe(seen[0], on=step == 1)
+        by_place.lanes.observe(seen[1], on=step > 0)
+        by_place.begin(step=step)
+        slots = sorted(by_place.slots.values(), key=lambda slot: slot.bucket)
+        for bucket, of_bucket in groupby(slots, key=lambda slot: slot.bucket):
+            filled = list(of_bucket)
+            for slot in filled:
+                by_place.place(slot, given[slot.name])
+            by_place.ready(filled)
+            by_place.wait(bucket)
+        by_place.wait()
+        found = {slot.name: by_place._lent.of(slot) if slot.apart else slot.view for slot in slots}
+        alike.append(all(torch.equal(found[name], means[name]) for name in names))
+        by_place.release()
+    counts = [[len(each.names), len(each.times)] for each in seen]
+    last = by_place.step
+    for exchange in (by_name, by_place):
+        exchange.close()
+    return alike, counts, last
+
+
+@pytest.mark.parametrize("spec", [gw.Identity(), gw.ErrorFeedback(gw.QSGD(bits=4))], ids=repr)
+def test_a_caller_may_count_steps_and_fill_whole_buckets_and_observers_do_not_meet(
+    threads: Threads, spec: gw.Spec
+) -> None:
+    for alike, ((names, tasks), (names_of_two, tasks_of_two)), last in threads.run(2, whole_buckets, spec):
+        assert alike == [True] * STEPS
+        assert (names, names_of_two) == (10, 20) and tasks > 0 and tasks_of_two == 2 * tasks
+        assert last == STEPS - 1
 
 
 def by_phases(spec: gw.Spec, schedule: str) -> list[bool]:

@@ -71,7 +71,7 @@ def test_ranks_whose_elements_lie_in_another_order_are_told(worlds: Worlds) -> N
 
 def unsent(handle: gw.Handle) -> dict[str, torch.Tensor]:
     """Of all ranks."""
-    total = {key: value.clone() for key, value in handle.session.exchange.memory.carried().items()}
+    total = {key: value.clone() for key, value in handle.session.exchange.residuals.carried().items()}
     for value in total.values():
         dist.all_reduce(value)
     return total
@@ -180,7 +180,7 @@ def void_correction(feedback: bool) -> list[float]:
     handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)), schedule=schedule))
 
     def unsent() -> torch.Tensor:
-        usual, corrected = handle.session.exchange.memory, handle.session.schedule._corrections.memory  # type: ignore[attr-defined]
+        usual, corrected = handle.session.exchange.residuals, handle.session.schedule._corrections.memory  # type: ignore[attr-defined]
         total = torch.zeros(600)
         for memory in (usual, corrected):
             for key, value in memory.carried().items() if memory is not None else ():

@@ -195,7 +195,7 @@ def test_a_codec_on_the_host_gives_the_same_bytes(residual_dtype: str) -> None:
             ranks.step(step, [gradients(rank, step) for rank in range(4)])
         assert torch.equal(plain.results()[1], hosted.results()[1])
     for a, b in zip(plain.ranks, hosted.ranks, strict=True):
-        assert digest(a.memory.state().values()) == digest(b.memory.state().values())
+        assert digest(a.residuals.state().values()) == digest(b.residuals.state().values())
 
 
 # ---- what is remembered
@@ -238,7 +238,7 @@ def test_nodes_store_what_they_lose_alike_in_the_same_bits(tasks: str, residual_
         assert all(torch.equal(result, results[0]) for result in results)
         given, received = given + true_mean(4, step), received + results[0].double()
     assert float((received + ranks.held_back() - given).norm() / given.norm()) < LOST[residual_dtype][1]
-    states = [rank.memory.state() for rank in ranks.ranks]
+    states = [rank.residuals.state() for rank in ranks.ranks]
     copies = [(rank, key) for rank in (2, 3) for key in states[rank] if key.startswith("residual_copy/")]
     assert any(states[rank][key].any() for rank, key in copies)
     for rank, key in copies:
@@ -259,7 +259,7 @@ def test_no_two_encodes_or_stores_draw_the_same_random_numbers() -> None:
 def test_narrow_residuals_of_options_are_small(tasks: str, residual_dtype: str, part: float) -> None:
     def nbytes(dtype: str) -> int:
         ranks = Ranks(plan_for(tasks.split(), SPEC, (50_003,), residual_dtype=dtype), TWO_BY_TWO, (50_003,))
-        return sum(held.nbytes for rank in ranks.ranks for held in rank.memory.held())
+        return sum(held.nbytes for rank in ranks.ranks for held in rank.residuals.held())
 
     assert nbytes(residual_dtype) < part * nbytes("float32")
 
@@ -281,14 +281,14 @@ def test_nothing_is_lost_from_one_option_to_another(before: str, after: str, res
     received[: old.sizes[0]] = 0.0
     new, same = (Ranks(new_plan, TWO_BY_TWO) for _ in range(2))
     for one, other in zip(old.ranks, new.ranks, strict=True):
-        carried, expected = one.memory.carried(), added_up([one.memory.state()])
+        carried, expected = one.residuals.carried(), added_up([one.residuals.state()])
         assert carried.keys() == expected.keys()
         assert all(torch.equal(carried[key], expected[key]) for key in carried)
-        other.memory.take_over(carried)
+        other.residuals.take_over(carried)
     assert float((received + new.held_back() - given).norm() / given.norm()) < most
     for one, other in zip(new.ranks, same.ranks, strict=True):
-        other.memory.check(one.memory.state())
-        other.memory.load(one.memory.state())
+        other.residuals.check(one.residuals.state())
+        other.residuals.load(one.residuals.state())
     for ranks in (new, same):
         for step in (1, 2):
             ranks.step(step, [gradients(rank, step) for rank in range(4)])

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
+from gradwire.engine.torch_hooks.optimizer_step import Stepping, is_replaced
 from gradwire.engine.torch_hooks.splitting import elementwise, splits, why_whole
-from gradwire.engine.torch_hooks.stepping import Stepping, is_replaced
 
 EXACT = gw.Identity()
 
@@ -206,7 +206,7 @@ def correct_with_power_sgd(resumed: bool) -> tuple[list[int], str]:
             optimizer.step()
             handle.flush()
             corrected = handle.session.schedule._corrections._corrected  # type: ignore[attr-defined]
-            sent.append(sum(sum(chunk.bytes_to) for bucket in corrected.executor.buckets for chunk in bucket.chunks))
+            sent.append(sum(sum(chunk.bytes_to) for bucket in corrected._buckets for chunk in bucket.chunks))
 
     steps(range(9))
     if resumed:

@@ -74,7 +74,7 @@ def alone() -> tuple[float, str]:
     executor = handle.session.reducer.running
     exchange_alone(executor, 0)
     exchange_alone(executor, 1)
-    flats = [buffers.flat for buffers in executor.buckets]
+    flats = [buffers.flat for buffers in executor._buckets]
     generator = torch.Generator().manual_seed(0)
     wrong = max((4 * torch.empty_like(flat).normal_(generator=generator) - flat).abs().max().item() for flat in flats)
     handle.detach()

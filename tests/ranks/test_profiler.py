@@ -25,12 +25,12 @@ from gradwire.core.specs import Spec
 from gradwire.costs.fit import fit_points
 from gradwire.costs.prices import time_at
 from gradwire.errors import FormatError, PlanError, StepStateError
-from gradwire.exchange.executor import Executor
+from gradwire.exchange.exchange import Executor
 from gradwire.profiler import links
 from gradwire.profiler.links import measure_links, measured_links
 from gradwire.profiler.model import launch_time_us, model_times, slowest
 from gradwire.sim.simulator import Simulator
-from gradwire.transport import Grid
+from gradwire.transport import Grid, LanesObserver
 
 
 @pytest.fixture(scope="module")
@@ -233,16 +233,20 @@ def test_a_plan_made_anew_in_the_warm_up_is_profiled(worlds: Worlds, tmp_path: P
 def test_an_executor_that_holds_hands_over_all_buckets_when_the_last_is_ready() -> None:
     streams = SimpleNamespace(mark=lambda: None)
     lane = SimpleNamespace(link=SimpleNamespace(streams=streams), submit=lambda job: Future())
-    lanes = SimpleNamespace(data=[lane, lane], offload=0, hold=False, times=None)
-    plan = SimpleNamespace(launch=((0, "allreduce"), (1, "allreduce")), gate=2, buckets=())
+    lanes = SimpleNamespace(data=[lane, lane], offload=0, observers=[LanesObserver()])
+    plan = SimpleNamespace(
+        launch=((0, "allreduce"), (1, "allreduce")),
+        gate=2,
+        buckets=[SimpleNamespace(option=(), link_tasks=("allreduce",))] * 2,
+    )
     buckets = [SimpleNamespace(index=i, chunks=[SimpleNamespace(exchanges=1)]) for i in range(2)]
     executor = Executor(plan, buckets, lanes)
     for hold, counts in ((True, ([0, 0], [1, 1])), (False, ([1, 0], [1, 1]))):
-        lanes.hold = hold
+        lanes.holds = hold
         executor.start()
         for bucket, count in enumerate(counts):
             executor.ready(bucket)
-            told = [arrivals.qsize() for arrivals in executor._progress.arrivals]
+            told = [arrivals.qsize() for arrivals in executor.progress.arrivals]
             assert told == count, "a lane hears of the buckets that it has tasks of"
 
 

@@ -12,7 +12,7 @@ from worlds import Worlds, digest, seeded
 
 import gradwire as gw
 from gradwire.errors import StepStateError
-from gradwire.exchange.executor import PhaseTask, TaskTimes
+from gradwire.exchange.exchange import PhaseTask, TaskTimes
 from gradwire.record.recording import Watched
 from gradwire.record.run import Run
 from gradwire.record.timeline import Moments, measured_timeline

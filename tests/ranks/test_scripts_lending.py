@@ -65,7 +65,7 @@ def test_the_bits_are_those_of_buckets(
             ranks.step(step, [[g.to(of) for g in gradients(rank, step)] for rank in range(world_size)])
         copied, lent = (ranks.results() for ranks in made)
         assert all(torch.equal(each, other) for each, other in zip(copied, lent, strict=True))
-        states = [[rank.memory.state() for rank in ranks.ranks] for ranks in made]
+        states = [[rank.residuals.state() for rank in ranks.ranks] for ranks in made]
         for mine, theirs in zip(*states, strict=True):
             assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
@@ -328,7 +328,7 @@ def average_in_place() -> str:
     copying.average_()
     wrong += "other bits " * any(not torch.equal(tensors[name], each) for name, each in expected.items())
     wrong += "no version " * any(t._version == v for t, v in zip(tensors.values(), versions, strict=True))
-    wrong += "held " * bool(exchange.lent.begins)
+    wrong += "held " * bool(exchange._lent.begins)
     overlapping = {"low": whole[:501], "high": whole[400:899], "weight": tensors["weight"]}
     apart = {name: tensor.detach().clone() for name, tensor in overlapping.items()}
     exchange.average_(overlapping)

@@ -103,7 +103,7 @@ def sent_in_steps(schedule: gw.Delayed) -> tuple[list[set[str]], list[int], list
         running = handle.session.reducer.running
         corrected = [not bucket.main_spec.encodes for bucket in running.plan.buckets]
         found.append({n for b, c in zip(running.plan.buckets, corrected, strict=True) if c for n in b.tensors})
-        nbytes.append(sum(sum(chunk.bytes_to) for each in running.buckets for chunk in each.chunks))
+        nbytes.append(sum(sum(chunk.bytes_to) for each in running._buckets for chunk in each.chunks))
     plan, told = handle.plan, handle.stats().wire_bytes
     handle.detach()
     return found, nbytes, dealt_out(plan, schedule.period), told
@@ -190,7 +190,7 @@ def lanes_of_scratch() -> list[list[set[int]]]:
     for step in range(9):
         step_on(model, optimizer, range(step, step + 1))
         running = handle.session.reducer.running
-        pieces = [[running.buckets[t.bucket].chunks[t.chunk] for t in tasks] for tasks in running.executor.tasks]
+        pieces = [[running._buckets[t.bucket].chunks[t.chunk] for t in tasks] for tasks in running._executor.tasks]
         found.append([{id(m._scratch) for piece in lane for m in piece.memory} for lane in pieces])
     handle.detach()
     return found
@@ -215,7 +215,7 @@ def void_step(flush: bool, feedback: bool) -> tuple[float, float, int]:
     )
 
     def unsent() -> torch.Tensor:
-        memories = handle.session.exchange.memory, handle.session.schedule._corrections.memory  # type: ignore[attr-defined]
+        memories = handle.session.exchange.residuals, handle.session.schedule._corrections.memory  # type: ignore[attr-defined]
         found = []
         for name, parameter in model.named_parameters():
             total = torch.zeros(parameter.numel())
@@ -236,7 +236,7 @@ def void_step(flush: bool, feedback: bool) -> tuple[float, float, int]:
             optimizer.step()
             handle.flush()
     running, usual = handle.session.reducer.running, handle.session.exchange
-    corrected = sum(a is not b for a, b in zip(running.buckets, usual.buckets, strict=True))
+    corrected = sum(a is not b for a, b in zip(running._buckets, usual._buckets, strict=True))
     off = unsent() - before
     here.add_up(off)
     handle.detach()

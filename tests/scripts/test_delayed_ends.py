@@ -320,7 +320,7 @@ handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.QSGD(), schedule="d
 for step in range(3):
     if step == 2 and ending == "slow":
         handle.flush()
-        for bucket in handle.session.exchange.buckets if rank == 1 else ():
+        for bucket in handle.session.exchange._buckets if rank == 1 else ():
             for chunk in bucket.chunks:
                 chunk.run = lambda phase, *a, run=chunk.run: (time.sleep(1.2 * phase), run(phase, *a))
     model(torch.ones(4, 100)).square().mean().backward()

@@ -98,7 +98,7 @@ class Held:
     def __init__(self, handle: gw.Handle) -> None:
         self.may_go = threading.Event()
         self.phases: list[int] = []
-        for bucket in handle.session.exchange.buckets:
+        for bucket in handle.session.exchange._buckets:
             for chunk in bucket.chunks:
                 chunk.run = self._held(chunk.run)  # type: ignore[method-assign]
 
@@ -248,7 +248,7 @@ handle = gw.parallelize(model, optimizer, plan=plan)
 for step in range(3):
     if step == 2 and ending == "slow":
         handle.flush()
-        for bucket in handle.session.exchange.buckets if rank == 1 else ():
+        for bucket in handle.session.exchange._buckets if rank == 1 else ():
             for chunk in bucket.chunks:
                 chunk.run = lambda phase, *a, run=chunk.run: (time.sleep(1.2 * phase), run(phase, *a))
     model(torch.ones(4, 100)).square().mean().backward()

@@ -96,16 +96,16 @@ class Ranks:
     @property
     def buckets(self) -> list[BucketBuffers]:
         """The bucket of each rank."""
-        return [rank.buckets[0] for rank in self.ranks]
+        return [rank._buckets[0] for rank in self.ranks]
 
     def step(self, step: int, given: Sequence[Sequence[torch.Tensor]]) -> list[FakeLink]:
         """Exchange what each rank gives; the means are in `results()` then."""
         for rank, own in zip(self.ranks, given, strict=True):
             rank.random[0][:, :, 1] = step
-            rank.lent.give_back()
-            for slot, gradient in zip(rank.buckets[0].slots, own, strict=True):
+            rank._lent.give_back()
+            for slot, gradient in zip(rank._buckets[0].slots, own, strict=True):
                 if slot.apart:
-                    rank.lent.lend(slot, gradient.clone())
+                    rank._lent.lend(slot, gradient.clone())
                 else:
                     torch.mul(gradient, 1.0 / self.world_size, out=slot.view)
         sent = []
@@ -118,16 +118,16 @@ class Ranks:
         """The sum of all that ranks have not sent yet, in float64."""
         total = torch.zeros(sum(self.sizes), dtype=torch.float64)
         for rank in self.ranks:
-            for key, value in rank.memory.state().items():
+            for key, value in rank.residuals.state().items():
                 if key.startswith("residual/"):
-                    slot = next(slot for slot in rank.buckets[0].slots if slot.name == key.split("/")[2])
+                    slot = next(slot for slot in rank._buckets[0].slots if slot.name == key.split("/")[2])
                     total[slot.offset : slot.offset + value.numel()] += value.double()
         return total
 
     def results(self) -> list[torch.Tensor]:
         """The contents of each rank's bucket, or of the gradients that were lent."""
         return [
-            torch.cat([rank.lent.of(slot) for slot in bucket.slots]) if bucket.slots[0].apart else bucket.flat
+            torch.cat([rank._lent.of(slot) for slot in bucket.slots]) if bucket.slots[0].apart else bucket.flat
             for bucket, rank in zip(self.buckets, self.ranks, strict=True)
         ]
 

@@ -297,6 +297,36 @@ def test_no_private_attribute_of_another_package_is_used() -> None:
     assert not wrong
 
 
+INSIDE = {"executor", "lent", "memory", "buckets", *("_executor", "_lent", "_buckets")}
+HOLDS_AN_EXCHANGE = {"exchange", "running", "usual", "corrected", *("_exchange", "_usual", "_corrected")}
+
+
+def reaches_into_exchanges(tree: ast.AST) -> list[int]:
+    """The lines that ask a variable or attribute with the name of an exchange for a part of its inside."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in INSIDE
+        and getattr(node.value, "attr", getattr(node.value, "id", "")) in HOLDS_AN_EXCHANGE
+    ]
+
+
+def test_nobody_reaches_into_an_exchange() -> None:
+    wrong = {
+        f"{module}:{line}"
+        for module in MODULES
+        if room_of(module) != "exchange"
+        for line in reaches_into_exchanges(parse(module))
+    }
+    assert not wrong, "ask the exchange itself"
+    bad = (
+        "reducer.running.executor.finish()\nexchange._lent\nself._exchange.buckets[0]\nsession.exchange.memory.state()"
+    )
+    assert sorted(reaches_into_exchanges(ast.parse(bad))) == [1, 2, 3, 4]
+    assert reaches_into_exchanges(ast.parse("stats.memory\nplan.buckets\nexchange.plan.buckets\nself._buckets")) == []
+
+
 SCHEDULES = (
     "Backward",
     "Pipelined",

@@ -19,9 +19,6 @@ PRIVATE = re.compile(
 )
 NAMES = re.compile(r"`[^`]*`")
 
-NOT_YET = {"engine", "exchange"}
-"""Packages that still have findings."""
-
 
 def package_of(path: Path) -> str:
     """The first folder under gradwire, or the module's own name; kernels/reference is a package of its own."""
@@ -63,14 +60,9 @@ def findings() -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("package", sorted({package_of(path) for path in PACKAGE.rglob("*.py")} - NOT_YET))
+@pytest.mark.parametrize("package", sorted({package_of(path) for path in PACKAGE.rglob("*.py")}))
 def test_prose_of_package(package):
     assert not findings()[package], "\n".join(["reword:", *findings()[package]])
-
-
-def test_not_yet_has_only_packages_with_findings():
-    clean = sorted(package for package in NOT_YET if not findings().get(package))
-    assert not clean, f"remove from NOT_YET: {', '.join(clean)}"
 
 
 SAMPLE = '''

@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
-from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -24,12 +23,11 @@ from gradwire.engine import (
     state_of,
 )
 from gradwire.errors import PayloadError, PlanError, StepStateError
-from gradwire.exchange import BucketStats, ExchangeStats, Stats
+from gradwire.exchange import Stats
 from gradwire.profiler import Profiling
 from gradwire.record import Decision
 from gradwire.record.recording import Recording
 from gradwire.sim import Timeline
-from gradwire.transport import Meter, SilentLink
 
 _WHOLE = (
     "this handle's schedule leaves optimizers whole, on every rank. Call {}() of the optimizer itself; only "
@@ -84,14 +82,12 @@ class Handle:
     def stats(self) -> Stats:
         """Return statistics of this rank so far. Needs no other rank."""
         session = self.session
-        buckets, reports, grid = session.exchange.buckets, list(session.reports), session.group.grid
+        exchange, reports = session.exchange, list(session.reports)
         schedule = session.schedule
-        correcting, part = schedule.correcting() if isinstance(schedule, Corrects) else ((), 0.0)
-        of_buckets = tuple(
-            BucketStats.of(usual, grid, other, part) for usual, other in zip_longest(buckets, correcting)
-        )
+        correcting, part = schedule.correcting() if isinstance(schedule, Corrects) else (None, 0.0)
+        of_buckets = exchange.bucket_stats(correcting, part)
         codec_us = 1e6 * statistics.median([r.codec_s for r in reports]) if reports else 0.0
-        of_exchange = ExchangeStats.of(session.reducer.step, of_buckets, buckets, codec_us)
+        of_exchange = exchange.stats_of_steps(session.reducer.step, of_buckets, codec_us)
         weights = schedule.weight_bytes() if isinstance(schedule, CopiesWeights) else 0
         memory = msgspec.structs.replace(of_exchange.memory, weight_bytes=weights)
         return Stats(
@@ -108,31 +104,12 @@ class Handle:
         Sends nothing. Call it between steps; gradients and residuals are as before afterwards.
         """
         self.session.settle()
-        exchange = self.session.exchange
-        link: Any = SilentLink(exchange.group)
-        changed = [*exchange.memory.held(), *exchange.flats]
-        copies = [tensor.clone() for tensor in changed]
-        seconds = []
-        for slot in exchange.slots.values():
-            if slot.apart:
-                exchange.lent.lend(slot, slot.empty().zero_())
         try:
-            for _ in range(repeats):
-                meter = Meter()
-                for task in sorted((t for tasks in exchange.executor.tasks for t in tasks), key=lambda t: t.phase):
-                    scheme = exchange.buckets[task.bucket].chunks[task.chunk]
-                    scheme.post(link, 0, (task.phase,))
-                    scheme.run(task.phase, link, meter, None)
-                seconds.append(meter.codec_seconds)
+            return self.session.exchange.time_codec(repeats)
         except PayloadError as error:
             raise StepStateError(
                 f"the codecs cannot be timed before the present plan has run a step: {error}. Call this after one."
             ) from error
-        finally:
-            exchange.lent.give_back()
-            for tensor, copy in zip(changed, copies, strict=True):
-                tensor.copy_(copy)
-        return statistics.median(seconds)
 
     def profile(
         self, folder: str | os.PathLike[str], steps: int = 20, specs: Sequence[Spec] = ()

@@ -18,6 +18,7 @@ from gradwire.engine import Session
 from gradwire.exchange import MEASURED, Slot
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.plan import AdaptiveBits, encodes_again
+from gradwire.transport import LanesObserver
 
 WIDTHS = tuple(range(2, 9))
 """Numbers of bits to choose from. `adaptive.ways(WIDTHS)` are the specs of these widths: the ways to encode a tensor."""
@@ -37,7 +38,7 @@ class SavedBitErrors(msgspec.Struct, forbid_unknown_fields=True):
     """The rows of `BitErrors`, with None for numbers that are not finite."""
 
 
-class BitErrors:
+class BitErrors(LanesObserver):
     """Measures each tensor when it is sent, or the sum of several steps, until `remove`.
 
     rows: by name the result of `measured`, and three squared norms: of the sum over ranks that this rank received, and,
@@ -62,10 +63,10 @@ class BitErrors:
         self._own: dict[str, torch.Tensor] = {}
         self._means: dict[str, torch.Tensor] = {}
         """Means added up so far, by name."""
-        session.lanes.watch = self._sends
+        session.lanes.observe(self)
 
     def remove(self) -> None:
-        self._session.lanes.watch = None
+        self._session.lanes.observe(self, on=False)
 
     def so_far(self, pending: bool) -> tuple[SavedBitErrors, dict[str, torch.Tensor]]:
         """Return the measurement for `load` to go on with. Call it between two steps.
@@ -89,7 +90,7 @@ class BitErrors:
             (self._means if which == "1" else self._own)[name] = values.to(self._session.device, copy=True)
 
     @torch.no_grad()
-    def _sends(self, slot: Slot, values: torch.Tensor) -> None:
+    def sends(self, slot: Slot, values: torch.Tensor) -> None:
         name = slot.name
         if name not in self._options:
             return

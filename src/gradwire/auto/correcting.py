@@ -108,7 +108,7 @@ class CorrectionPeriods(PlanDriver):
 @torch.no_grad()
 def squares(session: Session) -> Sequence[float]:
     """Return two sums of squares: of this rank's residuals, and of its own gradients as parts of the mean."""
-    kept = [value for key, value in session.exchange.memory.carried().items() if key.startswith("residual/")]
+    kept = [value for key, value in session.exchange.residuals.carried().items() if key.startswith("residual/")]
     gradients = [parameter.grad for parameter in session.parameters.values() if parameter.grad is not None]
     own, parts = (math.fsum(float(each.float().square().sum()) for each in tensors) for tensors in (kept, gradients))
     return own, parts / session.group.world_size**2

@@ -11,10 +11,18 @@ import torch
 from gradwire.auto.decision import say_failed
 from gradwire.core import Plan, Schedule
 from gradwire.engine import ModelHook, Session
-from gradwire.exchange import BucketStats
-from gradwire.transport import Link, LinkError, gather_bytes
+from gradwire.transport import LanesObserver, Link, LinkError, gather_bytes
 
 T = TypeVar("T")
+
+
+class HoldsBuckets(LanesObserver):
+    """Holds buckets back until all are ready."""
+
+    holds = True
+
+
+_HOLDER = HoldsBuckets()
 
 
 class Live:
@@ -62,7 +70,7 @@ class Live:
     @property
     def bytes_between_nodes(self) -> list[int]:
         """Bytes that this rank sends in a step to other nodes, by bucket. With one node: bytes to other ranks."""
-        buckets = [BucketStats.of(each, self.grid) for each in self.session.exchange.buckets]
+        buckets = self.session.exchange.bucket_stats()
         return [each.inter_bytes if self.grid.nodes > 1 else each.wire_bytes for each in buckets]
 
     @property
@@ -78,7 +86,7 @@ class Live:
 
     def hold(self, on: bool) -> None:
         """Delay all sends of the next steps until the last gradient is ready, or stop delaying."""
-        self.session.lanes.hold = on
+        self.session.lanes.observe(_HOLDER, on)
 
     def why_not(self, schedule: Schedule) -> str:
         """Return why this rank's script cannot run a schedule or gains nothing by it; '' if it can."""

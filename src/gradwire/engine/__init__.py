@@ -1,14 +1,12 @@
 """The engine: executes plans for models and decides nothing."""
 
-from gradwire.engine.leaving import reset
-from gradwire.engine.observers import Observer
-from gradwire.engine.overlap import compiled
 from gradwire.engine.prepare import facts, prepare
+from gradwire.engine.reducer import Observer, reset
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.saving import SET, load_state, state_of
 from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
-from gradwire.engine.session import FirstDriver, Session
+from gradwire.engine.session import FirstDriver, Session, compiled
 from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, Patch, tensors_in
 
 __all__ = [

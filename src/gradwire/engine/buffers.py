@@ -1,14 +1,37 @@
-"""Rank 0's buffers for all ranks, before a forward as under DDP, or beside an exchange."""
+"""Buffers of rank 0 for all ranks: sent before a forward, as under DDP, or together with an exchange."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 import torch
 
-from gradwire.engine.shared import shared_buffers
 from gradwire.transport import Lane, Link, Mark, bytes_of, copy_from, transfer
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
+
+def shared_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield parameters by name, without those that `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`
+    names: experts that only this rank has."""
+    return _shared(model, model.named_parameters())
+
+
+def shared_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """List the buffers, without those that `shared_parameters` leaves out."""
+    return [buffer for _, buffer in _shared(model, model.named_buffers())]
+
+
+def shared_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """All parameters, frozen ones too, and buffers."""
+    return [*(parameter for _, parameter in shared_parameters(model)), *shared_buffers(model)]
+
+
+def _shared(model: torch.nn.Module, named: Iterable[tuple[str, _Tensor]]) -> Iterator[tuple[str, _Tensor]]:
+    own = frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return ((name, tensor) for name, tensor in named if name not in own)
 
 
 class ModelBuffers:
@@ -73,7 +96,7 @@ class BufferCopy:
 
 
 class BuffersBeside:
-    """Rank 0's buffers for all ranks, as they are when an exchange begins, sent beside it."""
+    """Sends rank 0's buffers, as they are when an exchange begins, to all ranks while the exchange runs."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model, self._agreed = weakref.ref(model), ModelBuffers(model, device)

@@ -1,9 +1,10 @@
 """The control exchange: at the end of a step every rank tells every other what became of its backward."""
 
+import hashlib
 import struct
 import weakref
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 from functools import partial, reduce
@@ -12,17 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.engine.drift import DriftWatch
 from gradwire.errors import DisagreementError
 from gradwire.exchange import Abandoned
-from gradwire.transport import DamagedError, Lanes, Link
+from gradwire.transport import DamagedError, Group, Lanes, Link
 
 _HEADER = struct.Struct("<qqQq?Q?")
 _CHECK = struct.Struct("<I")
+_PIECE = 2**20
+_END = b"\0"
+_OWN_STEPS = 10
+"""After so many steps of a script's own gradients weights are compared for the first time."""
 
 
 class BackwardState(IntEnum):
-    """What became of a rank's backward."""
+    """The end of a rank's backward."""
 
     DONE = 0
     LEFT = 1
@@ -34,7 +38,7 @@ class BackwardState(IntEnum):
 
 
 class RankReport(NamedTuple):
-    """What one rank says at the end of a step."""
+    """The report of one rank at the end of a step."""
 
     step: int
     state: BackwardState
@@ -53,7 +57,7 @@ class RankReport(NamedTuple):
 
 
 class ControlExchange:
-    """What the ranks of one model tell each other, and what follows from it."""
+    """Exchanges reports between the ranks of one model, and decides what follows from them."""
 
     def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
         self._lanes, self._drift = lanes, DriftWatch(drift_check_steps)
@@ -69,17 +73,17 @@ class ControlExchange:
         self._names, self._weights = names, weights
 
     def report(self, step: int, state: BackwardState, came: int, used: Collection[int], weights: int = 0) -> RankReport:
-        """What this rank says. `used`: the indices of parameters."""
+        """The report of this rank. `used`: the indices of parameters."""
         bits = "".join("1" if index in used else "0" for index in reversed(range(len(self._names))))
         return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, int(bits, 2))
 
     def tell(
         self, step: int, state: BackwardState, came: int, used: Collection[int], after: "Future[Any] | None" = None
     ) -> "Future[list[RankReport]]":
-        """Tell all ranks how this rank's backward went, when `after` is done, and hear the same of them."""
+        """Send this rank's report to all ranks when `after` is done, and receive theirs."""
         weights = self._drift.digest(self._weights) if self._drift.due(step) else 0
         own = self.report(step, state, came, used, weights)
-        self.stepped = True  # a step that was left out is told once
+        self.stepped = True  # a step that was left out is reported once
         doing = self._lanes.flight.doing("control exchange")
 
         def exchange(link: Link) -> list[RankReport]:
@@ -99,7 +103,7 @@ class ControlExchange:
         return why_void(reports, self._lanes.group.global_ranks, len(self._names))
 
     def check_drift(self, reports: Sequence[RankReport], step: int) -> None:
-        """Raises DisagreementError if ranks told different checksums of their weights. Collective then."""
+        """Raises DisagreementError if ranks reported different checksums of their weights. Collective then."""
         if len({report.weights for report in reports if report.state is BackwardState.DONE}) < 2:
             return
         lanes = self._lanes
@@ -202,3 +206,132 @@ def why_void(reports: Sequence[RankReport], ranks: Sequence[int], parameters: in
             "it. Enter join() on all ranks around the same loop."
         )
     return None
+
+
+# ---- do all ranks still have the same weights? Checksums that are cheap enough to compare every now and then
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """A 64-bit number for each tensor: its words, each times an odd number that depends on its place, added up.
+
+    Equal bits give equal numbers. Another value of any single word gives another number, and so does an exchange of two
+    words unless by chance. Works on the tensor's device, in pieces of 1M words.
+    """
+    sums = [_checksum(tensor.detach()) for tensor in tensors]
+    return [int(total) % 2**64 for total in sums]
+
+
+class DriftWatch:
+    """Compares weights every so many steps; 0 is never."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._sums: list[int] = []
+
+    def due(self, step: int) -> bool:
+        """Whether weights are compared in this step."""
+        return self._every > 0 and step > 0 and step % self._every == 0
+
+    def digest(self, weights: "Sequence[weakref.ref[torch.nn.Parameter]]") -> int:
+        """One 64-bit number for all of them."""
+        self._sums = checksums(weight for reference in weights if (weight := reference()) is not None)
+        return int.from_bytes(hashlib.blake2b(self.packed(), digest_size=8).digest(), "little")
+
+    def difference(self, packed: Mapping[int, bytes], names: Sequence[str], step: int) -> str:
+        """The difference, in words. `packed`: what `packed()` gave on each rank that trained, by global rank."""
+        words = self._words()
+        sums = {rank: words.unpack(raw) for rank, raw in packed.items()}
+        first, *others = sums
+        index, other = next(
+            (index, other)
+            for index in range(len(names))
+            for other in others
+            if sums[other][index] != sums[first][index]
+        )
+        return (
+            f"the weights of rank {first} and rank {other} are not the same any more, found in step {step}; the first "
+            f"tensor that differs is {names[index]!r}. Ranks train different models since the last check, at most "
+            f"{self._every} steps ago. Look for code that changes weights on one rank only (loading, clamping, averaging, "
+            "random layers without a common seed), or for faulty memory; restart from a checkpoint."
+        )
+
+    def packed(self) -> bytes:
+        """The checksums of the last digest."""
+        return self._words().pack(*self._sums)
+
+    def _words(self) -> struct.Struct:
+        return struct.Struct(f"<{len(self._sums)}Q")
+
+
+class OwnSteps:
+    """Compares weights between optimizer steps that no synchronised backward came before: those of gradients that a script
+    computed itself, as by `torch.autograd.grad`.
+
+    Such steps are not the same in number on all ranks, so no rank waits for another: each writes its checksums to the rendezvous
+    store, and looks there for those of the others, when it makes such a step. A rank has one key, which is overwritten and never
+    deleted: `get` would wait for a key that went after `check`.
+    """
+
+    def __init__(self, every: int, group: Group, name: str) -> None:
+        self._every, self._group, self._name = every, group, name
+        self._steps, self._written = 0, ""
+        self._told = every == 0
+        self._store: Any = None
+
+    def synchronised(self) -> None:
+        """A synchronised backward has ended."""
+        self._steps = 0
+
+    def step(
+        self, weights: "Sequence[weakref.ref[torch.nn.Parameter]]", names: Sequence[str], after: int
+    ) -> str | None:
+        """An optimizer is about to step. `after`: the synchronised steps so far. Returns, once, what to warn the script of."""
+        self._steps += 1
+        if self._told or self._group.world_size == 1:
+            return None
+        try:
+            if self._steps == min(_OWN_STEPS, self._every) or self._steps % self._every == 0:
+                self._write(weights, f"{after}/{self._steps}")
+            return self._differs(names) if self._written else None
+        except (RuntimeError, struct.error):
+            # the host of the store is gone, perhaps within an answer: whoever waits for a rank next says so, and this only looks
+            self._told = True
+            return None
+
+    def _write(self, weights: "Sequence[weakref.ref[torch.nn.Parameter]]", at: str) -> None:
+        if self._store is None:
+            self._store = self._group.store(f"{self._name}/own-steps")
+        self._sums = checksums(weight for reference in weights if (weight := reference()) is not None)
+        self._store.set(str(self._group.rank), at.encode() + _END + struct.pack(f"<{len(self._sums)}Q", *self._sums))
+        self._written = at
+
+    def _differs(self, names: Sequence[str]) -> str | None:
+        for rank, global_rank in enumerate(self._group.global_ranks):
+            if rank == self._group.rank or not self._store.check([str(rank)]):
+                continue
+            at, _, packed = self._store.get(str(rank)).partition(_END)
+            if at.decode() != self._written:
+                continue
+            sums = struct.unpack(f"<{len(self._sums)}Q", packed)
+            index = next((i for i, (own, other) in enumerate(zip(self._sums, sums, strict=True)) if own != other), None)
+            if index is not None:
+                self._told = True
+                return (
+                    f"the weights of this rank and rank {global_rank} are not the same, after {self._steps} optimizer steps "
+                    f"without a synchronised backward; the first tensor that differs is {names[index]!r}. gradwire averages "
+                    "what backward() accumulates. Gradients that a script computes itself (torch.autograd.grad, p.grad = ...) "
+                    "are each rank's own: call loss.backward(), or average them with gw.Exchange before the step."
+                )
+        return None
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    words = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if words.numel() % 4 == 0 and words.storage_offset() % 4 == 0:
+        words = words.view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _PIECE):
+        piece = words[start : start + _PIECE].to(torch.int64)
+        place = torch.arange(start, start + piece.numel(), device=tensor.device)
+        total += (piece * (2 * place + 1)).sum()
+    return total

@@ -29,7 +29,7 @@ class StepPlace(NamedTuple):
     step: int
     """The number of the step that it is in, or comes to next."""
     beside: int
-    """How many exchanges beside steps are over. With it no place is like an earlier one."""
+    """How many exchanges between steps are over. It makes each place unlike all earlier ones."""
     inside: bool
 
 
@@ -42,10 +42,10 @@ class Whereabouts:
     def __init__(self, reducer: Reducer, model: str) -> None:
         self._reducer, self.lanes = reducer, reducer.lanes
         self.since: float | None = None
-        """When it came into the step, or exchange beside steps, that it is in (time.monotonic)."""
+        """When it came into the step, or the exchange between steps, that it is in (time.monotonic)."""
         self._beside = 0
         self.label = f"handle {next(_HANDLES)} (of a {model})"
-        """The same on ranks that made their handles in the same order."""
+        """A name that is equal on ranks that made their handles in the same order."""
         CROSSING.add(self)
 
     @property
@@ -54,11 +54,11 @@ class Whereabouts:
         return StepPlace(self._reducer.step, self._beside, self.since is not None)
 
     def enter(self) -> None:
-        """In a step, or in an exchange beside steps."""
+        """Enter a step, or an exchange between steps."""
         self.since = time.monotonic()
 
     def leave(self, beside: bool = False) -> None:
-        """In neither. `beside`: an exchange beside steps is over."""
+        """Leave it. `beside`: an exchange between steps is over."""
         self.since = None
         self._beside += beside
 

@@ -23,7 +23,7 @@ class BucketMemory:
         self._ours = list({id(tensor): tensor for tensor in ours}.values())
         self.flat = self._ours[0]
         self._handed: dict[int, torch.Tensor] = {}
-        """What the script got and has not taken leave of, by id."""
+        """Tensors that the script got and still holds, by id."""
         self._storage = self.flat.untyped_storage()
         self._uses = self._count()
 
@@ -63,10 +63,10 @@ class Gradient:
         self.handed: torch.Tensor | None = None
         """The `grad` of the last step, whose memory is the slot's."""
         self.stand_in: torch.Tensor | None = None
-        """What scripts get as `grad` where no rank holds the whole sum."""
+        """The tensor that scripts get as `grad` where no rank holds the whole sum."""
 
     def hand_out(self) -> torch.Tensor:
-        """What becomes the parameter's `grad`: the stand-in, or else a tensor in the slot. That is a tensor of its own and no
+        """Return the parameter's next `grad`: the stand-in, or else a tensor in the slot. That is a tensor of its own and no
         view: scripts may give it other memory, or detach it."""
         if self.stand_in is not None:
             return self.stand_in
@@ -83,7 +83,7 @@ class Gradient:
             self.memory.leave_to_script()
 
     def let_go(self, grad: torch.Tensor | None) -> bool:
-        """As `take_over`, but for `leave_to_script`, which must follow before anything is written if this returns True."""
+        """Do what `take_over` does but for `leave_to_script`, which must follow before any write if this returns True."""
         if self.handed is None or self.handed is grad:
             return False
         alone = _references(self) == _ALONE + 1  # the memory refers to it too
@@ -102,22 +102,12 @@ class Gradient:
         return there and handed.stride() == self._strides and not in_a_graph and not vars(handed)
 
     def settle(self, parameter: torch.nn.Parameter, own: torch.Tensor | None, used_anywhere: bool) -> None:
-        """Of a parameter without a gradient in this backward: `grad` becomes the mean, or where no rank used the parameter what
-        it was, `own`."""
+        """Set the `grad` of a parameter without a gradient in this backward to the mean. If no rank used the parameter, restore
+        `own`."""
         if used_anywhere:
             parameter.grad = self.hand_out()
         elif own is not None and parameter.grad is self.handed:
             self.slot.view.copy_(own)
-
-
-def write(slot: Slot, lent: Lent, grad: torch.Tensor | None, share: torch.Tensor) -> None:
-    """The slot takes this part of a gradient, or zeros; its memory may be the gradient's. Without memory a copy is lent."""
-    if slot.apart:
-        lent.lend(slot, slot.empty().copy_(grad) if grad is not None else slot.empty().zero_())
-    elif grad is None:
-        slot.view.zero_()
-    else:
-        torch.mul(grad.detach(), share, out=slot.view)
 
 
 Calling: TypeAlias = tuple[int, torch.Tensor] | None
@@ -133,18 +123,18 @@ class LentGradient:
 
     @property
     def handed(self) -> torch.Tensor | None:
-        """What is lent at present."""
+        """The tensor that is lent at present."""
         return self._lent.now(self.slot)
 
     def hand_out(self) -> torch.Tensor:
-        """What becomes the parameter's `grad`: what was lent."""
+        """Return the parameter's next `grad`: the tensor that was lent."""
         return self._lent.of(self.slot)
 
     def take_over(self, grad: torch.Tensor | None) -> None:
         """Nothing of the last step is written."""
 
     def settle(self, parameter: torch.nn.Parameter, own: torch.Tensor | None, used_anywhere: bool) -> None:
-        """As of `Gradient`. A copy of `own` was lent, so `grad` is what it was."""
+        """See `Gradient.settle`. A copy of `own` was lent, so `grad` is what it was."""
         if used_anywhere:
             parameter.grad = self.hand_out()
 
@@ -154,12 +144,13 @@ class LentRun:
 
     def __init__(self, indices: list[int], gradients: list[LentGradient], lent: Lent) -> None:
         self.indices, self.gradients, self._lent = indices, gradients, lent
-        views = [gradient.slot.view for gradient in gradients]
+        self.slots = [gradient.slot for gradient in gradients]
+        views = [slot.view for slot in self.slots]
         self._strides, self._dtypes = [view.stride() for view in views], {view.dtype for view in views}
         self._first = lent.number(gradients[0].slot)
 
-    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: Calling) -> list[torch.Tensor]:
-        """Lend these, which the exchange multiplies by the factor, or copies of those that it cannot write to: where others use
+    def fill(self, grads: list[torch.Tensor], calling: Calling) -> list[torch.Tensor]:
+        """Lend these, or copies of those that it cannot write to: where others use
         the memory, the rest of backward may read it. Returns what was lent. `calling`: the parameter whose node calls its hook,
         and what the node accumulated."""
         uses = [_storage_uses(storage._cdata) for storage in map(_STORAGE, grads)]
@@ -199,26 +190,27 @@ class Run:
     """Gradients that lie next to each other in a bucket. They are copied into their slots together, when the last one is
     ready: two operations for all of them. One operation for each would take a microsecond or two, however small it is."""
 
-    def __init__(self, indices: list[int], gradients: list[Gradient], place: torch.Tensor) -> None:
-        """`place`: the part of the bucket's flat buffer that their slots fill."""
-        self.indices, self.gradients, self._place = indices, gradients, place
-        self._views = [gradient.slot.view for gradient in gradients]
+    def __init__(self, indices: list[int], gradients: list[Gradient], place: torch.Tensor, share: torch.Tensor) -> None:
+        """`place`: the part of the bucket's flat buffer that their slots fill. `share`: the factor of a rank in the mean."""
+        self.indices, self.gradients, self._place, self._share = indices, gradients, place, share
+        self.slots = [gradient.slot for gradient in gradients]
+        self._views = [slot.view for slot in self.slots]
 
-    def fill(self, grads: list[torch.Tensor], factor: torch.Tensor, calling: Calling) -> list[torch.Tensor]:
-        """The slots take these, times a factor. Returns what becomes the grads. See `LentRun`."""
+    def fill(self, grads: list[torch.Tensor], calling: Calling) -> list[torch.Tensor]:
+        """The slots take these, divided by the number of ranks. Returns what becomes the grads. See `LentRun`."""
         let_go = [gradient.let_go(grad) for gradient, grad in zip(self.gradients, grads, strict=True)]
         if any(let_go):
             self.gradients[0].memory.leave_to_script()
         if len(grads) == 1:
-            torch.mul(grads[0], factor, out=self._views[0])
+            torch.mul(grads[0], self._share, out=self._views[0])
         else:
             torch._foreach_copy_(self._views, grads)
-            self._place.mul_(factor)
+            self._place.mul_(self._share)
         return [gradient.hand_out() for gradient in self.gradients]
 
     def alone(self, at: int) -> "Run":
         """One gradient of the run."""
-        return Run([self.indices[at]], [self.gradients[at]], self._views[at])
+        return Run([self.indices[at]], [self.gradients[at]], self._views[at], self._share)
 
 
 AnyGradient: TypeAlias = Gradient | LentGradient
@@ -226,23 +218,23 @@ AnyRun: TypeAlias = Run | LentRun
 
 
 def gradients_of(exchange: Exchange, names: Sequence[str]) -> tuple[list[AnyGradient], list[AnyRun]]:
-    """Those of these parameters, in order, and the runs of all buckets."""
+    """The gradients of these parameters, in order, and the runs of all buckets."""
     index_of = {name: index for index, name in enumerate(names)}
     by_index: dict[int, AnyGradient] = {}
     runs: list[AnyRun] = []
-    for buffers in exchange.buckets:
-        if buffers.slots[0].apart:
-            indices = [index_of[slot.name] for slot in buffers.slots]
-            lent = [LentGradient(slot, exchange.lent) for slot in buffers.slots]
-            by_index.update(zip(indices, lent, strict=True))
-            runs.append(LentRun(indices, lent, exchange.lent))
+    for slots, flat, aliases, lent in exchange.layouts():
+        if lent is not None:
+            indices = [index_of[slot.name] for slot in slots]
+            apart = [LentGradient(slot, lent) for slot in slots]
+            by_index.update(zip(indices, apart, strict=True))
+            runs.append(LentRun(indices, apart, lent))
             continue
-        parts = _cut(buffers.slots)
-        places = [buffers.flat[part[0].offset : part[-1].offset + part[-1].view.numel()] for part in parts]
-        memory = BucketMemory([*buffers.aliases, *places])
+        parts = _cut(slots)
+        places = [flat[part[0].offset : part[-1].offset + part[-1].view.numel()] for part in parts]
+        memory = BucketMemory([*aliases, *places])
         for part, place in zip(parts, places, strict=True):
             gradients = [Gradient(slot, memory) for slot in part]
-            run = Run([index_of[slot.name] for slot in part], gradients, place)
+            run = Run([index_of[slot.name] for slot in part], gradients, place, exchange.share)
             by_index.update(zip(run.indices, gradients, strict=True))
             runs.append(run)
     return [by_index[index] for index in range(len(names))], runs
@@ -287,10 +279,10 @@ def _base_uses() -> int:
 
 
 _BASE_USES = _base_uses()
-"""What is counted for a tensor that nothing but a view of it refers to."""
+"""The count for a tensor that nothing but a view of it refers to."""
 _EMPTY = torch.UntypedStorage(0)
 _USES_ALONE = _storage_uses(_EMPTY._cdata) + 1
-"""What is counted for a storage that one tensor uses."""
+"""The count for a storage that one tensor uses."""
 
 
 def _references(holder: Any) -> int:
@@ -303,4 +295,4 @@ class _Holder:
 
 
 _ALONE = _references(_Holder())
-"""What is counted when nobody else refers to it; versions of Python differ."""
+"""The count when nobody else refers to it; versions of Python differ."""

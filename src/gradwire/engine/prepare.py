@@ -1,4 +1,4 @@
-"""What a rank can know alone, before ranks compare notes: the parameters, and a plan that fits them."""
+"""The preparation of a rank alone, before ranks compare notes: the parameters, and a plan that fits them."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -8,9 +8,8 @@ from torch.nn.parameter import is_lazy
 
 from gradwire._version import __version__
 from gradwire.core import Plan, Spec, TensorInfo
-from gradwire.engine.buffers import ModelBuffers
+from gradwire.engine.buffers import ModelBuffers, shared_parameters
 from gradwire.engine.registry import REGISTRY
-from gradwire.engine.shared import shared_parameters
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import golden_digests, info_of, plan_for
 from gradwire.plan import Policy
@@ -25,7 +24,7 @@ class Prepared(NamedTuple):
     tensors: list[TensorInfo]
     plan: Plan
     policy: Policy | None
-    """What the plan was made from and will be made from again."""
+    """The policy from which the plan was made, and will be made again."""
 
 
 def prepare(
@@ -111,7 +110,7 @@ def _trains(parameter: torch.nn.Parameter | None) -> bool:
 
 
 def facts(prepared: Prepared | None, problem: Exception | None, others: Sequence[Spec] = ()) -> dict[str, Any]:
-    """What ranks compare, most telling first. `others`: specs that may follow those of the plan."""
+    """The facts that ranks compare, the most important first. `others`: specs that may follow those of the plan."""
     if prepared is None:
         return {"error": f"{type(problem).__name__}: {problem}"}
     plan, policy, parameters = prepared.plan, prepared.policy, list(prepared.parameters.values())

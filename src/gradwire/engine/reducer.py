@@ -18,25 +18,124 @@ backwards inside the backward, everything is sent when the outermost backward en
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
+from contextlib import suppress
+from enum import Enum
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
 
-from gradwire.engine.control import BackwardState, ControlExchange, RankReport, used_anywhere
-from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of, write
-from gradwire.engine.leaving import came_twice, not_sent, told_to_all, was_left
-from gradwire.engine.observers import Observers
+from gradwire.engine.control import BackwardState, ControlExchange, RankReport, exchange_reports, used_anywhere
+from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of
 from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
-from gradwire.engine.step_state import StepState
-from gradwire.engine.torch_hooks import reentrant
-from gradwire.engine.torch_hooks.arrivals import NO_BACKWARD, Arrivals
-from gradwire.engine.torch_hooks.hooks import GradientHooks
-from gradwire.errors import StepStateError
-from gradwire.exchange import Exchange, Slot
+from gradwire.engine.torch_hooks.hooks import (
+    NO_BACKWARD,
+    Arrivals,
+    GradientHooks,
+    has_reentrant,
+    in_reentrant_backward,
+    reentrant_refusal,
+)
+from gradwire.engine.torch_hooks.optimizer_step import is_of_script
+from gradwire.errors import GradwireError, StepStateError
+from gradwire.exchange import Exchange, Slot, StepReport
 from gradwire.transport import Lanes
+
+
+class StepState(Enum):
+    """Where a reducer is in its step."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    CLOSING = "closing"
+    VOID = "void"
+    """All ranks raised; `reset` goes on."""
+    BROKEN = "broken"
+    """Nothing goes on."""
+
+
+class Observer:
+    """Sees the steps of a reducer. Register it with `Reducer.observers.add`, which does not keep it alive."""
+
+    def begins(self) -> None:
+        """The first gradient of a step came; nothing is sent yet."""
+
+    def finished(self, exposed_s: float) -> None:
+        """A step counts, at the end of its backward, where `exposed_s` seconds were waited for it. The newest observer is called
+        first."""
+
+    def idle(self) -> None:
+        """All observers know that the step is finished."""
+
+    def measured(self, report: StepReport) -> None:
+        """The lanes are done with a step: where steps overlap, when the next one has begun."""
+
+
+class Observers:
+    """The observers of one reducer, the newest first. They are not kept alive."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[Observer]] = []
+
+    def __iter__(self) -> Iterator[Observer]:
+        for reference in list(self._references):
+            if (observer := reference()) is not None:
+                yield observer
+
+    def add(self, observer: Observer) -> None:
+        """Call it in every step, before all others."""
+        self._references.insert(0, weakref.ref(observer))
+
+    def remove(self, observer: Observer) -> None:
+        """Call it no more."""
+        self._references = [reference for reference in self._references if reference() not in (observer, None)]
+
+    def begins(self) -> None:
+        """The first gradient of a step came."""
+        for observer in self:
+            observer.begins()
+
+    def finished(self, exposed_s: float) -> None:
+        """A step counts, and its backward returns."""
+        observers = list(self)
+        for observer in observers:
+            observer.finished(exposed_s)
+        for observer in observers:
+            observer.idle()
+
+    def measured(self, report: StepReport) -> None:
+        """The lanes are done with a step."""
+        for observer in self:
+            observer.measured(report)
+
+
+T = TypeVar("T")
+
+
+def told_to_all(act: Callable[..., T], script_steps: bool = False) -> Callable[..., T]:
+    """For methods of reducers and schedules that are gradwire's own part of a step. Where it fails (memory is short), nobody
+    knows how much was done, and `leave` could wait for ever: so the step fails on all ranks, with the reason. `script_steps`:
+    the script calls it by `optimizer.step()`, and what its optimizer raises is its own affair."""
+
+    @wraps(act)
+    def told(owner: Any, *arguments: Any) -> T:
+        try:
+            return act(owner, *arguments)
+        except GradwireError:
+            raise
+        except BaseException as error:
+            if script_steps and is_of_script(error):
+                raise
+            reducer: Reducer = getattr(owner, "_reducer", owner)
+            failed = reducer.lanes.failed_here("the step", error, reducer.step)
+            if isinstance(error, Exception):
+                raise failed from error
+            raise
+
+    return told
 
 
 class Reducer:
@@ -44,9 +143,8 @@ class Reducer:
 
     def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
         self.lanes, self.group = lanes, lanes.group
-        self._share = torch.tensor(1.0 / lanes.group.world_size, dtype=torch.float64, device="cpu")
         self.control = ControlExchange(lanes, drift_check_steps)
-        """What ranks tell each other at the end of a step."""
+        """The exchange of reports at the end of a step."""
         self.step = 0
         """Steps so far: the number of the next one, or of the one that runs."""
         self.synchronise = True
@@ -58,8 +156,6 @@ class Reducer:
         self.first_gradient_s = -1.0
         """When the first gradient of the last step came (time.perf_counter); -1 where no gradient is sent in backward."""
         self.arrivals = Arrivals()
-        self.sent: set[int] = set()
-        """Parameters whose slots were handed to the lanes in this step, with a gradient or without."""
         self.gradients: list[AnyGradient] = []
         """The gradients that scripts get, in the order of the parameters."""
         self._runs: list[AnyRun] = []
@@ -108,7 +204,7 @@ class Reducer:
         self.exchange = self.running = exchange
         self.control.plan = int(exchange.plan.digest()[:16], 16)
         self.slots: list[Slot] = [exchange.slots[name] for name in self.names]
-        """Of the parameters, in the exchange of the step that runs, or ran last."""
+        """The places of the parameters, in the exchange of the step that runs, or ran last."""
         if others:
             sends = self.schedule.traits.sends_in_backward
             self.gradients, self._runs = gradients_of(exchange, self.names) if sends else ([], [])
@@ -155,7 +251,7 @@ class Reducer:
         schedule = self.schedule
         if schedule.traits.sends_in_backward:
             if not self._seen and not self._deferred:
-                self._deferred = reentrant.in_graph(outputs)
+                self._deferred = has_reentrant(outputs)
             if self._deferred:
                 for output in outputs:
                     # the graph keeps the schedule alive, also when the model is dropped before its backward
@@ -168,26 +264,27 @@ class Reducer:
         self.schedule.before_gradient(index, parameter)
 
     @told_to_all
-    def gradient_coming(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """A gradient was accumulated into parameter.grad, and hooks of the script may follow."""
+    def gradient_coming(self, index: int, parameter: torch.nn.Parameter) -> bool:
+        """A gradient was accumulated into parameter.grad, and hooks of the script may follow. Returns whether it belongs to a
+        step."""
         self._used.add(index)
         if not self.synchronise:
-            return
+            return False
         self.lanes.check()
         if not self.in_hand:
-            if reentrant.inside():
-                raise reentrant.refusal(self.names[index])
+            if in_reentrant_backward():
+                raise reentrant_refusal(self.names[index])
             self._begin_in_backward()
         elif not self._deferred:
             if torch._C._current_graph_task_id() == self._outer_task:
                 self._fill_complete()
-            elif not reentrant.inside():
+            elif not in_reentrant_backward():
                 raise was_left(self, f"gradient {self.names[index]!r} belongs to a new backward")
             else:  # inside the backward we know each parameter's gradient is still counted once: look at each from now on
                 self.arrivals.task = NO_BACKWARD
             if index in self.arrivals.came:
                 raise came_twice(self, index)
-        self.arrivals.note(index)
+        return True
 
     @told_to_all
     def gradient_ready(self, index: int, parameter: torch.nn.Parameter, accumulated: torch.Tensor | None) -> None:
@@ -222,12 +319,11 @@ class Reducer:
     def begin(self, exchange: Exchange, buckets: Sequence[int] | None = None) -> None:
         """Begin a step with these buckets of this exchange, or all. Schedules call it, in `on_begin`."""
         self.arrivals.begin()
-        self.sent = set()
         if exchange is not self.running:
             self.running = exchange
             self.slots = [exchange.slots[name] for name in self.names]
         self.first_gradient_s = time.perf_counter() if self.gradients else -1.0
-        exchange.begin_step(self.step, buckets=buckets)
+        exchange.begin(step=self.step, buckets=buckets)
         self._state = StepState.RUNNING
 
     def may_send(self) -> bool:
@@ -249,15 +345,18 @@ class Reducer:
     # ---- gradients
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """The slot of a parameter takes this rank's share of the mean; zeros without a gradient. `count` must follow."""
+        """The slot of a parameter takes this rank's share of the mean; zeros without a gradient. `send` must follow."""
         if gradient is not None:
             self.arrivals.came[index] = None
         self._write(index, gradient)
 
-    def count(self, *indices: int) -> None:
+    def send(self, *indices: int) -> None:
         """The slots of parameters, of one bucket, are as they are to be sent."""
-        self.sent.update(indices)
-        self.running.count(*(self.slots[index] for index in indices))
+        self.running.ready([self.slots[index] for index in indices])
+
+    def unsent(self) -> list[int]:
+        """The parameters whose slots are not ready in this step."""
+        return [index for index, slot in enumerate(self.slots) if slot not in self.running.sent]
 
     @torch.no_grad()
     def _fill(self, run: AnyRun, calling: tuple[int, torch.Tensor] | None = None) -> None:
@@ -271,19 +370,20 @@ class Reducer:
                 raise not_sent(self, index, grad)
             parameters.append(parameter)
             grads.append(grad)
-        means = run.fill(grads, self._share, calling)
+        means = run.fill(grads, calling)
         for parameter, grad, mean in zip(parameters, grads, means, strict=True):
             if mean is not grad:
                 parameter.grad = mean
-        self.count(*run.indices)
+        self.running.ready(run.slots)
 
     def _write(self, index: int, grad: torch.Tensor | None) -> None:
         if grad is not None and grad.is_sparse:
             raise not_sent(self, index, grad)
-        write(self.slots[index], self.running.lent, grad, self._share)
+        self.running.place(self.slots[index], grad)
 
     def _fill_complete(self, calling: tuple[int, torch.Tensor] | None = None) -> None:
-        for run in self.arrivals.take_complete():
+        complete, self.arrivals.complete = self.arrivals.complete, []
+        for run in complete:
             self._fill(self._runs[run], calling)
 
     def _fill_rest(self) -> None:
@@ -305,7 +405,7 @@ class Reducer:
         own = grad.clone() if grad is not None and grad is gradient.handed else grad
         gradient.take_over(grad)
         self._write(index, own)
-        self.count(index)
+        self.send(index)
         return own
 
     def settle_missing(self, missing: Missing) -> None:
@@ -317,11 +417,11 @@ class Reducer:
             gradient.settle(parameter, missing.own, missing.used_anywhere)
 
     def tell(self, state: BackwardState) -> "Future[list[RankReport]]":
-        """Tell all ranks how this rank's backward went, and hear the same of them. A rank tells after its lanes' last task: a
-        step counts on all ranks or none."""
+        """Send this rank's report to all ranks, and receive theirs. A rank reports after its lanes' last task: a step counts on
+        all ranks or none."""
         self._used.update(self.arrivals.came)
         self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
-        after = self.running.executor.last_task
+        after = self.running.last_task
         return self.control.tell(self.step, state, len(self.arrivals.came), self._used, after)
 
     def run_out(self) -> None:
@@ -343,9 +443,9 @@ class Reducer:
         else:
             self._fill_rest()
             self.ready_order = list(self.arrivals.came)
-        for index, reference in enumerate(self.parameters):
-            if index not in self.sent:
-                kept[index] = self._fill_missing(index, None if state is BackwardState.OUT else reference())
+        for index in self.unsent():
+            parameter = None if state is BackwardState.OUT else self.parameters[index]()
+            kept[index] = self._fill_missing(index, parameter)
         start = time.perf_counter()
         reports = self.hear(self.tell(state), self.schedule.on_end)
         exposed_s = time.perf_counter() - start
@@ -358,7 +458,7 @@ class Reducer:
         self.counted(reports)
         self.schedule.on_closed(Closed(exposed_s, missing, reports))
         if not self.schedule.traits.lanes_busy_between_steps:
-            self.running.lent.give_back()
+            self.running.release()
         self.observers.finished(exposed_s)
 
     def counted(self, reports: Sequence[RankReport]) -> None:
@@ -378,7 +478,7 @@ class Reducer:
         wait(told)
         reports = told.result()
         if problem := self.control.why_void(reports, leaving_is_void):
-            self.running.finish()
+            self.running.wait()
             self.take_back_all()
             mendable = len({report.plan for report in reports}) == 1
             raise self.lanes.fail(StepStateError(problem), mendable)
@@ -396,3 +496,118 @@ class Reducer:
         self._state = StepState.IDLE
         if next_step is not None:
             self.step, self._used = next_step, set()
+
+
+# ---- what all ranks do when one of them cannot make its step
+
+
+def was_left(reducer: Reducer, what_now: str) -> GradwireError:
+    """End the step of a backward that was left. Returns the error to raise here."""
+    return leave(
+        reducer,
+        f"{what_now}, but step {reducer.step} of the last backward is not finished: {len(reducer.arrivals.came)} of "
+        f"{len(reducer.names)} gradients came, then it was left (an exception in it?). All ranks raise and none may use "
+        "this step's gradients: call handle.reset() on all of them and go on with the next batch, or restart.",
+    )
+
+
+def not_sent(reducer: Reducer, index: int, grad: torch.Tensor | None) -> GradwireError:
+    """End the step of a gradient that cannot be sent: it is gone, or sparse. Returns the error to raise here."""
+    reducer.arrivals.came.pop(index, None)
+    gone = (
+        "was gone when it was to be sent: a hook used it and set it to None (an optimizer in backward?). gradwire averages "
+        "after all hooks; step the optimizer after backward."
+    )
+    sparse = "is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
+    return leave(reducer, f"the gradient of {reducer.names[index]!r} {gone if grad is None else sparse}")
+
+
+def taken_in_backward(reducer: Reducer, name: str, optimizer: str) -> GradwireError:
+    """End the step of a backward in which a script steps an optimizer. Returns the error to raise here."""
+    words = (
+        f"{optimizer}.step() was called inside backward and takes the gradient of {name!r} before its exchange has ended: each "
+        "rank would step by its own gradient, and weights would drift apart. Step the optimizer after backward."
+    )
+    if not reducer.schedule.traits.sends_in_backward:
+        return StepStateError(words)
+    reducer.lanes.check()
+    if not reducer.in_hand:
+        reducer.begin_by_schedule()
+    return leave(reducer, words)
+
+
+def came_twice(reducer: Reducer, index: int) -> GradwireError:
+    """End the step of a backward in which a parameter is used inside a reentrant checkpoint and outside. Returns the error."""
+    return leave(
+        reducer,
+        f"the gradient of {reducer.names[index]!r} became ready twice in step {reducer.step}: it is used inside a "
+        "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False).",
+    )
+
+
+@torch.no_grad()
+def leave(reducer: Reducer, words: str) -> GradwireError:
+    """End the step with zeros for what is missing, and tell all ranks. Returns the error to raise here."""
+    for index in reducer.unsent():
+        if reducer.gradients:
+            reducer.gradients[index].take_over(None)
+        reducer.put(index, None)
+        reducer.send(index)
+    mendable = False
+    with suppress(Exception):  # where ranks are gone too, this rank's own words matter more
+        mendable = reducer.running.finish_quietly(reducer.tell(BackwardState.LEFT))
+    reducer.take_back_all()
+    return reducer.lanes.fail(StepStateError(words), mendable)
+
+
+@told_to_all
+@torch.no_grad()
+def announce_change(reducer: Reducer) -> None:
+    """Tell all ranks that this one's parameters changed. Returns when all said the same; raises on all when some ran
+    a step instead, which is void."""
+    reducer.lanes.check()
+    for gradient, parameter in zip(reducer.gradients, reducer.living(), strict=False):
+        if parameter is not None and parameter.grad is not None and parameter.grad is gradient.handed:
+            parameter.grad = parameter.grad.clone()  # what was accumulated, before the slot is zeroed
+        gradient.take_over(None)
+    reducer.begin_by_schedule()
+    for index in range(len(reducer.slots)):
+        reducer.put(index, None)
+        reducer.send(index)
+    reducer.hear(reducer.tell(BackwardState.CHANGED), reducer.schedule.on_end)
+    reducer.running.wait()
+    reducer.take_back_all()
+    reducer.idle()
+
+
+@told_to_all
+def reset(reducer: Reducer) -> None:
+    """Begin anew after a void step. Collective."""
+    schedule = reducer.schedule
+    if isinstance(schedule, Launches):
+        schedule.before_reset()
+    if reducer.lanes.failure is None:
+        # a forward or a backward that raised before its first gradient: other ranks run the step that this rank leaves
+        if reducer.arrivals.awaited and not reducer.in_hand and schedule.traits.sends_in_backward:
+            reducer.begin_by_schedule()
+        if reducer.in_hand:
+            was_left(reducer, "reset() was called")
+    if (failure := reducer.lanes.failure) is not None:
+        _mend(reducer, failure)
+    if isinstance(schedule, Launches):
+        schedule.after_reset()
+
+
+def _mend(reducer: Reducer, failure: GradwireError) -> None:
+    lanes = reducer.lanes
+    if not lanes.mendable:
+        raise type(failure)(f"reset() cannot mend this: {failure}")
+    lanes.mendable = False
+    own = reducer.control.report(reducer.step, BackwardState.DONE, 0, ())
+    with lanes.told("all ranks to call reset()", reducer.step):
+        reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names))).result()
+    lanes.mend()
+    reducer.idle(1 + max(report.step for report in reports))
+    for parameter in reducer.living():
+        if parameter is not None:
+            parameter.grad = None

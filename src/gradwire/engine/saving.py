@@ -1,4 +1,4 @@
-"""What a session saves, and how it takes up what another one saved."""
+"""The state of a session: how it is saved, and how another session loads it."""
 
 import hashlib
 import json
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from gradwire.core import Plan, printable
+from gradwire.engine.reducer import StepState
 from gradwire.engine.schedules.base import KeepsState, ShardsOptimizer
 from gradwire.engine.session import KeepsMeasurements, Session
-from gradwire.engine.step_state import StepState
 from gradwire.errors import StepStateError
 from gradwire.exchange import Saved, added_up, read_state, split, warn_of_lost, write_state
 from gradwire.transport import gather_bytes
@@ -26,7 +26,7 @@ def state_of(session: Session) -> dict[str, torch.Tensor]:
     _check_between_steps(session, "state_dict()")
     session.use_specs_of_now()  # `load_state` expects what these keep, and the last step may have landed only here
     of_schedule = session.schedule.state() if isinstance(session.schedule, KeepsState) else {}
-    memory = session.exchange.memory.state() | of_schedule | _decided(session)
+    memory = session.exchange.residuals.state() | of_schedule | _decided(session)
     return write_state(session.group, session.reducer.step, session.order, _digest_of(session, session.plan), memory)
 
 
@@ -56,10 +56,10 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
             memory, extra = split(saved.memory[0] if saved.own else {})
             carried = {} if saved.own else added_up(split(each)[0] for each in saved.memory)
             if saved.own:
-                exchange.memory.check(memory)
+                exchange.residuals.check(memory)
                 _check_schedule(session, saved, extra)
             else:
-                exchange.memory.check_carried(carried)
+                exchange.residuals.check_carried(carried)
             if isinstance(session.driver, KeepsMeasurements):
                 session.driver.check(session, together)
             if isinstance(session.schedule, ShardsOptimizer):
@@ -68,13 +68,13 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
         if session.plan.schedule != before.schedule:
             session.change_to(before)
         raise
-    warn_of_lost(saved.missing, exchange.memory.names())
+    warn_of_lost(saved.missing, exchange.residuals.names())
     session.use(exchange)
     session.order, session.order_known = saved.order, session.policy is not None
     if saved.own:
-        exchange.memory.load(memory)
+        exchange.residuals.load(memory)
     else:
-        exchange.memory.take_over(carried)
+        exchange.residuals.take_over(carried)
     session.reducer.step = saved.step
     if isinstance(session.schedule, KeepsState):
         session.schedule.load(together, extra)
@@ -198,7 +198,7 @@ def _check_schedule(session: Session, saved: Saved, extra: Mapping[str, torch.Te
 
 
 def _decided(session: Session) -> dict[str, torch.Tensor]:
-    """What a state keeps of a plan that nothing but this run knows."""
+    """The fields of a state for a plan that nothing but this run knows."""
     if session.driver is None:
         return {}
     kept = {"decided": torch.frombuffer(bytearray(session.plan.to_json(None).encode()), dtype=torch.uint8)}

@@ -1,9 +1,11 @@
 """A session: one parallelized model, what it runs, and what becomes of both."""
 
+import statistics
 import time
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -11,25 +13,131 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from gradwire.core import Latest, Plan, Spec, TensorInfo
-from gradwire.engine.buffers import ModelBuffers
+from gradwire.engine.buffers import ModelBuffers, shared_tensors
+from gradwire.engine.control import OwnSteps
 from gradwire.engine.crossing import CROSSING, Whereabouts
-from gradwire.engine.leaving import announce_change
-from gradwire.engine.observers import Observer
-from gradwire.engine.overlap import FirstGradient
 from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
-from gradwire.engine.reducer import Reducer
+from gradwire.engine.reducer import Observer, Reducer, announce_change, taken_in_backward
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import PutsOff, ShardsOptimizer, TrainingJob
 from gradwire.engine.schedules.factory import make_schedule, why_not
-from gradwire.engine.script_watch import ScriptWatch
-from gradwire.engine.shared import shared_tensors
-from gradwire.engine.torch_hooks.hooks import ModelHook, leave_hooks_behind, tensors_in
+from gradwire.engine.torch_hooks.hooks import (
+    ModelHook,
+    leave_hooks_behind,
+    scale_of_this_backward,
+    tensors_in,
+    watch_scalers,
+)
 from gradwire.engine.torch_hooks.lazy_tensors import looking
+from gradwire.engine.torch_hooks.optimizer_step import hear, hear_no_more
 from gradwire.engine.torch_hooks.splitting import compiled_frames
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange import Exchange, Saved, StepReport
 from gradwire.plan import Policy
 from gradwire.transport import Lanes, Link, LinkError, agree, broadcast_bytes
+
+_WATCHED_STEPS = 20
+_MOST_BEFORE = 0.8
+"""The largest part of backward before its first gradient that gets no warning."""
+
+
+class FirstGradient:
+    """Watches the first steps, and warns once where a model that was compiled as a whole leaves nothing to overlap."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+        self._began: float | None = None
+
+    def expect(self, outputs: Iterable[torch.Tensor]) -> None:
+        """A backward from these will follow."""
+        self._began = None
+        if len(self.shares) < _WATCHED_STEPS:
+            for output in outputs:
+                output.register_hook(self._begin)
+
+    def _begin(self, gradient: torch.Tensor) -> None:
+        if self._began is None:
+            self._began = time.perf_counter()
+
+    def ended(self, first_s: float, end_s: float, model: torch.nn.Module | None) -> None:
+        """A step whose first gradient came at `first_s` and whose backward ended at `end_s` (time.perf_counter)."""
+        if self._began is None or not self._began <= first_s <= end_s:
+            return
+        self.shares.append((first_s - self._began) / max(end_s - self._began, 1e-9))
+        self._began = None
+        if len(self.shares) == _WATCHED_STEPS and self.median > _MOST_BEFORE and model is not None and compiled(model):
+            warnings.warn(
+                f"{100 * self.median:.0f} % of backward passes before the first gradient is there, and nothing can be sent "
+                "meanwhile: the model is compiled as a whole. Compile its blocks one by one to overlap communication: "
+                "for block in model.blocks: block.compile().",
+                stacklevel=2,
+            )
+
+    @property
+    def median(self) -> float:
+        """0 before the first step."""
+        return statistics.median(self.shares) if self.shares else 0.0
+
+
+def compiled(model: torch.nn.Module) -> bool:
+    """Whether torch.compile made this module, or was asked to compile it in place."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+class ScriptWatch:
+    """Refuses steps inside backward, warns of steps by gradients of the script's own, and scales residuals with the loss."""
+
+    def __init__(self, reducer: Reducer, drift_check_steps: int) -> None:
+        self._reducer = reducer
+        self._own_steps = OwnSteps(drift_check_steps, reducer.group, reducer.lanes.name)
+        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, str]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """For each optimizer: its groups, how often the reducer got parameters, and the name of one that it steps, or ''."""
+        self._loss_scale: float | None = None
+        """The scale of the last step whose loss a GradScaler scaled."""
+        hear(self)
+        watch_scalers()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        hear_no_more(self)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The script asks for a step of any optimizer of the process."""
+        reducer, name = self._reducer, self._parameter_of(optimizer)
+        if not name or not reducer.synchronise:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise taken_in_backward(reducer, name, type(optimizer).__name__)
+        if reducer.schedule.traits.trains_alone:
+            return
+        if words := self._own_steps.step(reducer.parameters, reducer.names, reducer.step):
+            warnings.warn(words, stacklevel=4)
+
+    def _parameter_of(self, optimizer: torch.optim.Optimizer) -> str:
+        groups, watched, name = self._stepped_by.get(optimizer, (0, 0, ""))
+        now = len(optimizer.param_groups), self._reducer.watched
+        if (groups, watched) != now:
+            names = {id(each): name for name, each in zip(self._reducer.names, self._reducer.living(), strict=True)}
+            stepped = (names.get(id(each)) for group in optimizer.param_groups for each in group["params"])
+            name = next(filter(None, stepped), "")
+            self._stepped_by[optimizer] = *now, name
+        return name
+
+    def begins(self, exchange: Exchange, settle: Callable[[], None]) -> None:
+        """A backward begins. What was not sent yet of a loss of another scale takes up the new one."""
+        scale, before = scale_of_this_backward(), self._loss_scale
+        if scale is None:
+            return
+        self._loss_scale = scale
+        if before is not None and scale != before:
+            settle()
+            exchange.residuals.scale(scale / before)
+
+    def synchronised(self) -> None:
+        """A synchronised backward has ended."""
+        self._own_steps.synchronised()
 
 
 class Driver(Protocol):
@@ -50,7 +158,7 @@ class Driver(Protocol):
         ...
 
     def recorded(self) -> Any:
-        """What was decided last, as the `Decision` of a recorded run."""
+        """The last decision, as the `Decision` of a recorded run."""
         ...
 
     def refuses(self, plan: Plan, own: Plan) -> str:
@@ -71,11 +179,11 @@ class FirstDriver(Driver, Protocol):
 
     @property
     def later_specs(self) -> Sequence[Spec]:
-        """Specs that may run when something is decided, beside those of the first policy."""
+        """Specs that may run when something is decided, in addition to those of the first policy."""
         ...
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
-        """What runs on so many ranks until something is decided."""
+        """The policy that runs on so many ranks until something is decided."""
         ...
 
 
@@ -111,7 +219,7 @@ class Session(Observer):
         self.driver: Driver | None = None
         """Who decides what is run; None where the user chose the plan."""
         self.reports: deque[StepReport] = deque(maxlen=100)
-        """Of the last steps."""
+        """The reports of the last steps."""
         self.first_gradient = FirstGradient()
         self.began_s: float | None = None
         """When the first training forward since the last step's end began (time.perf_counter)."""
@@ -149,7 +257,7 @@ class Session(Observer):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that `parallelize` was given and that are still there."""
+        """The optimizers that `parallelize` was given and that are still there."""
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def settle(self) -> None:
@@ -180,10 +288,10 @@ class Session(Observer):
             take_up()
 
     def _take_up(self, exchange: Exchange) -> None:
-        carried, alone = self.exchange.memory.carried(), self.schedule.traits.trains_alone
+        carried, alone = self.exchange.residuals.carried(), self.schedule.traits.trains_alone
         self.use(exchange)
         if self.schedule.traits.trains_alone == alone:  # changes of weights and gradients have other units
-            exchange.memory.take_over(carried)
+            exchange.residuals.take_over(carried)
 
     def use_specs_of_now(self) -> None:
         """Between two steps: run the next one with its own specs, where some begin or end with it."""
@@ -219,7 +327,7 @@ class Session(Observer):
             hook.remove()
         if self.driver is not None:
             self.driver.detached()
-        with suppress(GradwireError):  # what failed before was told then
+        with suppress(GradwireError):  # a failure of the past was raised then
             self.settle()
         self.reducer.detach()
         self.lanes.stop()
@@ -257,14 +365,14 @@ class Session(Observer):
         if self.schedule.traits.keeps_parameters:
             self._buffers = ModelBuffers(model, self.device)
         else:
-            carried, handle = self.exchange.memory.carried(), REGISTRY.forget(model, self.parameters.values())
+            carried, handle = self.exchange.residuals.carried(), REGISTRY.forget(model, self.parameters.values())
             self._synchronise(model, prepared)
             REGISTRY.add(model, self.parameters.values(), handle)
-            self.exchange.memory.take_over(self.exchange.memory.fitting(carried))
+            self.exchange.residuals.take_over(self.exchange.residuals.fitting(carried))
         self._broadcast(shared_tensors(model), "rank 0's parameters and buffers after a change")
 
     def _synchronise(self, model: torch.nn.Module, prepared: Prepared) -> None:
-        """From now on these parameters."""
+        """Synchronise these parameters from now on."""
         self.parameters, self.tensors, self.policy = prepared.parameters, prepared.tensors, prepared.policy
         self._owned = {id(parameter) for parameter in prepared.parameters.values()}
         # of a policy's plan: the guess that gradients come in the reverse order of registration
@@ -275,7 +383,7 @@ class Session(Observer):
 
     @property
     def device(self) -> torch.device:
-        """Of all gradients."""
+        """The device of all gradients."""
         return self.exchange.flats[0].device
 
     # ---- after a step
@@ -285,7 +393,7 @@ class Session(Observer):
 
     def finished(self, exposed_s: float) -> None:
         self._script.synchronised()
-        self._whereabouts.leave()
+        self._whereabouts.since = None
         self._buffers.due = True
         self.first_gradient.ended(self.reducer.first_gradient_s, time.perf_counter() - exposed_s, self._model())
         if self.policy is not None and not self.order_known and self.schedule.traits.learns_order:
@@ -307,7 +415,7 @@ class Session(Observer):
         if plan != self.plan:
             self.change_to(plan)
 
-    # ---- what ranks do together beside gradients
+    # ---- what ranks do together, apart from gradients
 
     def _broadcast(self, tensors: list[torch.Tensor], what: str, root: int = 0) -> None:
         """Give all ranks the values of one rank of the group."""
@@ -351,11 +459,11 @@ class Session(Observer):
         self._buffers.due = self.reducer.synchronise and not self.reducer.control.joining
 
     def begins(self) -> None:
-        """In join(), ranks without a batch send buffers before each step. If no training forward of the model has sent them here
+        """Ranks without a batch in join() send buffers before each step. If no training forward of the model has sent them here
         (the script trains in eval mode, or calls parts of the model), send them now. Residuals take up a new loss scale."""
         if self.reducer.control.joining and self._buffers.due:
             self._broadcast_buffers(self._model())
-        self._whereabouts.enter()
+        self._whereabouts.since = time.monotonic()
         self._script.begins(self.exchange, self.settle)
 
     def join_the_others(self) -> None:

@@ -1,14 +1,10 @@
 """Averaging named tensors over ranks, by a plan: `gw.Exchange`. Knows no model."""
 
-from gradwire.exchange.exchange import Exchange
-from gradwire.exchange.executor import Abandoned, Executor, TaskTimes
+from gradwire.exchange.exchange import Abandoned, Exchange, Lent, TaskTimes
 from gradwire.exchange.golden import golden_digests
 from gradwire.exchange.host_codec import HostCodec, codec_on
 from gradwire.exchange.layout import BucketBuffers, Slot
-from gradwire.exchange.lending import Lent
-from gradwire.exchange.mixed import mixed, take_turn
 from gradwire.exchange.options import check_sharded
-from gradwire.exchange.phases import shards_of
 from gradwire.exchange.plans import info_of, plan_for
 from gradwire.exchange.residual_store import SHARED, Remembered, State, added_up
 from gradwire.exchange.states import (
@@ -38,7 +34,6 @@ __all__ = [
     "BucketStats",
     "Exchange",
     "ExchangeStats",
-    "Executor",
     "HostCodec",
     "Lent",
     "Remembered",
@@ -56,12 +51,9 @@ __all__ = [
     "divided",
     "golden_digests",
     "info_of",
-    "mixed",
     "plan_for",
     "read_state",
-    "shards_of",
     "split",
-    "take_turn",
     "warn_of_lost",
     "write_state",
 ]

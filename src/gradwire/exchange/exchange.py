@@ -1,36 +1,57 @@
 """The exchange: named tensors in, their means over the ranks of a group out. It knows no model, no autograd and no hook.
 
-A step of an exchange: `begin` starts the lanes. `ready` tells that a tensor holds this rank's values: it is lent to the lanes, or
-its values, times 1/world_size, are copied into its place in its bucket. A bucket whose tensors are all ready is taken up by the
-lanes, in the plan's launch order. `wait` waits until a tensor, or all, hold the mean.
+A step of an exchange:
+
+1. `begin` gives every lane its list of tasks. Lists are static: cut from the plan's launch order once, the same on all ranks.
+2. `ready` says that tensors hold this rank's values: one tensor by name, or places of a bucket that the caller has filled. A
+   bucket with all its tensors ready goes to the lanes that have tasks of it. A lane does its tasks strictly in order and waits
+   for the bucket of the next one; it never takes another because it happens to be ready.
+3. Tasks behind the gate, a position in the launch order, wait until `open_gate` or `wait`. Only plans whose gathers run during
+   the next forward have some.
+4. `wait` waits for a tensor, a bucket, or the whole step. A failure of a lane reaches whoever waits.
+
+Pieces (chunks of buckets) go round the lanes. On CPU a lane blocks in its collectives, so two lanes keep the wire busy
+while one encodes. On CUDA nothing blocks, one lane submits everything, and the gather of a piece is put behind the
+reduce of the bucket's next, so that the codec of one runs while the other is on the wire.
 """
 
+import queue
+import statistics
+import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from copy import copy
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from gradwire.core import Plan, near, printable, show
-from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange.executor import BOTH, GATHER, REDUCE, Executor, TaskTimes
-from gradwire.exchange.failures import failures_told, lane_error, not_ready
-from gradwire.exchange.layout import Slot, build_buckets, random_streams
-from gradwire.exchange.lending import Lent
-from gradwire.exchange.phases import check_two_phases, own_runs, part_totals, put_back_shards, share_memory, take_shards
+from gradwire.collectives import Scheme, ShardedSum, TwoPhase, share_scratch
+from gradwire.core import Plan, codes_on_cpu, launch_tasks, near, printable, show, tasks_by_lane
+from gradwire.errors import GradwireError, PlanError, StepStateError
+from gradwire.exchange.layout import BucketBuffers, Slot, build_buckets, random_streams
 from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for
 from gradwire.exchange.residual_store import Remembered, added_up
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
 from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
-from gradwire.transport import Group, Lanes, Meter
+from gradwire.kernels import Addresses, tensor_key
+from gradwire.transport import Group, Lanes, LanesObserver, Link, LinkError, Mark, Meter, SilentLink, Streams
 
 __all__ = ["Exchange"]
 
 T = TypeVar("T")
+_GIVE_UP, _OPEN = -1, -2
+"""Signals that a lane may get in place of a bucket that is ready."""
+BOTH, REDUCE, GATHER = "both", "reduce", "gather"
+"""The phases that a step runs."""
 
 
 class Exchange:
@@ -116,101 +137,141 @@ class Exchange:
         """The step whose specs it runs."""
         self._changing = changing_specs(plan)
         self.random = [random_streams(plan, lanes.group.rank, next(iter(likes.values())).device)]
-        self.lent = Lent(name for bucket in plan.buckets for name in bucket.tensors if in_place)
-        """The tensors that are exchanged where they lie."""
-        self.buckets = build_buckets(plan, likes, lanes.group, self.random[0], step, flats, self.lent.addresses)
-        self.slots = {slot.name: slot for buffers in self.buckets for slot in buffers.slots}
+        self._lent = Lent(name for bucket in plan.buckets for name in bucket.tensors if in_place)
+        self._buckets = build_buckets(plan, likes, lanes.group, self.random[0], step, flats, self._lent.addresses)
+        self.slots = {slot.name: slot for buffers in self._buckets for slot in buffers.slots}
         """The place of each tensor, by name."""
-        self.executor = Executor(plan, self.buckets, lanes)
-        share_memory(self.executor.tasks, self.buckets)
-        self.memory = Remembered(self.buckets)
-        """What compressors remember."""
-        self._sizes = [len(buffers.slots) for buffers in self.buckets]
+        self._executor = Executor(plan, self._buckets, lanes)
+        share_memory(self._executor.tasks, self._buckets)
+        self.residuals = Remembered(self._buckets)
+        """The tensors that compressors keep from step to step, by tensor."""
+        self._order = list(dict.fromkeys(bucket for bucket, _ in plan.launch))
+        """Buckets in the order in which lanes take them."""
+        self.share = torch.tensor(1.0 / lanes.group.world_size, dtype=torch.float64, device="cpu")
+        """The factor of this rank's values in a mean."""
+        self.sent: set[Slot] = set()
+        """The places whose tensors are ready in this step."""
         self._left: list[int] = []
-        self._phases = BOTH
+        """How many tensors of each bucket are not ready yet; empty between steps."""
+        self._phases, self._counts_steps = BOTH, True
         self._sources: dict[str, torch.Tensor] = {}
-        """The tensors of the step that runs, and have not been waited for."""
-        self._meters: list[Meter] = []
+        """The tensors that `wait` writes means to."""
+        self.meters: list[Meter] = []
+        """The times that the lanes measured in the last step."""
 
-    def begin(self, phases: str = BOTH) -> None:
-        """Begin a step. phases: "both"; or "reduce" or "gather" alone, where every bucket of the plan has two phases
-        (`scheme="alltoall"`).
+    def begin(self, phases: str = BOTH, step: int | None = None, buckets: Sequence[int] | None = None) -> None:
+        """Begin a step.
 
-        After "reduce" each rank holds the mean of its own shards, `own_shards`. In "gather" each rank gives its shards as
-        they are, and gets those of all ranks. Raises StepStateError where a step runs, PlanError for a plan without two phases.
+        phases: "both"; or "reduce" or "gather" alone, where every bucket of the plan has two phases (`scheme="alltoall"`). After
+        "reduce" each rank holds the mean of its own shards, `own_shards`. In "gather" each rank gives its shards as they are,
+        and gets those of all ranks.
+        step: the number of the step, from a caller that counts steps itself. `wait` then only waits: the caller uses means where
+        they lie, calls `release`, and takes another exchange when specs change.
+        buckets: the buckets of this step. None: all.
+
+        Raises StepStateError if a step runs, PlanError for a plan without two phases.
         """
-        self._check_open()
-        if self._sources or self._left:
-            raise StepStateError(
-                f"begin() was called while step {self.step} runs. Call wait() first: it ends the step."
-            )
+        self._counts_steps = step is None
+        if step is None:
+            step = self.step
+            self._check_open()
+            if self._left:
+                raise StepStateError(f"begin() was called while step {step} runs. Call wait() first: it ends the step.")
         if phases not in (BOTH, REDUCE, GATHER):
             raise PlanError(f"phases is {show(phases)}: write {BOTH!r}, {REDUCE!r} or {GATHER!r}.")
         if phases != BOTH:
-            check_two_phases(self.buckets, phases)
-            part_totals(self.buckets)
-        self.begin_step(self.step, phases)
+            check_two_phases(self._buckets, phases)
+            part_totals(self._buckets)
+        self.lanes.begin(step)
+        self._lent.give_back()
+        self.step, self._phases, self.sent = step, phases, set()
+        self._left = [len(each.slots) if buckets is None or each.index in buckets else 0 for each in self._buckets]
+        for keys in self.random:
+            keys[:, :, 1] = step
+        self._executor.start(phases, buckets)
 
-    def ready(self, name: str, tensor: torch.Tensor | None = None) -> None:
+    def place(self, slot: Slot, tensor: torch.Tensor | None) -> None:
+        """Put this rank's part of the mean in a place: zeros for None. If the bucket has no memory, lend a copy. `ready` must
+        follow."""
+        if slot.apart:
+            self._lent.lend(slot, slot.empty().copy_(tensor) if tensor is not None else slot.empty().zero_())
+        elif tensor is None:
+            slot.view.zero_()
+        else:
+            torch.mul(tensor.detach(), self.share, out=slot.view)
+
+    def ready(self, what: str | Sequence[Slot], tensor: torch.Tensor | None = None) -> None:
         """A tensor holds this rank's values. `tensor` stands in for the one that the exchange was made with, in this step: of the
         same shape and dtype. It must not be changed before `wait`, and may hold anything until then.
+
+        what: the tensor's name; or places of one bucket that the caller has filled, or whose tensors it has lent.
 
         Raises StepStateError without `begin`, for a name that is ready already, for a tensor that does not fit, and without a
         tensor where the exchange was made with a `TensorMeta`.
         """
-        self._check_open()
-        source = self._source_of(name, tensor)
-        slot = self.slots[name]
-        with torch.no_grad():
-            if slot.apart:
-                self.lent.lend(slot, source.detach())
-            elif self._phases == GATHER:
-                slot.view.copy_(source)
-            else:
-                torch.mul(source.detach(), 1.0 / self.group.world_size, out=slot.view)
-        self._sources[name] = source
-        if self._phases == GATHER and self._left[slot.bucket] == 1:
-            take_shards(self.buckets[slot.bucket], self.lanes.data[0].link.streams)
-        self.count(slot, owes=self._phases != GATHER)
+        slots = (self._placed(what, tensor),) if isinstance(what, str) else what
+        bucket = slots[0].bucket
+        if self._phases != GATHER:
+            for slot in slots:
+                if slot.owed is not None:  # what is lent is divided by the ranks later
+                    slot.add_owed(*((self._lent.of(slot), self.group.world_size) if slot.apart else (slot.view, 1)))
+        for observer in self.lanes.value_observers:
+            for slot in slots:
+                observer.sends(slot, self._lent.of(slot) if slot.apart else slot.view)
+        self.sent.update(slots)
+        self._left[bucket] -= len(slots)
+        if not self._left[bucket]:
+            if self._phases == GATHER:
+                take_shards(self._buckets[bucket], self._executor.streams)
+            self._executor.ready(bucket)
 
-    def wait(self, name: str | None = None) -> None:
-        """Wait until a tensor, or without a name every tensor, holds the mean over ranks. The wait for all ends the step.
+    def wait(self, what: str | int | None = None, others: Sequence["Future[Any]"] = ()) -> None:
+        """Wait until a tensor holds the mean over ranks, by name; all tensors of a bucket, by number; or None: all. The wait for
+        all ends the step, and waits for the `others` too.
 
-        Raises StepStateError where tensors of the step are not ready, CommunicationError where another rank failed.
+        Raises StepStateError where tensors of the step are not ready, CommunicationError where another rank failed, and what
+        one of the others raises.
         """
-        self._check_open()
-        if not self._left:
-            if name is None:
-                return
-            raise StepStateError(f"wait({name!r}) was called and no step runs. Call begin() and ready() first.")
-        names = [self._known(name)] if name is not None else list(self.slots)
+        if self._counts_steps:
+            self._check_open()
+        if not self._left and what is not None:
+            raise StepStateError(f"wait({what!r}) was called and no step runs. Call begin() and ready() first.")
+        names = list(self.slots) if what is None else [self._known(what)] if isinstance(what, str) else []
+        bucket = what if isinstance(what, int) else None if what is None else self.slots[what].bucket
         # lanes take buckets in launch order, so those before it must be ready too
-        order = list(dict.fromkeys(bucket for bucket, _ in self.plan.launch))
-        last = max(order.index(self.slots[each].bucket) for each in names)
-        buckets = order if self.lanes.hold else order[: last + 1]
-        if missing := [
-            slot.name
-            for bucket in buckets
-            for slot in self.buckets[bucket].slots
-            if self._left[bucket] and slot.name not in self._sources
-        ]:
-            raise not_ready(missing)
-        if name is None:
-            self._meters = self.finish()
-        else:
-            self.executor.open_gate()
-            self.await_bucket(self.slots[name].bucket)
-        for each in names:
+        count = len(self._order) if bucket is None or self.lanes.holds else self._order.index(bucket) + 1
+        unready = [each for each in self._order[:count] if self._left and self._left[each]]
+        if missing := [slot.name for each in unready for slot in self._buckets[each].slots if slot not in self.sent]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise StepStateError(
+                f"wait() was called before {missing[0]!r}{more} became ready: their buckets cannot be sent. Call ready() for "
+                "each tensor in every step."
+            )
+        if self._left or others:
+            with self._failures_named():
+                if bucket is None:
+                    self.meters = self._executor.finish(others)
+                else:
+                    self._executor.open_gate()
+                    self._executor.await_bucket(bucket)
+        for each in names if self._sources else ():
             if (source := self._sources.pop(each, None)) is not None:
                 self._put_back(self.slots[each], source)
-        if name is None:
-            self._left, self._sources = [], {}
-            self.lent.give_back()
-            for slot in self.slots.values() if self._phases != GATHER else ():
-                slot.owed = None
-            self.step += 1
-            if self.outdated(self.step):
-                self._make_anew()
+        if bucket is None and self._left:
+            self._left = []
+            if self._counts_steps:
+                self._end_step()
+
+    def _end_step(self) -> None:
+        """The step counts, and the next one is another."""
+        self._lent.give_back()
+        for slot in self.slots.values() if self._phases != GATHER else ():
+            slot.owed = None
+        self.step += 1
+        if self.outdated(self.step):
+            made = self._with_specs_of(self.step)
+            made.keep_residuals_of(self)
+            self._become(made)
 
     def average_(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """One whole step: replace every tensor by its mean over ranks. `tensors` stand in for those that the exchange was made
@@ -226,15 +287,20 @@ class Exchange:
 
     @property
     def own_shards(self) -> dict[str, list[tuple[int, int]]]:
-        """By tensor, the runs of elements (first, end) that this rank sums in the reduce phase and gives in the gather phase, as
+        """The runs of elements (first, end) that this rank sums in the reduce phase and gives in the gather phase, by tensor, as
         they lie in memory. Raises PlanError for a plan without two phases."""
-        check_two_phases(self.buckets, "own_shards")
-        return own_runs(self.buckets)
+        check_two_phases(self._buckets, "own_shards")
+        runs: dict[str, list[tuple[int, int]]] = {name: [] for name in self.slots}
+        for slot, low, high, _ in self.own_sums():
+            runs[slot.name].append((low - slot.offset, high - slot.offset))
+        return runs
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's step, plan and residuals, keys `rank{r}/...`; copies. Between steps."""
         self._check_idle("state_dict")
-        return write_state(self.group, self.step, range(len(self.slots)), self.plan.state_digest(), self.memory.state())
+        return write_state(
+            self.group, self.step, range(len(self.slots)), self.plan.state_digest(), self.residuals.state()
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where `state_dict` was made: this rank's own state, or with another number of ranks the states of all ranks
@@ -248,97 +314,214 @@ class Exchange:
             )
         made = self if not self.outdated(saved.step) else self._with_specs_of(saved.step)
         if saved.own:
-            made.memory.check(saved.memory[0])
-            made.memory.load(saved.memory[0])
+            made.residuals.check(saved.memory[0])
+            made.residuals.load(saved.memory[0])
         else:
             carried = added_up(saved.memory)
-            made.memory.check_carried(carried)
-            warn_of_lost(saved.missing, made.memory.names())
-            made.memory.take_over(carried)
+            made.residuals.check_carried(carried)
+            warn_of_lost(saved.missing, made.residuals.names())
+            made.residuals.take_over(carried)
         self._become(made)
         self.step = saved.step
 
     def stats(self) -> ExchangeStats:
-        """What it did so far, on this rank."""
-        buckets = tuple(BucketStats.of(each, self.group.grid) for each in self.buckets)
-        codec_us = 1e6 * sum(meter.codec_seconds for meter in self._meters)
-        return ExchangeStats.of(self.step, buckets, self.buckets, codec_us)
+        """Statistics of the steps so far, on this rank."""
+        codec_us = 1e6 * sum(meter.codec_seconds for meter in self.meters)
+        return ExchangeStats.of(self.step, self.bucket_stats(), self._buckets, codec_us)
+
+    def bucket_stats(self, other: "Exchange | None" = None, part: float = 0.0) -> tuple[BucketStats, ...]:
+        """Statistics of each bucket. `other` exchanges the same buckets in this part of all steps."""
+        others = other._buckets if other is not None else [None] * len(self._buckets)
+        pairs = zip(self._buckets, others, strict=True)
+        return tuple(BucketStats.of(usual, self.group.grid, each, part) for usual, each in pairs)
+
+    def stats_of_steps(self, steps: int, buckets: tuple[BucketStats, ...], codec_us: float) -> ExchangeStats:
+        """Statistics with numbers that the caller counts itself."""
+        return ExchangeStats.of(steps, buckets, self._buckets, codec_us)
 
     @contextmanager
-    def recorded(self) -> Iterator[list[TaskTimes]]:
-        """What the lanes do inside, task by task, in the order in which the tasks end: moments of time.perf_counter."""
-        before, self.lanes.times = self.lanes.times, []
+    def recorded(self) -> Iterator["list[TaskTimes]"]:
+        """Yield the times of the tasks that the lanes do inside, in the order in which the tasks end."""
+        times: list[TaskTimes] = []
+        with self.lanes.observed(_KeepsTimes(times)):
+            yield times
+
+    def time_codec(self, repeats: int) -> float:
+        """CPU seconds of one step's encodes and decodes, the median of `repeats`, when nothing else runs. Sends nothing; leaves
+        tensors and residuals as they were. Between steps. Raises PayloadError before the plan has run a step."""
+        link: Any = SilentLink(self.group)
+        changed = [*self.residuals.held(), *self.flats]
+        copies = [tensor.clone() for tensor in changed]
+        seconds = []
+        for slot in self.slots.values():
+            if slot.apart:
+                self._lent.lend(slot, slot.empty().zero_())
         try:
-            yield self.lanes.times
+            for _ in range(repeats):
+                meter = Meter()
+                for task in sorted((t for tasks in self._executor.tasks for t in tasks), key=lambda t: t.phase):
+                    scheme = self._buckets[task.bucket].chunks[task.chunk]
+                    scheme.post(link, 0, (task.phase,))
+                    scheme.run(task.phase, link, meter, None)
+                seconds.append(meter.codec_seconds)
         finally:
-            self.lanes.times = before
+            self._lent.give_back()
+            for tensor, copy in zip(changed, copies, strict=True):
+                tensor.copy_(copy)
+        return statistics.median(seconds)
 
     def close(self) -> None:
         """End the lanes' threads; a step that runs is given up. The exchange cannot be used after."""
         self._closed = True
-        self.executor.give_up()
+        self._executor.give_up()
         if self._owns_lanes:
             self.lanes.stop()
 
     @property
     def flats(self) -> list[torch.Tensor]:
         """The flat buffer of each bucket; empty where tensors are lent."""
-        return [buffers.flat for buffers in self.buckets]
+        return [buffers.flat for buffers in self._buckets]
+
+    @property
+    def numels(self) -> list[int]:
+        """The elements of each bucket."""
+        return [buffers.numel for buffers in self._buckets]
+
+    @property
+    def compressed_bytes(self) -> list[int]:
+        """The bytes of the compressed tensors of each bucket."""
+        return [sum(slot.view.nbytes for slot in buffers.compressed) for buffers in self._buckets]
+
+    def flat_of(self, bucket: int) -> torch.Tensor:
+        """The flat buffer of a bucket; empty where its tensors are lent."""
+        return self._buckets[bucket].flat
+
+    def layouts(self) -> Iterator["BucketLayout"]:
+        """The place of each bucket in memory, for a caller that fills whole runs of slots itself."""
+        for buffers in self._buckets:
+            lent = self._lent if buffers.slots[0].apart else None
+            yield BucketLayout(buffers.slots, buffers.flat, buffers.aliases, lent)
+
+    def own_sums(self) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
+        """This rank's shards, after the reduce phase, by tensor: begin and end in the tensor's bucket, and the sums."""
+        for buffers in self._buckets:
+            yield from shards_of(buffers)
+
+    def exact_sums(self) -> list[torch.Tensor]:
+        """This rank's shards of all means, after the reduce phase. Empty, on all ranks alike, where what is gathered may differ
+        from them: a bucket is compressed, has no shards, or sums in another dtype than its tensors'."""
+        shards = []
+        for buffers in self._buckets:
+            plain = not buffers.bucket.main_spec.encodes
+            for chunk in buffers.chunks:
+                if not (plain and isinstance(chunk, TwoPhase) and chunk.total.dtype == buffers.flat.dtype):
+                    return []
+                shards.append(chunk.total)
+        return shards
+
+    def residuals_replaced_in(self, other: "Exchange") -> Remembered:
+        """The residuals of the buckets that the other exchange, made by `mixed_with` of this one, replaces."""
+        pairs = zip(self._buckets, other._buckets, strict=True)
+        return Remembered([own for own, running in pairs if own is not running])
+
+    def mixed_with(self, others: "Exchange", chosen: Collection[int], plan: Plan) -> "Exchange":
+        """The buckets of this exchange, but for the chosen ones, which are those of the others, in the same flat buffers. `plan`:
+        of these buckets.
+
+        All three may run, one after another. Pieces may lie on other lanes in each of them: call `take_turn` before a step of one
+        that did not run the last step.
+        """
+        made = copy(self)
+        made.plan = plan
+        made._buckets = [(others if index in chosen else self)._buckets[index] for index in range(len(plan.buckets))]
+        made.slots = {slot.name: slot for buffers in made._buckets for slot in buffers.slots}
+        made._order = list(dict.fromkeys(bucket for bucket, _ in plan.launch))
+        made._executor = Executor(plan, made._buckets, made.lanes)
+        made.residuals = Remembered(made._buckets)
+        made.random = [*self.random, *others.random]
+        return made
+
+    def take_turn(self) -> None:
+        """Call this before a step, if another exchange with some of the buckets ran the last step."""
+        share_memory(self._executor.tasks, self._buckets)
+
+    def keep_residuals_of(self, before: "Exchange") -> None:
+        """Begin with the residuals of another exchange that fit."""
+        self.residuals.take_over(self.residuals.fitting(before.residuals.carried()))
 
     def outdated(self, step: int) -> bool:
         """Whether in this step a spec is another one than in the step it was made for."""
         return any(spec.at_step(step) != spec.at_step(self.made_for) for spec in self._changing)
 
-    def begin_step(self, step: int, phases: str = BOTH, buckets: Sequence[int] | None = None) -> None:
-        """Start the lanes for the step of this number, with these buckets; None: all."""
-        self.lanes.begin(step)
-        self.lent.give_back()
-        self.step, self._left, self._phases = step, list(self._sizes), phases
-        for keys in self.random:
-            keys[:, :, 1] = step
-        self.executor.start(phases, buckets)
-
-    def count(self, *slots: Slot, owes: bool = True) -> None:
-        """Slots of one bucket are filled, or their tensors lent. The last one of a bucket hands the bucket to the lanes."""
-        for slot in slots:
-            if owes and slot.owed is not None:  # what is lent is divided by the ranks later
-                slot.add_owed(*((self.lent.of(slot), self.group.world_size) if slot.apart else (slot.view, 1)))
-        if (watch := self.lanes.watch) is not None:
-            for slot in slots:
-                watch(slot, self.lent.of(slot) if slot.apart else slot.view)
-        bucket = slots[0].bucket
-        self._left[bucket] -= len(slots)
-        if not self._left[bucket]:
-            self.executor.ready(bucket)
+    @property
+    def last_task(self) -> "Future[Any] | None":
+        """A future that completes with the last task of the step; its result is None if a lane failed. None if tasks wait for the
+        gate, or no step runs."""
+        return self._executor.last_task
 
     def take_back(self, slot: Slot) -> None:
         """No rank uses the sum of this slot: residuals take it back."""
-        self.buckets[slot.bucket].take_back(slot)
-
-    def await_bucket(self, bucket: int) -> None:
-        """Wait for all tasks of a bucket."""
-        with failures_told(self.executor, self.step):
-            self.executor.await_bucket(bucket)
+        self._buckets[slot.bucket].take_back(slot)
 
     def await_gate(self) -> None:
         """Wait for all tasks before the gate."""
-        with failures_told(self.executor, self.step):
-            self.executor.await_gate()
+        with self._failures_named():
+            self._executor.await_gate()
 
     def await_result(self, other: "Future[T]") -> T:
         """Wait for something else while lanes go on."""
-        with failures_told(self.executor, self.step):
-            return self.executor.await_result(other)
+        with self._failures_named():
+            return self._executor.await_result(other)
 
-    def finish(self, *others: "Future[Any]") -> list[Meter]:
-        """Open the gate, wait for all tasks and for other futures; what the lanes measured."""
-        with failures_told(self.executor, self.step):
-            return self.executor.finish(*others)
+    def finish_quietly(self, *others: "Future[Any]") -> bool:
+        """Like `wait` for all, but raises nothing: a failure is the other ranks' or is known. Returns whether all went well."""
+        try:
+            self._executor.finish(others)
+        except Exception:
+            return False
+        return True
+
+    def open_gate(self) -> None:
+        """Let the tasks behind the gate run, after what the caller has queued."""
+        self._executor.open_gate()
+
+    def mark_changed(self) -> None:
+        """Let autograd know that lent tensors hold other values: scripts may use them from now on."""
+        self._lent.tell_autograd()
+
+    def release(self) -> None:
+        """Return lent tensors to the script: all tasks of the step are done."""
+        self._lent.give_back()
+
+    def drain(self) -> None:
+        """Wait for the lanes' last task or failure."""
+        self._executor.drain()
+
+    def give_up(self) -> None:
+        """Let the lanes go, and forget a step that was left in the middle."""
+        self._executor.give_up()
 
     def check_lanes(self) -> None:
         """Raises if a lane has failed in this step."""
-        if (failed := self.executor.failure()) is not None:
-            raise lane_error(self.executor, failed, self.step)
+        if self._executor.progress.has_failed and (failed := self._executor.failure()) is not None:
+            raise self._error_of(failed)
+
+    @contextmanager
+    def _failures_named(self) -> Iterator[None]:
+        """Guard a wait for lanes. If another rank or a link failed, raises CommunicationError that names the bucket and the
+        ranks that were waited for; otherwise an error of this rank."""
+        try:
+            yield
+        except TaskFailed as error:
+            raise self._error_of(error) from error.cause
+        except LinkError as error:
+            after = f"the control exchange at the end of backward, after bucket {self.plan.launch[-1][0]}"
+            raise self.lanes.broken(self._executor.waiting_for() or after, error, self.step) from error
+
+    def _error_of(self, failed: "TaskFailed") -> GradwireError:
+        """The error to raise for a task that failed."""
+        raised = self.lanes.broken if isinstance(failed.cause, LinkError) else self.lanes.failed_here
+        return raised(self._executor.in_words(failed.task), failed.cause, self.step, failed.task.bucket)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -355,28 +538,33 @@ class Exchange:
             raise StepStateError(f"the exchange has no tensor {printable(name)}{near(name, self.slots)}.")
         return name
 
-    def _source_of(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+    @torch.no_grad()
+    def _placed(self, name: str, tensor: torch.Tensor | None) -> Slot:
+        """Put a tensor in its place, or lend it. Returns the place."""
+        self._check_open()
         slot = self.slots[self._known(name)]
         if not self._left:
             raise StepStateError(f"ready({name!r}) was called and no step runs. Call begin() first.")
-        if name in self._sources or not self._left[slot.bucket]:
+        if slot in self.sent:
             raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
-        return fitting(name, self._tensors.get(name) if tensor is None else tensor, slot.view, slot.device)
+        source = fitting(name, self._tensors.get(name) if tensor is None else tensor, slot.view, slot.device)
+        if slot.apart:
+            self._lent.lend(slot, source.detach())
+        elif self._phases == GATHER:
+            slot.view.copy_(source)
+        else:
+            torch.mul(source.detach(), self.share, out=slot.view)
+        self._sources[name] = source
+        return slot
 
     @torch.no_grad()
     def _put_back(self, slot: Slot, source: torch.Tensor) -> None:
         if slot.apart:
-            self.lent.put_back(slot, source)
+            self._lent.put_back(slot, source)
         elif self._phases != REDUCE:
             source.detach().copy_(slot.view)
         if self._phases == REDUCE:
-            put_back_shards(self.buckets[slot.bucket], slot, source)
-
-    def _make_anew(self) -> None:
-        """Go on with the specs of the step that begins next. What compressors remember is kept."""
-        made = self._with_specs_of(self.step)
-        made.memory.take_over(made.memory.fitting(self.memory.carried()))
-        self._become(made)
+            put_back_shards(self._buckets[slot.bucket], slot, source)
 
     def _with_specs_of(self, step: int) -> "Exchange":
         likes = {name: like(tensor) for name, tensor in self._tensors.items()}
@@ -385,9 +573,9 @@ class Exchange:
     def _become(self, made: "Exchange") -> None:
         """Go on with the buckets of another exchange of the same tensors."""
         if made is not self:
-            kept = self._tensors, self._meters
+            kept = self._tensors, self.meters
             vars(self).update(vars(made))
-            self._tensors, self._meters = kept
+            self._tensors, self.meters = kept
             self._own_lanes()
 
     def _own_lanes(self) -> None:
@@ -395,4 +583,520 @@ class Exchange:
         self._owns_lanes = True
         if (release := vars(self).get("_release")) is not None:
             release.detach()
-        self._release = weakref.finalize(self, self.executor.give_up)
+        self._release = weakref.finalize(self, self._executor.give_up)
+
+
+# ---- the tasks of a step, on lanes
+
+
+class PhaseTask(NamedTuple):
+    """One phase of one piece."""
+
+    bucket: int
+    chunk: int
+    phase: int
+
+
+class TaskTimes(NamedTuple):
+    """When a lane did a task, in seconds of time.perf_counter."""
+
+    task: PhaseTask
+    option: tuple[str, ...]
+    """The option of the task's bucket."""
+    began: float
+    ended: float
+    codec: list[tuple[float, float]]
+    """Encodes and decodes within it, in order."""
+
+
+class TaskFailed(Exception):
+    """Something failed on a lane; carries where."""
+
+    def __init__(self, task: PhaseTask, cause: Exception) -> None:
+        super().__init__(f"{task}: {cause}")
+        self.task, self.cause = task, cause
+
+
+class Abandoned(Exception):
+    """The step was given up before all buckets were ready."""
+
+
+class _Progress:
+    """How far one step is. A new one for every step: what a given-up step left in the old one is not seen again."""
+
+    def __init__(self, lanes: int, tasks: Sequence[int], before_gate: int = 0) -> None:
+        """`tasks[b]` is the number of tasks of bucket b, `before_gate` that of tasks before the gate."""
+        self.arrivals: list[queue.SimpleQueue[tuple[int, Mark]]] = [queue.SimpleQueue() for _ in range(lanes)]
+        self.done: list[Future[list[Mark] | None]] = [Future() for _ in tasks]
+        """For each bucket, the marks of its tasks in the streams; None when a lane failed. The error is the lane's alone: it
+        holds the frames it passed, and through them all this."""
+        self.at_gate: Future[list[Mark] | None] = Future()
+        """The marks of the tasks before the gate, as in `done`."""
+        self.failed: Future[None] = Future()
+        """Never done unless a lane fails."""
+        self.has_failed = False
+        """Whether it is done. A future's `done()` takes a lock."""
+        self.is_open = False
+        """Whether the gate was opened."""
+        self._left, self._left_before_gate = list(tasks), before_gate
+        self._marks: list[list[Mark]] = [[] for _ in tasks]
+        self._marks_before_gate: list[Mark] = []
+        self._lock = threading.Lock()
+
+    def tell(self, what: int, mark: Mark = None, lanes: Collection[int] | None = None) -> None:
+        """Something happened that these lanes may wait for; None: all. It wakes them."""
+        for lane, arrivals in enumerate(self.arrivals):
+            if lanes is None or lane in lanes:
+                arrivals.put((what, mark))
+
+    def task_done(self, bucket: int, behind: bool, mark: Mark) -> None:
+        with self._lock:
+            if not behind:
+                self._marks_before_gate.append(mark)
+                self._left_before_gate -= 1
+                if not self._left_before_gate and not self.at_gate.done():
+                    self.at_gate.set_result(self._marks_before_gate)
+            self._marks[bucket].append(mark)
+            self._left[bucket] -= 1
+            if not self._left[bucket] and not self.done[bucket].done():
+                self.done[bucket].set_result(self._marks[bucket])
+
+    def lane_done(self, result: "Future[Any]") -> None:
+        """A lane did its last task, or failed, or was cut."""
+        if result.exception() is not None:
+            self.fail()
+
+    def fail(self) -> None:
+        """A lane failed or was let go."""
+        with self._lock:
+            self.has_failed = True
+            # first `failed`: whoever is woken by another one asks it who is to blame
+            waited_for: list[Future[Any]] = [self.failed, *self.done, self.at_gate]
+            for future in waited_for:
+                if not future.done():
+                    future.set_result(None)
+
+
+class _Planned(NamedTuple):
+    """A task of a lane, as it is done in every step."""
+
+    task: PhaseTask
+    behind: bool
+    """Whether it waits for the gate."""
+    words: tuple[object, ...]
+    """For the flight recorder."""
+
+
+class _StepTasks(NamedTuple):
+    """The tasks of a step that runs both phases, or one alone."""
+
+    lists: list[list[_Planned]]
+    """The tasks of each lane."""
+    phases: list[dict[tuple[int, int], list[int]]]
+    """The phases of each piece (bucket, chunk), by lane."""
+    counts: list[int]
+    """How many each bucket has."""
+    before_gate: int
+    """How many come before the gate."""
+
+
+class Executor:
+    """Runs one set of buckets on the lanes of a group."""
+
+    def __init__(self, plan: Plan, buckets: list[BucketBuffers], lanes: Lanes) -> None:
+        self.plan, self.buckets, self.lanes = plan, buckets, lanes
+        count = len(lanes.data)
+        order = launch_tasks(plan.launch, [len(b.chunks) for b in buckets], count == 1, plan.gate)
+        offloaded = [index for index, bucket in enumerate(plan.buckets) if codes_on_cpu(bucket.option)]
+        by_lane = tasks_by_lane(order, count - lanes.offload, offloaded, lanes.offload)
+        self.tasks = [[PhaseTask(*task) for task in tasks] for tasks in by_lane]
+        self._lanes_of = [
+            {lane for lane, tasks in enumerate(self.tasks) for task in tasks if task.bucket == bucket.index}
+            for bucket in buckets
+        ]
+        """The lanes that have tasks of each bucket."""
+        self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
+        pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
+        self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=0), strict=False))
+        self.progress = _Progress(0, ())
+        self.streams = Streams()
+        self._running: list[Future[tuple[Meter, Mark]]] = []
+        self._at: list[PhaseTask | None] = [None] * count
+        self._held: list[int] = []
+        """Buckets that are ready and that the lanes do not get yet."""
+        self._awaited = len(buckets)
+        """How many buckets the step has."""
+        self._parts: dict[tuple[str, Sequence[int]], _StepTasks] = {}
+        self._has_gate = plan.gate < len(plan.launch)
+
+    def start(self, phases: str = BOTH, buckets: Sequence[int] | None = None) -> None:
+        """Begin a step, or the reduce or the gather phase of one alone, where all buckets have the two. `buckets`: of these
+        alone."""
+        chosen = tuple(range(len(self.buckets))) if buckets is None else tuple(buckets)
+        planned = self._of_part(phases, chosen)
+        self._awaited, self.streams = len(chosen), self.lanes.data[0].link.streams
+        self.progress = progress = _Progress(len(planned.lists), planned.counts, planned.before_gate)
+        self._held, self.lanes.running = [], weakref.ref(self)
+        self._at = [tasks[0].task if tasks else None for tasks in planned.lists]
+        times = [kept for observer in self.lanes.observers if (kept := observer.task_times()) is not None]
+        self._running = [
+            lane.submit(partial(self._run, number, planned, progress, times))
+            for number, lane in enumerate(self.lanes.data)
+        ]
+        for future in self._running:
+            future.add_done_callback(progress.lane_done)
+
+    def _of_part(self, phases: str, buckets: tuple[int, ...]) -> _StepTasks:
+        """The tasks of a step that runs these phases of these buckets."""
+        if (phases, buckets) in self._parts:
+            return self._parts[phases, buckets]
+        words = [bucket.link_tasks for bucket in self.plan.buckets]
+        lists, of_lanes = [], []
+        for tasks in self.tasks:
+            chosen = [task for task in tasks if task.bucket in buckets and self._is_of(task, phases)]
+            pieces: dict[tuple[int, int], list[int]] = {}
+            for task in chosen:
+                pieces.setdefault((task.bucket, task.chunk), []).append(task.phase)
+            lists.append(
+                [
+                    _Planned(
+                        task,
+                        task.phase >= self._phases_before_gate[task.bucket],
+                        ("bucket", task.bucket, "chunk", task.chunk, words[task.bucket][task.phase]),
+                    )
+                    for task in chosen
+                ]
+            )
+            of_lanes.append(pieces)
+        counted = Counter(planned.task.bucket for tasks in lists for planned in tasks)
+        before_gate = sum(not planned.behind for tasks in lists for planned in tasks)
+        counts = [counted[index] for index in range(len(self.buckets))]
+        made = self._parts[phases, buckets] = _StepTasks(lists, of_lanes, counts, before_gate)
+        return made
+
+    def _is_of(self, task: PhaseTask, part: str) -> bool:
+        if part == BOTH:
+            return True
+        bucket = self.plan.buckets[task.bucket]
+        gathers = task.phase >= len(bucket.link_tasks) - bucket.gathers
+        return gathers == (part == GATHER)
+
+    def ready(self, bucket: int) -> None:
+        """All tensors of the bucket are ready."""
+        self._held.append(bucket)
+        if self.lanes.observers and self.lanes.holds and len(self._held) < self._awaited:
+            return
+        mark = self.streams.mark()
+        for each in self._held:
+            self.progress.tell(each, mark, self._lanes_of[each])
+        self._held = []
+
+    @property
+    def last_task(self) -> "Future[list[Mark] | None] | None":
+        """See `Exchange.last_task`."""
+        return None if self._has_gate or not self._running else self.progress.at_gate
+
+    def open_gate(self) -> None:
+        """Let the tasks behind the gate run, each lane's after its own before it, and after what the caller has queued."""
+        if not self.progress.is_open:
+            self.progress.is_open = True
+            self.progress.tell(_OPEN, self.streams.mark())
+
+    def drain(self) -> None:
+        """Wait for the lanes' last task or failure."""
+        wait(self._running)
+
+    def give_up(self) -> None:
+        """Let the lanes go that wait for buckets or before the gate, and forget the step."""
+        self.progress.tell(_GIVE_UP)
+        self.progress, self._running = _Progress(0, ()), []  # their errors hold the frames they passed
+
+    def failure(self) -> TaskFailed | None:
+        """The error of a lane that has failed in this step."""
+        if not self.progress.has_failed:
+            return None
+        errors = [future.exception() if future.done() else None for future in self._running]
+        cut = [
+            TaskFailed(at or PhaseTask(0, 0, 0), error)
+            for at, error in zip(self._at, errors, strict=False)
+            if isinstance(error, LinkError)
+        ]
+        return next((error for error in errors if isinstance(error, TaskFailed)), cut[0] if cut else None)
+
+    def waiting_for(self) -> str:
+        """The first task that no lane has done yet, in words; '' where all are done."""
+        next_ones = [task for task in self._at if task is not None]
+        return self.in_words(min(next_ones)) if next_ones else ""
+
+    def in_words(self, task: PhaseTask) -> str:
+        """The task, its bucket and its tensors."""
+        bucket = self.plan.buckets[task.bucket]
+        names = bucket.tensors[0] if len(bucket.tensors) == 1 else f"{bucket.tensors[0]} .. {bucket.tensors[-1]}"
+        return f"bucket {task.bucket} ({names}), chunk {task.chunk}, {bucket.link_tasks[task.phase]}"
+
+    def await_bucket(self, bucket: int) -> None:
+        """Wait until all tasks of the bucket are done. Raises TaskFailed if a lane failed before that."""
+        self._await(self.progress.done[bucket])
+
+    def await_gate(self) -> None:
+        """Wait until all tasks before the gate are done. Raises TaskFailed if a lane failed before that."""
+        self._await(self.progress.at_gate)
+
+    def _await(self, tasks: "Future[list[Mark] | None]") -> None:
+        marks = tasks.result()
+        if marks is None:
+            raise self._lanes_failure()
+        for mark in marks:
+            self.streams.wait(mark)
+
+    def await_result(self, other: "Future[T]") -> T:
+        """Wait for something else while lanes go on. Raises TaskFailed as soon as any lane fails."""
+        either: list[Future[Any]] = [other, self.progress.failed]
+        wait(either, return_when=FIRST_COMPLETED)
+        if self.progress.failed.done():
+            raise self._lanes_failure()
+        return other.result()
+
+    def _lanes_failure(self) -> Exception:
+        wait(self._running, return_when=FIRST_EXCEPTION)
+        return self.failure() or Abandoned()
+
+    def finish(self, others: Sequence["Future[Any]"] = ()) -> list[Meter]:
+        """Open the gate and wait for the step's last task and the other futures. Raises TaskFailed as soon as any lane
+        fails, and what another future raises as soon as it does."""
+        self.open_gate()
+        wait([*self._running, *others], return_when=FIRST_EXCEPTION)
+        if self.progress.failed.done():
+            raise self._lanes_failure()
+        for future in others:
+            if future.done():
+                future.result()
+        results = [future.result() for future in self._running]
+        for lane, (_, mark) in zip(self.lanes.data, results, strict=True):
+            lane.link.streams.wait(mark)
+        return [meter for meter, _ in results]
+
+    def _run(
+        self, lane: int, planned: _StepTasks, progress: _Progress, times: Sequence[list[TaskTimes]], link: Link
+    ) -> tuple[Meter, Mark]:
+        try:
+            return self._run_tasks(lane, planned, progress, times, link)
+        except (TaskFailed, Abandoned):
+            progress.fail()
+            raise
+        except Exception as error:  # between two tasks
+            progress.fail()
+            raise TaskFailed(self._at[lane] or PhaseTask(0, 0, 0), error) from error
+
+    def _run_tasks(
+        self, lane: int, planned: _StepTasks, progress: _Progress, times: Sequence[list[TaskTimes]], link: Link
+    ) -> tuple[Meter, Mark]:
+        meter = Meter(spans=[] if times else None)
+        marks: dict[int, Mark] = {}
+        for (bucket, chunk), phases in planned.phases[lane].items():
+            try:
+                self.buckets[bucket].chunks[chunk].post(link, self._tags[bucket, chunk], phases)
+            except Exception as error:
+                raise TaskFailed(PhaseTask(bucket, chunk, phases[0]), error) from error
+        for task, behind, words in planned.lists[lane]:
+            for needed in (task.bucket, _OPEN) if behind else (task.bucket,):
+                while needed not in marks:
+                    what, mark = progress.arrivals[lane].get()
+                    if what == _GIVE_UP:
+                        raise Abandoned
+                    marks[what] = mark
+            self._at[lane] = task
+            began, ready = time.perf_counter(), marks[_OPEN if behind else task.bucket]
+            doing = self.lanes.flight.doing(*words)
+            try:
+                self.buckets[task.bucket].chunks[task.chunk].run(task.phase, link, meter, ready)
+            except Exception as error:
+                raise TaskFailed(task, error) from error
+            doing.done()
+            ended = time.perf_counter()
+            meter.task_seconds += ended - began
+            if times:
+                done = TaskTimes(task, self.plan.buckets[task.bucket].option, began, ended, meter.take_spans())
+                for kept in times:
+                    kept.append(done)
+            with link.streams.decoding():
+                progress.task_done(task.bucket, behind, link.streams.mark())
+        self._at[lane] = None
+        with link.streams.decoding():
+            return meter, link.streams.mark()
+
+
+class _KeepsTimes(LanesObserver):
+    """Keeps the times of all tasks in one list."""
+
+    def __init__(self, times: list[TaskTimes]) -> None:
+        self._times = times
+
+    def task_times(self) -> list[TaskTimes]:
+        return self._times
+
+
+# ---- tensors that are exchanged where they lie
+
+
+class Lent:
+    """The tensors of one step that are exchanged where they lie, from the moment they are ready until the step ends.
+
+    A tensor that kernels cannot read as it is, or that shares memory with another one of the same step, is copied first: what the
+    mean is written to must be nobody else's.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """names: of all tensors, those of a bucket next to each other; none where all are copied into flat buffers."""
+        self._at = {name: number for number, name in enumerate(names)}
+        self.addresses = Addresses(map(tensor_key, self._at)) if self._at else None
+        """Where kernels find the tensors."""
+        self.begins: set[int] = set()
+        """The addresses of those that were lent in this step."""
+        self._runs: list[tuple[int, int]] = []
+        """Begin and end of the memory of those that `lend` lent, ascending."""
+        self._changed: list[torch.Tensor] = []
+        """Lent tensors of which autograd must know that they change."""
+
+    def number(self, slot: Slot) -> int:
+        """Where the tensor is among those of `lend_all`."""
+        return self._at[slot.name]
+
+    def of(self, slot: Slot) -> torch.Tensor:
+        """The tensor that was lent in this step, or the copy that stands for it."""
+        tensor = self.now(slot)
+        assert tensor is not None, "nothing was lent"
+        return tensor
+
+    def now(self, slot: Slot) -> torch.Tensor | None:
+        """Return what `of` returns, or None where nothing is lent yet, or any more."""
+        return None if self.addresses is None else self.addresses.tensors[self._at[slot.name]]
+
+    def lend(self, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+        """Work on this tensor, or on a copy. Returns the one of the two that will hold the mean."""
+        if not (_is_plain(tensor) and slot.holds(tensor) and self._is_alone(tensor)):
+            tensor = slot.empty().copy_(tensor)
+        self.lend_all(self._at[slot.name], [tensor], [tensor.data_ptr()])
+        return tensor
+
+    def lend_all(self, first: int, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
+        """Work on these tensors, numbered from `first` on, which begin at these addresses. They are as slots, and their memory is
+        nobody else's."""
+        assert self.addresses is not None
+        self.addresses.set(first, tensors, addresses)
+        self.begins.update(addresses)
+        self._changed += tensors if len(tensors) > 1 else [each for each in tensors if not each.is_inference()]
+
+    def put_back(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """The tensor that was to be lent holds the mean, also where a copy was lent."""
+        if (lent := self.of(slot)).data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(lent)
+
+    def tell_autograd(self) -> None:
+        """Scripts may use the tensors from now on, and find the means in them."""
+        torch.autograd.graph.increment_version(self._changed)
+        self._changed = []
+
+    def give_back(self) -> None:
+        """The step is over."""
+        if self.addresses is not None and self.begins:
+            self.tell_autograd()
+            self.begins, self._runs = set(), []
+            self.addresses.clear()
+
+    def _is_alone(self, tensor: torch.Tensor) -> bool:
+        """Whether no other tensor of the step has a part of its memory. Takes note of it if so."""
+        begin, nbytes = tensor.data_ptr(), tensor.nbytes
+        if begin in self.begins or not nbytes:
+            return not nbytes
+        at = bisect_right(self._runs, (begin,))
+        before = self._runs[at - 1][1] if at else 0
+        if before > begin or (at < len(self._runs) and self._runs[at][0] < begin + nbytes):
+            return False
+        self._runs.insert(at, (begin, begin + nbytes))
+        return True
+
+
+class BucketLayout(NamedTuple):
+    """Where the tensors of one bucket lie."""
+
+    slots: list[Slot]
+    flat: torch.Tensor
+    aliases: list[torch.Tensor]
+    """All tensors of gradwire's own in the memory of the flat buffer, that one first."""
+    lent: Lent | None
+    """Takes the tensors where the bucket has no memory."""
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its elements are the numbers in its memory, and no graph may need them."""
+    aligned = tensor.data_ptr() % tensor.element_size() == 0
+    return type(tensor) is torch.Tensor and aligned and not (tensor.requires_grad or tensor.is_neg())
+
+
+# ---- the phases of buckets
+
+
+def check_two_phases(buckets: Sequence[BucketBuffers], what: str) -> None:
+    """Raises PlanError unless every bucket has a reduce and a gather phase, and a shard for each rank between the two."""
+    for buffers in buckets:
+        if not all(isinstance(chunk, (TwoPhase, ShardedSum)) for chunk in buffers.chunks):
+            raise PlanError(
+                f"{what!r} needs two phases, and bucket {buffers.index} has option {list(buffers.bucket.option)}. Use a plan "
+                'with scheme="alltoall".'
+            )
+
+
+def share_memory(tasks_of_lanes: Sequence[Sequence[PhaseTask]], buckets: Sequence[BucketBuffers]) -> None:
+    """Let the pieces of a lane use the same memory for what they hold no longer than the lane works on them: residuals that are
+    stored narrow, and the sums of pieces that lie apart."""
+    for tasks in tasks_of_lanes:
+        pieces = [buckets[task.bucket].chunks[task.chunk] for task in tasks if task.phase == 0]
+        share_scratch(memory for piece in pieces for memory in piece.memory)
+        at_once = [task for task, following in pairwise(tasks) if task[:2] == following[:2]]
+        sums = _sums_apart(buckets[task.bucket].chunks[task.chunk] for task in at_once)
+        if sums:
+            memory = torch.empty(max(each.total.numel() for each in sums), dtype=sums[0].total.dtype)
+            for each in sums:
+                each.share_total(memory)
+
+
+def part_totals(buckets: Sequence[BucketBuffers]) -> None:
+    """Give each sum memory of its own: a step ends with the sums, or begins with them."""
+    for each in _sums_apart(chunk for buffers in buckets for chunk in buffers.chunks):
+        each.share_total(None)
+
+
+def _sums_apart(schemes: Iterable[Scheme]) -> list[TwoPhase]:
+    """The schemes whose gradients lie apart and whose own sum is not part of them."""
+    two_phase = [each for each in schemes if isinstance(each, TwoPhase)]
+    return [each for each in two_phase if each.piece.apart is not None and not each.in_place]
+
+
+def put_back_shards(buffers: BucketBuffers, slot: Slot, tensor: torch.Tensor) -> None:
+    """Give a tensor this rank's part of the mean, after a reduce phase alone."""
+    own = torch.empty_strided(slot.view.shape, slot.view.stride(), dtype=tensor.dtype, device=tensor.device)
+    flat = own.copy_(tensor).as_strided((own.numel(),), (1,))
+    for of, low, high, values in shards_of(buffers):
+        if of is slot and values.numel():
+            flat[low - slot.offset : high - slot.offset] = values
+    tensor.detach().copy_(own)
+
+
+def take_shards(buffers: BucketBuffers, streams: Streams) -> None:
+    """Before a gather phase alone: this rank gives its shards of the flat buffer as they are."""
+    for chunk in buffers.chunks:
+        assert isinstance(chunk, (TwoPhase, ShardedSum))
+        chunk.take_shard(streams)
+
+
+def shards_of(buffers: BucketBuffers) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
+    """The tensors' parts in this rank's shards: where they begin and end in the bucket, and the sums; empty where these are part
+    of what was lent."""
+    for begin, chunk in zip(buffers.bounds, buffers.chunks, strict=False):
+        assert isinstance(chunk, (TwoPhase, ShardedSum))
+        start, end = begin + chunk.start, begin + chunk.end
+        for slot in buffers.slots:
+            low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
+            if low < high:
+                yield slot, low, high, chunk.total[low - start : high - start]

@@ -1,4 +1,4 @@
-"""What this rank's kernels make of a golden gradient under each spec. Ranks compare it before they exchange anything.
+"""Digests of what this rank's kernels make of a golden gradient under each spec. Ranks compare them before the first exchange.
 
 Versions alone do not tell: one rank may lack the C++ library, or run another build of it. Most kernels of the reference give the
 same bytes; where one does not, ranks would add up what does not belong together, or decode it differently.
@@ -20,7 +20,7 @@ _LAST_STEP = 2**62
 def golden_digests(
     plan: Plan, dtypes: Iterable[torch.dtype], device: torch.device, others: Sequence[Spec] = ()
 ) -> list[list[str]]:
-    """Of each spec of the plan, and of other specs that may follow it, for each dtype: which, and a digest."""
+    """Return the name and the digest of each spec of the plan, and of other specs that may follow it, for each dtype."""
     specs = {spec for bucket in plan.buckets for spec in bucket.specs} | {*others}
     if plan.schedule.correction is not None:
         specs.add(plan.schedule.correction)
@@ -34,10 +34,10 @@ def golden_digests(
 
 
 def _digest(spec: Spec, dtype: torch.dtype, device: torch.device) -> str:
-    """Of payloads, decoded values and states of two steps. A compressor that draws numbers of its own is not compared."""
+    """Digest the payloads, decoded values and states of two steps. A compressor that draws numbers of its own is not compared."""
     try:
         first, again = (_two_steps(spec, dtype, device) for _ in range(2))
-    except Exception as error:  # the ranks are to hear of it together, and by name
+    except Exception as error:  # all ranks raise it together, by name
         return f"{type(error).__name__}: {error}"
     return first if first == again else "not the same twice"
 
@@ -61,6 +61,6 @@ def _two_steps(spec: Spec, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _gradient() -> torch.Tensor:
-    """The same float32 numbers on every machine, of many magnitudes."""
+    """Numbers of float32 that are equal on every machine, of many magnitudes."""
     mixed = torch.arange(sum(torch.Size(shape).numel() for shape in _SHAPES)) * 2654435761 % 2**32
     return (((mixed >> 8).double() * 2.0**-24 - 0.5) * torch.exp2(-(mixed % 11).double())).float()

@@ -10,7 +10,7 @@ from gradwire.transport import standing_in
 
 
 class Staging:
-    """Memory for the copies: one buffer for each use, as large as the largest so far, page-locked beside a GPU.
+    """Memory for the copies: one buffer for each use, as large as the largest so far, page-locked for a GPU.
 
     Bounded: a lane encodes and decodes one payload at a time, and returns when the copies back are done.
     """
@@ -43,7 +43,7 @@ class HostCodec(WrappingCompressor):
         self._on_host: dict[int, tuple[Segments, Segments]] = {}
 
     def around(self, inner: Compressor) -> "HostCodec":
-        """With the same memory for copies."""
+        """Wrap another codec, with the same memory for copies."""
         return HostCodec(inner, self._staging)
 
     def encode(
@@ -90,7 +90,7 @@ class HostCodec(WrappingCompressor):
         return self._staging.like(use, tensor).copy_(tensor, non_blocking=True)
 
     def _segments(self, segments: Segments) -> Segments:
-        """The same rows with their table in the host's memory."""
+        """Return these rows with their table in the host's memory."""
         found = self._on_host.get(id(segments))
         if found is None:  # the original is kept too, so that its id stays its own
             host = Segments(segments.rows, torch.device("cpu"), segments.names, segments.shapes)

@@ -1,4 +1,4 @@
-"""From a plan to memory: the flat buffer of each bucket that has one, the place of each tensor, and the schemes that exchange it.
+"""The memory of a plan: the flat buffer of each bucket that has one, the place of each tensor, and the schemes that exchange it.
 
 Everything is allocated once, before the first step. All ranks have the same buckets and places; they own different shards.
 """
@@ -78,14 +78,14 @@ class Slot:
         return memory.contiguous().as_strided(self.view.shape, self.view.stride()).reshape(-1)
 
     def add_owed(self, gradient: torch.Tensor, factor: int) -> None:
-        """Add what is owed, so many times, to the gradient in the slot, or to one with memory like the slot's."""
+        """Add the slot's residual, times `factor`, to the gradient in the slot, or to one with memory like the slot's."""
         if self.owed is not None:
             memory = gradient.as_strided((gradient.numel(),), (1,))
             memory.add_((self.owed * factor).to(memory.dtype))
 
 
 _MOST_ENCODES = 4
-"""Of any option: before both first steps and before both second ones."""
+"""The most encodes of any option: before both first steps and before both second ones."""
 _STEPPED_TOGETHER = 128
 """Shards of the optimizer begin at multiples of so many elements of a tensor. A fused optimizer's kernel treats whole vectors
 and the rest differently; cut so, it rounds each element as in the whole tensor."""
@@ -123,7 +123,7 @@ class BucketBuffers:
     def take_back(self, slot: Slot) -> None:
         """No rank uses the sum of this gradient: put the residuals that it contains back into the memory."""
         if not self.bucket.spec_of(slot.name).encodes:
-            return  # the slot itself owes them
+            return  # the slot itself keeps them
         for (start, end), chunk in zip(pairwise(self.bounds), self.chunks, strict=True):
             low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
             if low < high:

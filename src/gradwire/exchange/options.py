@@ -22,8 +22,8 @@ Make = Callable[[Any, Piece, Group, int], Scheme]
 
 
 def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) -> Make | None:
-    """What runs the bucket's option on tensors of a device, 'cpu' or 'gpu'; None is all-reduce, which codes nothing. `sharded`:
-    between the phases each rank steps its shard.
+    """The scheme that runs the bucket's option on tensors of a device, 'cpu' or 'gpu'; None is all-reduce, which codes nothing.
+    `sharded`: between the phases each rank steps its shard.
 
     Raises PlanError for an option that does not exist or that the spec cannot travel by.
     """

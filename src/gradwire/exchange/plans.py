@@ -1,4 +1,4 @@
-"""What users pass as a plan, made into one for given tensors."""
+"""Plans for given tensors, from anything that users may pass as a plan."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -62,6 +62,6 @@ def changing_specs(plan: Plan) -> tuple[Spec, ...]:
 
 
 def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
-    """What a planner knows of a tensor."""
+    """The facts of a tensor that a planner uses."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorInfo(name, tuple(tensor.shape), dtype, kind_of(tensor.device))

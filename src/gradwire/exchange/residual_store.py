@@ -6,11 +6,11 @@ range moves to another encode, its residual is added to the residual there, and 
 
 Keys are `{what}/{encode}/{tensor}`. Two kinds of key are special:
 
-- The encode 'left' is a residual of another plan that no encode of this rank took over. It is added to the next gradient.
+- The encode 'left' is a residual of another plan that no encode of this rank has adopted. It is added to the next gradient.
 - `{what}_copy` is a residual that several ranks keep alike, since one rank of each node encodes the same sum. The lowest rank's
   is the original. A resumed run needs the copies; a sum over ranks leaves them out.
 
-Plans without error feedback keep no residuals. A residual of another plan is then owed by the tensor's slot, and saved as 'left'.
+Plans without error feedback keep no residuals. A residual of another plan is then kept by the tensor's slot, and saved as 'left'.
 Shared values (PowerSGD's factors) are the same on all ranks, and of another size than the tensor.
 """
 
@@ -62,7 +62,7 @@ class Remembered:
                         memory.write(values)
 
     def _carried_sizes(self) -> dict[str, int]:
-        """The keys that `take_over` accepts, with their numbers of elements, without what slots owe."""
+        """The keys that `take_over` accepts, with their numbers of elements, without the residuals that slots keep."""
         sizes: dict[str, int] = {}
         for buffers in self._buckets:
             for chunk in buffers.chunks:
@@ -179,7 +179,7 @@ class Remembered:
         self._give(carried)
 
     def _give(self, carried: State) -> None:
-        """Give each scheme the residuals of its elements; narrow ones in one call, so that they are rounded once. The slots owe
+        """Give each scheme the residuals of its elements; narrow ones in one call, so that they are rounded once. The slots keep
         the residuals that no scheme takes."""
         for key, slot in self._owing():
             owed = carried.get(_carried(key))
@@ -230,7 +230,7 @@ def _joined(values: Sequence[tuple[int, torch.Tensor]], numel: int, device: torc
 
 
 def _parts(values: State, memory: Memory, begin: int, buffers: BucketBuffers) -> Iterator[_KeptRun]:
-    """By tensor, the values of a memory of a chunk that begins at the bucket's element `begin`."""
+    """The values of a memory, by tensor, for a chunk that begins at the bucket's element `begin`."""
     start, end = begin + memory.start, begin + memory.end
     for what, whole in values.items():
         for slot in buffers.compressed:

@@ -54,11 +54,11 @@ class Saved(NamedTuple):
     missing: list[int]
     """Ranks whose memory this rank should take and that are not in the state."""
     weights: list[int]
-    """Of schedules with local weights, if memory is this rank's own: a checksum of each global weight, below 2**64."""
+    """A checksum of each global weight, below 2**64, for schedules with local weights if memory is this rank's own."""
     local_steps: int | None
-    """Of the `local` schedule: how many steps a rank has made."""
+    """The number of steps that a rank has made in the `local` schedule."""
     landed: bool
-    """Of the `local` schedule: whether the last exchange landed earlier than the schedule says."""
+    """Whether the last exchange of the `local` schedule ended earlier than the schedule says."""
     decided: Plan | None
     """The plan itself, where gradwire chose it."""
     searching: bool
@@ -76,13 +76,13 @@ def split(memory: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
 
 
 def divided(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What compressors of corrections remember, and local weights by tensor."""
+    """The memory of the compressors of corrections, and local weights by tensor."""
     corrections = {key.removeprefix(CORRECTION): value for key, value in state.items() if key.startswith(CORRECTION)}
     return corrections, by_tensor(state, LOCAL)
 
 
 def by_tensor(state: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """What begins so, by tensor."""
+    """The values whose keys begin with `kind`, by tensor."""
     return {key.split("/", 2)[2]: value for key, value in state.items() if key.startswith(kind)}
 
 
@@ -102,7 +102,7 @@ def write_state(
 
 
 def read_state(state: Mapping[str, Any], group: Group) -> Saved:
-    """What this rank takes. Raises ValueError naming the key that is missing or not as it should be."""
+    """The part of a state that this rank takes. Raises ValueError naming the key that is missing or not as it should be."""
     by_rank: dict[int, dict[str, Any]] = {}
     for key, value in state.items():
         if isinstance(key, str) and (match := _KEY.fullmatch(key)):
@@ -147,7 +147,7 @@ def warn_of_lost(ranks: list[int], names: list[str]) -> None:
 
 
 class _Fields:
-    """What one rank saved, checked."""
+    """The fields that one rank saved, checked."""
 
     def __init__(self, rank: int, fields: dict[str, Any]) -> None:
         self.rank, self._fields = rank, fields
@@ -185,7 +185,7 @@ class _Fields:
         self.measured = {field: self.memory.pop(field) for field in list(self.memory) if field.startswith(MEASURED)}
 
     def taken(self, own: bool, memory: list[dict[str, torch.Tensor]], missing: list[int], weights: list[int]) -> Saved:
-        """What a rank takes, with the fields that are the same on all ranks from here."""
+        """The part that a rank takes, with the fields that are the same on all ranks from here."""
         return Saved(
             step=self.step,
             order=self.order,

@@ -1,8 +1,8 @@
-"""What a handle tells of its work."""
+"""Statistics of handles and exchanges."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,19 +19,19 @@ class BucketStats:
     numel: int
     chunks: int
     gradient_bytes: int
-    """Of the gradients themselves."""
+    """Bytes of the gradients themselves."""
     wire_bytes: int
     """Bytes this rank sends for the bucket in a step; in the delayed schedule the mean of usual steps and corrections."""
     intra_bytes: int
-    """Those of them that go to ranks of its own node."""
+    """The part of `wire_bytes` that goes to ranks of the own node."""
     inter_bytes: int
-    """Those that leave the node."""
+    """The part of `wire_bytes` that leaves the node."""
 
     @staticmethod
     def of(
         buffers: BucketBuffers, grid: Grid, correcting: BucketBuffers | None = None, part: float = 0.0
     ) -> "BucketStats":
-        """From the schemes of its chunks, and of those of its corrections, which are this part of all steps."""
+        """Add up the schemes of its chunks, and those of its corrections, which are this part of all steps."""
         intra, inter = _sent(buffers, grid)
         if correcting is not None:
             pairs = zip((intra, inter), _sent(correcting, grid), strict=True)
@@ -49,7 +49,7 @@ def _sent(buffers: BucketBuffers, grid: Grid) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeStats:
-    """What an exchange did, for this rank."""
+    """Statistics of an exchange, for this rank."""
 
     steps: int
     """Steps so far."""
@@ -57,15 +57,15 @@ class ExchangeStats:
     """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange of a model, of
     a bit a parameter and 46 bytes for each rank, come on top."""
     intra_bytes: int
-    """Those of them that go to ranks of its own node. A sum on the wire counts as one around a ring, in rank order."""
+    """The part of `wire_bytes` that goes to ranks of the own node. A sum on the wire counts as a ring in rank order."""
     inter_bytes: int
-    """Those that leave the node."""
+    """The part of `wire_bytes` that leaves the node."""
     gradient_bytes: int
     """Bytes of the tensors themselves."""
     codec_us: float
     """CPU time of encodes and decodes in a step, lanes added up: of the last step; of a handle the median of 100 steps."""
     memory: MemoryRecord
-    """What gradwire holds beside the tensors themselves."""
+    """Memory that gradwire holds in addition to the tensors themselves."""
     buckets: tuple[BucketStats, ...]
 
     @staticmethod
@@ -98,7 +98,7 @@ class ExchangeStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats(ExchangeStats):
-    """What a handle did, for this rank. A recording's `run()` has the rest: steps, losses, bits and errors by tensor."""
+    """Statistics of a handle, for this rank. A recording's `run()` has the rest: steps, losses, bits and errors by tensor."""
 
     exposed_us: float
     """Median over the last 100 steps of the time that the end of backward waited for the exchange."""
@@ -106,7 +106,7 @@ class Stats(ExchangeStats):
     """Part of backward that passes before its first gradient is there, 0 to 1: nothing can be sent in that time. Median of
     the first 20 steps; near 1 where the model is compiled as a whole."""
     decisions: tuple[Any, ...] = ()
-    """What gradwire decided by itself, with what it predicted and measured; the last one is in force. At most the last 100."""
+    """Decisions that gradwire made by itself, with predictions and measurements, at most 100; the last one is in force."""
     decided: int = 0
     """Decisions so far."""
 
@@ -114,11 +114,11 @@ class Stats(ExchangeStats):
         return f"{super().__str__()}; the end of backward waits {self.exposed_us / 1e3:.2f} ms"
 
 
-class StepReport:
-    """What one step measured, in seconds."""
+class StepReport(NamedTuple):
+    """The measurements of one step, in seconds."""
 
-    def __init__(self, meters: list[Meter], exposed_s: float) -> None:
-        self.meters, self.exposed_s = meters, exposed_s
+    meters: list[Meter]
+    exposed_s: float
 
     @property
     def codec_s(self) -> float:

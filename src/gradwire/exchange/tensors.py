@@ -58,7 +58,7 @@ def checked_tensors(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
 
 
 def tensor_facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: Exception | None) -> dict[str, Any]:
-    """What ranks compare, most telling first."""
+    """The facts that ranks compare, the most important first."""
     if plan is None:
         return {"error": f"{type(problem).__name__}: {problem}"}
     rows = [(name, like(tensor)) for name, tensor in tensors.items()]

@@ -142,7 +142,7 @@ class DDPState:
             return
         self._order, self._order_known = came, True
         self._exchange = self._make()
-        self._exchange.memory.take_over(before.memory.carried())
+        self._exchange.residuals.take_over(before.residuals.carried())
         self._exchange.step = before.step
         before.close()
 

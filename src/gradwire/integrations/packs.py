@@ -79,7 +79,7 @@ class ModulePacks:
             if (saved := self._saved.pop(pack, None)) is not None:
                 made.load_state_dict(saved)
             else:
-                made.memory.take_over(self._take(pack, [*tensors], made.flats[0].device))
+                made.residuals.take_over(self._take(pack, [*tensors], made.flats[0].device))
             self.exchanges[pack] = made
         exchange = self.exchanges[pack]
         exchange.step, self.step = self.step, self.step + 1
@@ -104,7 +104,7 @@ class ModulePacks:
     def _make_room(self, pack: Pack, tensors: list[str], group: Group) -> None:
         """Keep by parameter what the packs that overlap with this one remember."""
         for other in [each for each in self.exchanges if each.overlaps(pack)]:
-            self._keep(other, tensors, self.exchanges.pop(other).memory.carried())
+            self._keep(other, tensors, self.exchanges.pop(other).residuals.carried())
         for other in [each for each in self._saved if each.overlaps(pack) and each != pack]:
             self._keep(other, tensors, added_up(read_state(self._saved.pop(other), group).memory))
 

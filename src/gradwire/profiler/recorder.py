@@ -15,6 +15,7 @@ import torch
 from gradwire.core import Plan
 from gradwire.engine import GradientHooks, Observer, Session, compiled, tensors_in
 from gradwire.profiler.clock import Clock
+from gradwire.transport import LanesObserver
 
 WARMUP_STEPS = 3
 """Number of steps that are not measured: they allocate memory, and the plan is made again after the first one."""
@@ -38,7 +39,7 @@ class _RecordedStep:
     """CPU seconds of all threads: until the exchange ends, the process's at the last gradient; then those since that one."""
 
 
-class Recorder(Observer):
+class Recorder(Observer, LanesObserver):
     """Records the steps of a parallelized model until `remove`, or until `wanted` steps have ended."""
 
     def __init__(self, session: Session, steps: int) -> None:
@@ -68,6 +69,7 @@ class Recorder(Observer):
                 self.modules.append(own)
         self._gradients = GradientHooks(self, None, Recorder._ready, parameters.values())
         session.reducer.observers.add(self)
+        session.lanes.observe(self)
 
     @property
     def seen(self) -> int:
@@ -86,7 +88,7 @@ class Recorder(Observer):
         self._hooks = []
         self._gradients.remove()
         self._session.reducer.observers.remove(self)
-        self._session.lanes.hold = False
+        self._session.lanes.observe(self, on=False)
 
     def rows(self, quiet: bool) -> torch.Tensor:
         """Return a row of microseconds, float64, for each quiet or loaded step after the warm-up.
@@ -124,7 +126,7 @@ class Recorder(Observer):
         shapes = [tensor.shape for tensor in tensors_in((inputs, named))]
         self.batch = max(1, shapes[0][0]) if shapes and shapes[0] else 1
         quiet = len(self.steps) >= WARMUP_STEPS and (len(self.steps) - WARMUP_STEPS) % 2 == 0
-        self._session.lanes.hold = quiet
+        self.holds = quiet
         self.steps.append(_RecordedStep(quiet, self.clock.mark()))
 
     def _enter(self, number: int, module: torch.nn.Module, inputs: Any) -> None:
@@ -157,7 +159,7 @@ class Recorder(Observer):
         if step is not None:
             step.finished = self.clock.mark()
             step.cpu_s = time.process_time() - step.cpu_s
-            self._session.lanes.hold = False
+            self.holds = False
 
     def _running(self) -> _RecordedStep | None:
         """Return the current step if it is not finished; else None."""

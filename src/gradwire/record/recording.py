@@ -22,6 +22,7 @@ from gradwire.record.run import FILE, BucketRecord, Decision, Run, StepRecord
 from gradwire.record.tensors import Tensors
 from gradwire.record.timeline import LaneTask, Moments, measured_timeline
 from gradwire.sim import Timeline
+from gradwire.transport import LanesObserver
 
 MOST_STEPS = 2000
 """The most recorded steps. Beyond, every second step is dropped, and only every second new step is kept."""
@@ -30,7 +31,7 @@ TIMELINE_STEPS = 20
 SAVE_EVERY_S = 60.0
 
 
-class Recording(Observer):
+class Recording(Observer, LanesObserver):
     """A context that records the training loop inside. Rank 0 writes `run.json` into the folder, for `gradwire report`.
 
     `handle.record(folder)` makes this context. On other ranks the context does nothing. A recording sends nothing and changes no
@@ -72,6 +73,7 @@ class Recording(Observer):
         self._tensors = Tensors(session.group)
         self._watched: deque[Watched] = deque(maxlen=TIMELINE_STEPS)
         self._times: list[TaskTimes] = []
+        self._times_now: list[TaskTimes] | None = None
         """The lanes' tasks of the current step. They may end during the next step."""
         self._codec_us = 0.0
         self._made = Made.now()
@@ -96,6 +98,7 @@ class Recording(Observer):
         if self._group.rank == 0 and model is not None:
             make_folder(self._path.parent)
             self._reducer.observers.add(self)
+            self._lanes.observe(self)
             parameters = self._session.parameters.values()
             self._gradients = GradientHooks(self, Recording._coming, Recording._became_ready, parameters)
             self._hooks = [
@@ -112,7 +115,7 @@ class Recording(Observer):
         self._hooks = []
         self._gradients.remove()
         self._reducer.observers.remove(self)
-        self._lanes.times = None
+        self._lanes.observe(self, on=False)
         if self._forward is None and error is None:
             warnings.warn(
                 f"nothing was recorded in {self._path.parent}: the model was not called inside record(). A step begins with a "
@@ -203,7 +206,7 @@ class Recording(Observer):
             length_us = (now - self._forward - self._aside_s) * 1e6
             self._steps[-1] = msgspec.structs.replace(self._steps[-1], step_us=length_us)
         self._save_meanwhile(now)
-        self._lanes.times = [] if self._device.type == "cpu" else None
+        self._times_now = [] if self._device.type == "cpu" else None
         self._tensors.use(self._session.exchange, self._reducer.step)
         if self._error_steps and self._seen % self._error_steps == 0:
             self._tensors.ask()
@@ -235,7 +238,10 @@ class Recording(Observer):
 
     def begins(self) -> None:
         if not self._open:
-            self._lanes.times = None  # a step without a forward of the model is not drawn
+            self._times_now = None  # a step without a forward of the model is not drawn
+
+    def task_times(self) -> list[TaskTimes] | None:
+        return self._times_now
 
     def measured(self, report: StepReport) -> None:
         self._codec_us = report.codec_s * 1e6
@@ -254,9 +260,9 @@ class Recording(Observer):
         assert self._forward is not None
         step = self._reducer.step - 1
         self._tensors.measure(step)
-        if self._lanes.times is not None:
+        if self._times_now is not None:
             ended = self._forward if self._ended is None else self._ended
-            before, self._times = self._times, self._lanes.times
+            before, self._times = self._times, self._times_now
             moments = Moments(ended, self._forward, self._in_backward, self._ready, [], now)
             self._watched.append(Watched(moments, self._aside_s, before, self._times))
         if self._seen % self._every == 0:

@@ -37,12 +37,12 @@ class Tensors:
         if exchange is self._exchange:
             return
         self._exchange = exchange
-        for buffers in exchange.buckets:
-            itemsize = buffers.flat.element_size()
-            for slot in buffers.slots:
+        for bucket in exchange.plan.buckets:
+            for slot in map(exchange.slots.__getitem__, bucket.tensors):
+                itemsize = slot.view.element_size()
                 numel, shape = slot.view.numel(), tuple(slot.view.shape)
                 self._numels[slot.name] = numel
-                spec = buffers.bucket.spec_of(slot.name).at_step(step)
+                spec = bucket.spec_of(slot.name).at_step(step)
                 nbytes = spec.payload_bytes([Elements(numel, spec.element_bits, shape)], itemsize)
                 bits = 8 * nbytes / max(1, numel)
                 known = self._bits[slot.name]
@@ -83,10 +83,10 @@ class Tensors:
     def measure(self, step: int) -> None:
         """Encode and decode the kept gradients. Sends nothing and changes no state of the run."""
         assert self._exchange is not None
-        for buffers in self._exchange.buckets:
-            for name in buffers.bucket.tensors:
+        for bucket in self._exchange.plan.buckets:
+            for name in bucket.tensors:
                 if (gradient := self._gradients.pop(name, None)) is not None:
-                    error = self._error(buffers.bucket, name, gradient, step)
+                    error = self._error(bucket, name, gradient, step)
                     if error is not None:
                         self._errors[name].append((step, error))
                     if len(self._errors[name]) > MOST_POINTS:

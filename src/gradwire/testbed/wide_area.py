@@ -15,7 +15,7 @@ from gradwire.testbed.namespaces import find_tool, run_tool
 from gradwire.testbed.network import bridge_of, parse_rate
 
 _RELAY = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).gw_relay(int(sys.argv[2])))"
-_ROUTER_SECONDS = 0.1  # what a router's queue holds beside the bytes that are on their way
+_ROUTER_SECONDS = 0.1  # what a router's queue holds more than the bytes that are on their way
 _EXAMPLE = '"50ms", "50ms 2ms loss 0.1% up 20mbit down 100mbit"'
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -56,9 +56,9 @@ class RelayCounts(NamedTuple):
         if self.late_frames * 100 <= self.frames and not self.failed_sends:
             return None
         return (
-            f"the network between sites was not as ordered: {self.late_frames} of {self.frames} frames were more than 0.5 ms late, "
-            f"the latest {self.latest_s * 1e3:.1f} ms, and {self.failed_sends} could not be sent. The relay needs a processor: "
-            "lower the rates, or run fewer ranks."
+            f"the network between sites was not as ordered: {self.late_frames} of {self.frames} frames were late by more than "
+            f"0.5 ms, at most by {self.latest_s * 1e3:.1f} ms, and {self.failed_sends} could not be sent. The relay needs a "
+            "processor: lower the rates, or run fewer ranks."
         )
 
 

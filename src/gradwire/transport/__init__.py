@@ -2,17 +2,15 @@
 
 from gradwire.transport.agreement import KERNELS, agree, broadcast_bytes, bytes_of, copy_from, gather_bytes
 from gradwire.transport.devices import device_name, kind_of, standing_in
-from gradwire.transport.errors import DamagedError, LinkError, transfer
 from gradwire.transport.flight import FlightRecord
 from gradwire.transport.grid import Grid, node_name
-from gradwire.transport.lane import Lane
-from gradwire.transport.lanes import Lanes
+from gradwire.transport.lanes import Lane, Lanes, LanesObserver
 from gradwire.transport.link import AllToAll, Group, Link, SilentLink
 from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark, Streams
-from gradwire.transport.wire import Wire
+from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 __all__ = [
     "KERNELS",
@@ -23,6 +21,7 @@ __all__ = [
     "Group",
     "Lane",
     "Lanes",
+    "LanesObserver",
     "Link",
     "LinkError",
     "Mark",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from gradwire.errors import DisagreementError
-from gradwire.transport.errors import transfer
 from gradwire.transport.link import Link
+from gradwire.transport.wire import transfer
 
 KERNELS = "bytes that kernels make of the same gradient"
 """The name of the fact in which ranks compare what their kernels encode."""

@@ -1,13 +1,16 @@
-"""The lanes of one group, and the failure that ended their work, if one did."""
+"""Lanes: links, each with the one thread that submits to it, and the failure that ended their work, if one did."""
 
 import logging
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -16,13 +19,13 @@ import torch.distributed as dist
 from gradwire.errors import CommunicationError, GradwireError, StepStateError
 from gradwire.transport.agreement import agree, gather_bytes
 from gradwire.transport.devices import kind_of, offload_lanes
-from gradwire.transport.errors import DamagedError, LinkError, transfer
 from gradwire.transport.flight import Flight
 from gradwire.transport.grid import Grid
 from gradwire.transport.heartbeats import Heartbeats
-from gradwire.transport.lane import Lane
 from gradwire.transport.link import Group, Link
+from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark
+from gradwire.transport.wire import DamagedError, LinkError, transfer
 from gradwire.transport.wires import connect_wires
 
 T = TypeVar("T")
@@ -35,12 +38,90 @@ CPU_LANES = 2
 """A lane blocks in its collectives on CPU: while one waits for the wire the other encodes."""
 
 
+class Lane:
+    """Runs jobs one after another on its own thread, until `stop` or the exit of the interpreter."""
+
+    def __init__(self, name: str, link: Link) -> None:
+        self.link = link
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._pending: set[Future[Any]] = set()
+        # a daemon: a thread that waits for a dead rank must not keep the process alive
+        self._thread = threading.Thread(target=_work, args=(self._jobs, link), name=name, daemon=True)
+        with short_slices():
+            self._thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread, link)
+
+    def submit(self, job: Callable[[Link], T]) -> "Future[T]":
+        """Run job(link) on the lane's thread, after all jobs before it."""
+        future: Future[T] = Future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        self._jobs.put((lambda: job(self.link), future))
+        return future
+
+    def cut(self, error: Exception) -> None:
+        """Fail all jobs that are not done. For any thread.
+
+        Gloo never ends the wait for a send that had begun when its connection was shut down. The lane's thread may have to wait
+        until the timeout; those who wait for the lane need not."""
+        for future in list(self._pending):
+            with suppress(InvalidStateError):  # done meanwhile
+                future.set_exception(error)
+
+    def stop(self) -> None:
+        """End the thread. A collective that still waits fails, here and on the other ranks."""
+        self._finalizer()
+
+
+def _work(jobs: "queue.SimpleQueue[Any]", link: Link) -> None:
+    link.streams.enter_thread()
+    while (item := jobs.get()) is not None:
+        job, future = item
+        try:
+            done = partial(future.set_result, job())
+        except BaseException as error:
+            done = partial(future.set_exception, error)
+        with suppress(InvalidStateError):  # it was cut
+            done()
+        del item, job, future, done
+    link.close()
+
+
+def _stop(jobs: "queue.SimpleQueue[Any]", thread: threading.Thread, link: Link) -> None:
+    jobs.put(None)
+    if thread is threading.current_thread():
+        return  # the job in hand dropped the last reference to the lane; the thread ends after it
+    thread.join(timeout=1.0)
+    if thread.is_alive():
+        # the thread waits for a rank that does not answer. If it returned from C++ while the interpreter ends, it would abort
+        # the process
+        with suppress(Exception):
+            link.break_off()
+        thread.join(timeout=1.0)
+    if thread.is_alive():
+        link.abandon()
+
+
 class UsesLanes(Protocol):
     """The user of lanes that must stop when they fail."""
 
     def give_up(self) -> None:
         """Stop waiting: the lanes do no more work."""
         ...
+
+
+class LanesObserver:
+    """Measures exchanges on lanes, or delays them. `Lanes.observe` registers it. By default it does nothing."""
+
+    holds = False
+    """Whether lanes get no bucket before all buckets of the step are ready, so that nothing is encoded or sent in backward."""
+
+    def task_times(self) -> list[Any] | None:
+        """The list to which the lanes append the times of each task of the step that begins. None: no times are kept."""
+        return None
+
+    def sends(self, slot: Any, values: torch.Tensor) -> None:
+        """A tensor is about to be sent. In a bucket's memory it is divided by the number of ranks already."""
 
 
 class Lanes:
@@ -86,12 +167,10 @@ class Lanes:
         self.running: weakref.ref[UsesLanes] | None = None
         """The last user of the lanes."""
         self._heartbeats: Heartbeats | None = None
-        self.hold = False
-        """For measurements: the lanes get nothing before all buckets are ready, so nothing is encoded or sent during backward."""
-        self.watch: Callable[[Any, torch.Tensor], None] | None = None
-        """For measurements: called with each tensor that is about to be sent; in a slot it is divided by the ranks already."""
-        self.times: list[Any] | None = None
-        """For recordings: lanes append what they did, from the next step on. None: nothing is kept."""
+        self.observers: list[LanesObserver] = []
+        """Observers of the exchanges on these lanes."""
+        self.value_observers: list[LanesObserver] = []
+        """The observers that look at the values that are sent."""
 
     @property
     def name(self) -> str:
@@ -152,6 +231,30 @@ class Lanes:
                 return link.streams.mark()
 
         streams.wait(lane.submit(run).result())
+
+    # ---- observers
+
+    def observe(self, observer: LanesObserver, on: bool = True) -> None:
+        """Register an observer, from the next step on, or remove it. Does nothing if that is done already."""
+        if on and observer not in self.observers:
+            self.observers.append(observer)
+        elif not on and observer in self.observers:
+            self.observers.remove(observer)
+        self.value_observers = [each for each in self.observers if type(each).sends is not LanesObserver.sends]
+
+    @contextmanager
+    def observed(self, observer: LanesObserver) -> Iterator[None]:
+        """Register an observer for the steps inside."""
+        self.observe(observer)
+        try:
+            yield
+        finally:
+            self.observe(observer, on=False)
+
+    @property
+    def holds(self) -> bool:
+        """Whether an observer wants buckets held back until all are ready."""
+        return any(observer.holds for observer in self.observers)
 
     # ---- failures
 

@@ -27,11 +27,10 @@ from torch.distributed import distributed_c10d
 
 from gradwire.errors import PlanError, StepStateError
 from gradwire.kernels import crc32c
-from gradwire.transport.errors import DamagedError, LinkError, transfer
 from gradwire.transport.grid import Grid, node_name
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import streams_for
-from gradwire.transport.wire import Wire
+from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 _DESCRIPTORS = "/dev/fd"
 _CHECK_TAGS = 2**24

@@ -27,12 +27,6 @@ class Meter:
         if self.spans is not None:
             self.spans.append((began, time.perf_counter()))
 
-    def add(self, seconds: float, spans: list[tuple[float, float]]) -> None:
-        """Count encodes and decodes that were timed elsewhere."""
-        self.codec_seconds += seconds
-        if self.spans is not None:
-            self.spans += spans
-
     def take_spans(self) -> list[tuple[float, float]]:
         """The spans since the last call."""
         taken, self.spans = self.spans or [], None if self.spans is None else []

@@ -7,6 +7,7 @@ names must stay where it is.
 import ctypes
 from collections.abc import Iterable, Sequence
 from ctypes import c_char, c_double, c_int64, c_void_p
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -54,7 +55,6 @@ class Operations:
     def __init__(self) -> None:
         self._made: list[Operation] = []
         self._keeps: list[Any] = []
-        self._array: Any = None
 
     def call(self, calls: Iterable[Call]) -> None:
         """Run kernels."""
@@ -88,12 +88,10 @@ class Operations:
     def _add(self, kind: int, peer: int, target: int | None, words: Sequence[int]) -> None:
         self._made.append(Operation(kind, peer, target, (c_int64 * _MOST_ARGUMENTS)(*words)))
 
-    @property
+    @cached_property
     def array(self) -> Any:
-        """All of them, for C."""
-        if self._array is None:
-            self._array = (Operation * len(self._made))(*self._made)
-        return self._array
+        """All of them, for C. No more may be added."""
+        return (Operation * len(self._made))(*self._made)
 
     def spans(self, times: Sequence[float]) -> list[tuple[float, float]]:
         """Begin and end of each run of calls, by the times of every operation."""

@@ -9,17 +9,37 @@ import ctypes
 import os
 import socket
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from ctypes import c_double, c_int64
 from functools import cache
 from typing import Any
 
 from gradwire.core import native
-from gradwire.transport.errors import DamagedError, LinkError
 from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations, Outcome, refused
 from gradwire.transport.rings import Connection, Rings
+
+
+class LinkError(Exception):
+    """A transfer failed. `peer` is the other rank within the group, None for a collective of all ranks."""
+
+    def __init__(self, peer: int | None, cause: Exception) -> None:
+        super().__init__(str(cause).strip() or type(cause).__name__)
+        self.peer = peer
+
+
+class DamagedError(LinkError):
+    """Bytes of that rank were changed on the way."""
+
+
+@contextmanager
+def transfer(peer: int | None = None) -> Iterator[None]:
+    """Turn errors of a backend into LinkError."""
+    try:
+        yield
+    except Exception as error:
+        raise LinkError(peer, error) from error
 
 
 class Wire:
@@ -66,7 +86,9 @@ class Wire:
             if outcome.peer >= 0:
                 raise (DamagedError if outcome.damaged else LinkError)(outcome.peer, ConnectionError(words))
             raise refused(words)
-        meter.add(outcome.codec_seconds, operations.spans(list(times)) if times is not None else [])
+        meter.codec_seconds += outcome.codec_seconds
+        if meter.spans is not None and times is not None:
+            meter.spans += operations.spans(list(times))
 
     def shut_down(self) -> None:
         """Fail all waits, here and on the other ranks, at once. For any thread."""

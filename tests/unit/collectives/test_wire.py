@@ -43,11 +43,10 @@ from gradwire.errors import PayloadError
 from gradwire.kernels import cpu
 from gradwire.kernels.segments import Segment, Segments
 from gradwire.transport import Meter
-from gradwire.transport.errors import DamagedError, LinkError
 from gradwire.transport.link import Link
 from gradwire.transport.operations import Operations
 from gradwire.transport.rings import ring_bytes
-from gradwire.transport.wire import Wire
+from gradwire.transport.wire import DamagedError, LinkError, Wire
 
 RING_BYTES = ring_bytes(2)
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ kernels")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.engine.drift import OwnSteps
+from gradwire.engine.control import OwnSteps
 
 
 class Rank:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.launch import launch_tasks, tasks_by_lane
-from gradwire.exchange.executor import PhaseTask, _Progress
+from gradwire.exchange.exchange import PhaseTask, _Progress
 from gradwire.exchange.layout import cut
 
 

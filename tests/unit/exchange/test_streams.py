@@ -20,9 +20,8 @@ from gradwire.collectives import ShardedSum
 from gradwire.core import TensorInfo
 from gradwire.engine.buffers import BuffersBeside
 from gradwire.exchange import Exchange, host_codec
-from gradwire.exchange.executor import BOTH, GATHER, REDUCE
+from gradwire.exchange.exchange import BOTH, GATHER, REDUCE
 from gradwire.exchange.host_codec import HostCodec, Staging
-from gradwire.exchange.phases import take_shards
 from gradwire.kernels import Compressor, cpu, kernels_for
 from gradwire.transport import Grid, Group, Lane, Lanes, Link
 from gradwire.transport.flight import Flight
@@ -40,8 +39,8 @@ class DeviceLanes(Lanes):
         self.control = Lane("gradwire-double", link)
         self.data = [self.control]
         self._name, self.flight = "double", Flight(0, (0, 1), "double")
-        self.failure = self._ended = self.running = self.times = self.watch = self._heartbeats = None
-        self.mendable = self.hold = False
+        self.failure = self._ended = self.running = self._heartbeats = None
+        self.mendable, self.observers, self.value_observers = False, [], []
         self.offload = 0
 
 
@@ -66,10 +65,10 @@ def exchange_on(lanes: Lanes, spec: Any, **values: Any) -> Exchange:
 
 
 def fill(exchange: Exchange, step: int, phases: str = BOTH) -> None:
-    exchange.begin_step(step, phases)
+    exchange.begin(phases, step)
     for slot in exchange.slots.values():
         slot.view.fill_(step + 1.0)
-        exchange.count(slot)
+        exchange.ready([slot])
 
 
 def whole_steps(device: Device) -> None:
@@ -85,7 +84,7 @@ def whole_steps(device: Device) -> None:
             exchange = exchange_on(lanes, spec, **values)
             for step in range(3):
                 fill(exchange, step)
-                exchange.finish()
+                exchange.wait()
                 for flat in exchange.flats:
                     flat.mul_(2.0)
 
@@ -96,12 +95,12 @@ def narrow_residuals(device: Device) -> None:
             exchange = exchange_on(lanes, spec, residual_dtype="bfloat16", bucket_bytes=1000)
             for step in range(2):
                 fill(exchange, step)
-                exchange.finish()
+                exchange.wait()
 
 
 def step_shard(exchange: Exchange) -> None:
     """Change what the rank holds by its shard, as an optimizer does."""
-    for buffers in exchange.buckets:
+    for buffers in exchange._buckets:
         for chunk in buffers.chunks:
             assert isinstance(chunk, ShardedSum)
             buffers.flat.add_(chunk.total.sum())
@@ -117,24 +116,23 @@ def gathers_later(device: Device) -> None:
                 exchange.await_gate()
                 if sharded:
                     step_shard(exchange)
-                exchange.executor.open_gate()
+                exchange.open_gate()
                 for bucket, flat in enumerate(exchange.flats):
-                    exchange.await_bucket(bucket)
+                    exchange.wait(bucket)
                     flat.mul_(2.0)
-                exchange.finish()
+                exchange.wait()
 
 
 def gather_alone(device: Device) -> None:
     with lanes_of(device) as lanes:
         exchange = exchange_on(lanes, gw.QSGD(bits=4), scheme="alltoall")
         fill(exchange, 0, REDUCE)
-        exchange.finish()
-        exchange.begin_step(1, GATHER)
-        for buffers in exchange.buckets:
+        exchange.wait()
+        exchange.begin(GATHER, 1)
+        for buffers in exchange._buckets:
             buffers.flat.mul_(2.0)
-            take_shards(buffers, lanes.data[0].link.streams)
-            exchange.count(*buffers.slots, owes=False)
-        exchange.finish()
+            exchange.ready(buffers.slots)
+        exchange.wait()
 
 
 def on_a_lane(device: Device) -> None:
@@ -180,7 +178,7 @@ def offloaded(device: Device) -> None:
         patch.setattr(host_codec, "_wait_for", lambda tensor: device.synchronize())
         streams = lanes.data[0].link.streams
         exchange = exchange_on(lanes, gw.ErrorFeedback(gw.QSGD(bits=4)), scheme="allgather")
-        transfer = exchange.buckets[0].chunks[0].phases[0][0]  # type: ignore[attr-defined]
+        transfer = exchange._buckets[0].chunks[0].phases[0][0]  # type: ignore[attr-defined]
         given, arrived = transfer.before[0], transfer.arrivals[1][0]
         codec = HostCodec(OnHost(given.codec, device), Staging())
         context, ready = given.context, streams.mark()

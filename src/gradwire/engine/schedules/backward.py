@@ -10,7 +10,6 @@ from gradwire.engine.control import RankReport
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.exchange import StepReport
-from gradwire.transport import Meter
 
 
 class BackwardSchedule:
@@ -20,7 +19,6 @@ class BackwardSchedule:
 
     def __init__(self, reducer: Reducer, schedule: Backward, job: TrainingJob) -> None:
         self._reducer = reducer
-        self._meters: list[Meter] = []
 
     def attach(self) -> None:
         """Nothing depends on the buckets."""
@@ -35,18 +33,18 @@ class BackwardSchedule:
         self._reducer.begin(self._reducer.exchange)
 
     def on_end(self, told: "Future[list[RankReport]]") -> None:
-        self._meters = self._reducer.running.finish(told)
+        self._reducer.running.wait(others=[told])
 
     def on_closed(self, closed: Closed) -> None:
         for missing in closed.missing:
             self._reducer.settle_missing(missing)
-        self._reducer.observers.measured(StepReport(self._meters, closed.exposed_s))
+        self._reducer.observers.measured(StepReport(self._reducer.running.meters, closed.exposed_s))
 
     def settle(self) -> None:
         """Nothing is under way."""
 
     def let_go(self) -> Callable[[], None]:
-        return self._reducer.exchange.executor.give_up
+        return self._reducer.exchange.give_up
 
     def detach(self) -> None:
         """Nothing was changed."""

@@ -1,4 +1,4 @@
-"""What a schedule is to the reducer that runs it: events, and properties that callers depend on.
+"""The interface between a schedule and the reducer that runs it: events, and properties that callers depend on.
 
 A schedule decides when a step begins, what must be over when backward ends, and what becomes of the means. It is an object of
 its own with the methods of `ScheduleEvents`; it holds the reducer, and inherits from nothing. What more it can do it says by
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from gradwire.engine.control import BackwardState, RankReport
-from gradwire.exchange import BucketBuffers, Exchange, Saved
+from gradwire.exchange import Exchange, Saved
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Traits:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What a schedule may need of the script."""
+    """The parts of the script that a schedule may need."""
 
     model: torch.nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     """Empty where the schedule leaves optimizers alone and none was passed."""
     compiled_before: int
-    """What `compiled_frames` returned before the model was parallelized."""
+    """The result of `compiled_frames` before the model was parallelized."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Missing:
 
     index: int
     own: torch.Tensor | None
-    """What its `grad` was."""
+    """Its `grad` before."""
     used_anywhere: bool
     """Whether it got one on another rank."""
 
@@ -104,7 +104,7 @@ class ScheduleEvents(Protocol):
         ...
 
     def let_go(self) -> Callable[[], None]:
-        """What is done when the model is gone. It must not refer to the schedule."""
+        """Return the function to call when the model is gone. It must not refer to the schedule."""
         ...
 
     def detach(self) -> None:
@@ -140,17 +140,17 @@ class KeepsState(Protocol):
 
 @runtime_checkable
 class EndsLater(Protocol):
-    """A schedule whose observers hear of a step's end when the next one begins."""
+    """A schedule whose observers learn of a step's end when the next one begins."""
 
     @property
     def untold(self) -> bool:
-        """Whether a step has landed, and its end was not told yet."""
+        """Whether a step has ended, and observers do not know it yet."""
         ...
 
 
 @runtime_checkable
 class CopiesWeights(Protocol):
-    """A schedule with weights beside the model's."""
+    """A schedule with weights in addition to the model's."""
 
     def weight_bytes(self) -> int:
         """Bytes of these weights now, and of what steps them."""
@@ -223,6 +223,6 @@ class PutsOff(Protocol):
 class Corrects(Protocol):
     """A schedule some of whose steps run other buckets than the plan's."""
 
-    def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
-        """The buckets that some steps run instead of the plan's, and the part of all steps that these are."""
+    def correcting(self) -> tuple[Exchange | None, float]:
+        """The exchange that some steps run instead of the plan's, and the part of all steps that these are."""
         ...

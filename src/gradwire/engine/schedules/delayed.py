@@ -4,60 +4,161 @@ W(i) are the global weights that hold all updates through step i-1, L(i) a rank'
 docs/papers/cd-sgd.md):
 
 1. A training forward computes on L(i), and backward leaves this rank's own gradient g(i) in `grad`. Nothing is sent.
-2. `optimizer.step()` lands step i-1: it waits for that exchange, and the optimizer makes W(i) of the mean, with the values that
+2. `optimizer.step()` ends step i-1: it waits for that exchange, and the optimizer makes W(i) of the mean, with the values that
    its groups had when the script stepped it. It also launches step i: g(i) is copied to the flat buffers and the lanes begin.
    If it had to wait, both go bucket by bucket, where the optimizer allows: a wire that is behind does not wait for all of the
    optimizer's work. Last L(i+1) = W(i) - local_lr * g(i).
-3. Whoever looks at the weights before the next training forward lands step i too and sees W(i+1). That only waits, and
+3. Whoever looks at the weights before the next training forward ends step i too and sees W(i+1). That only waits, and
    changes nothing: L(i+1) is put back by the next training forward.
 
 Warm-up steps (with `warmup_lands=False` all but the last) and all steps without local update land at once. A corrected bucket has
 schemes of its own, with the correction's spec (none in the warm-up) in the same flat buffer. Which buckets a step corrects
 follows from its number and the plan. Gradients of the next step cannot overwrite what is being sent: only step 2 writes there.
 
-Beside the `backward` schedule it needs one more copy of the weights (two while a script looks at them), and one of the
+Compared with the `backward` schedule it needs one more copy of the weights (two while a script looks at them), and one of the
 gradients, which the script's own and the flat buffers no longer share.
 """
 
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
+import msgspec
 import torch
 
 from gradwire.core import Delayed, printable
 from gradwire.engine.buffers import BuffersBeside
 from gradwire.engine.control import BackwardState, RankReport, used_anywhere
-from gradwire.engine.leaving import told_to_all
-from gradwire.engine.reducer import Reducer
+from gradwire.engine.prepare import Prepared, check_one_optimizer
+from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
-from gradwire.engine.schedules.corrections import Corrections
-from gradwire.engine.schedules.launched import (
+from gradwire.engine.schedules.weights import (
     Launched,
+    TwoWeights,
     Update,
     by_bucket,
-    check_delayed,
-    check_gradients,
-    finish_quietly,
-    show_for_forward,
-)
-from gradwire.engine.schedules.weights import (
-    TwoWeights,
     check_local,
+    check_local_updates,
+    finish_quietly,
     has_local_update,
     local_moves,
+    show_for_forward,
 )
 from gradwire.engine.torch_hooks.hooks import ModelHook
+from gradwire.engine.torch_hooks.optimizer_step import Stepping, Whole, snapshot, step_later
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_at_once
-from gradwire.engine.torch_hooks.stepping import Stepping, Whole, snapshot, step_later
-from gradwire.errors import StepStateError
-from gradwire.exchange import CORRECTION, BucketBuffers, Saved, StepReport, added_up, divided
-from gradwire.transport import Meter
+from gradwire.errors import PlanError, StepStateError
+from gradwire.exchange import CORRECTION, Exchange, Remembered, Saved, StepReport, added_up, divided, info_of
+from gradwire.plan import correction_plan, with_buckets
+
+
+class Corrections:
+    """Which buckets a step uses, and what becomes of residuals in corrections."""
+
+    def __init__(
+        self,
+        schedule: Delayed,
+        usual: Exchange,
+        parameters: Mapping[str, torch.nn.Parameter],
+        step: int,
+        before: "Corrections | None" = None,
+    ) -> None:
+        """Make the buckets of corrections, as they are in this step, in addition to the usual ones. Residuals are kept."""
+        self.schedule = schedule
+        self._usual, self._parameters = usual, parameters
+        self._last: Exchange | None = None
+        """The exchange that ran the last step, if that is known."""
+        self._corrected: Exchange | None = None
+        self._made: dict[tuple[int, ...], Exchange] = {(): usual}
+        """The exchange that runs a step, by the buckets that it corrects."""
+        self._kept_back: dict[str, torch.Tensor] = {}
+        """The memory of corrected buckets before residuals were flushed into a step, until the step counts."""
+        self._warming = warming = step < schedule.warmup_steps
+        self._everything = tuple(range(len(usual.numels)))
+        self._chosen_in = schedule.corrected(usual.compressed_bytes)
+        if schedule.k is None and not warming:
+            return
+        sent = msgspec.structs.replace(schedule, correction=None) if warming else schedule
+        plan = correction_plan(usual.plan, sent, [info_of(*item) for item in parameters.items()])
+        self._corrected = made = Exchange.on(usual.lanes, parameters, plan, step, usual.flats)
+        self._made[self._everything] = made
+        if before is not None and before._corrected is not None:
+            made.keep_residuals_of(before._corrected)
+
+    @property
+    def memory(self) -> Remembered | None:
+        """The residuals of corrections, if there are any."""
+        return self._corrected.residuals if self._corrected is not None else None
+
+    @property
+    def correcting(self) -> tuple[Exchange | None, float]:
+        """The exchange of corrections, and the part of all steps after the warm-up that use each of them. None before there are
+        any."""
+        others = self._warming and self.schedule.correction is not None
+        if self._corrected is None or self.schedule.every is None or others:
+            return None, 0.0
+        return self._corrected, 1 / self.schedule.every
+
+    def at_step(self, step: int, keep: bool = False) -> "Corrections":
+        """Return these corrections, or new ones if that step has others. New ones have residuals only with `keep`."""
+        if not self.outdated(step):
+            return self
+        return Corrections(self.schedule, self._usual, self._parameters, step, self if keep else None)
+
+    def outdated(self, step: int) -> bool:
+        """Whether in this step the correction's spec is another one than in the step its buckets were made for, or in only one
+        of the two there are any."""
+        if (step < self.schedule.warmup_steps) != self._warming:
+            return self.schedule.correction is not None or self.schedule.k is None
+        return self._corrected is not None and self._corrected.outdated(step)
+
+    def exchange_of(self, step: int) -> Exchange:
+        """The exchange that runs a step: the usual buckets, but for those that the step corrects. The warm-up corrects all."""
+        count = step - self.schedule.warmup_steps
+        chosen = self._everything if count < 0 else self._chosen_in[count % len(self._chosen_in)]
+        if chosen not in self._made:
+            assert self._corrected is not None, "a step corrects, and nothing was made for it"
+            buckets = [
+                (self._corrected if index in chosen else self._usual).plan.buckets[index] for index in self._everything
+            ]
+            plan = with_buckets(self._usual.plan, buckets)
+            self._made[chosen] = self._usual.mixed_with(self._corrected, chosen, plan)
+        runs = self._made[chosen]
+        if runs is not self._last:
+            runs.take_turn()
+        self._last = runs
+        return runs
+
+    def add_residuals(self, exchange: Exchange, names: Iterable[str]) -> None:
+        """If corrections flush, add to these gradients what error feedback kept back of them, where their bucket is corrected in
+        this step, and forget it. See docs/papers/cd-sgd.md."""
+        if not self.schedule.flush or exchange is self._usual:
+            return
+        corrected = self._usual.residuals_replaced_in(exchange)
+        carried = corrected.carried()
+        self._kept_back = dict(carried)
+        for name in names:
+            slot = exchange.slots[name]
+            if (residual := carried.pop(f"residual/{name}", None)) is not None:
+                placed = slot.in_memory(residual)
+                exchange.flats[slot.bucket][slot.offset : slot.offset + placed.numel()] += placed
+        corrected.take_over(carried)
+
+    def landed(self, counts: bool, taken_back: bool = False) -> None:
+        """A step is over. If it does not count, residuals are what they were, but for those that are `taken_back`, with the
+        gradient that they were added to, into what corrections remember."""
+        if self._kept_back and self._last is not None and not counts:
+            theirs = set(self.memory.names()) if taken_back and self.memory is not None else set()
+            restored = {key: value for key, value in self._kept_back.items() if key.partition("/")[2] not in theirs}
+            corrected = self._usual.residuals_replaced_in(self._last)
+            corrected.take_over(corrected.carried() | restored)
+        self._kept_back = {}
+
 
 _BEHIND_S = 0.001
 """Whoever waits longer for an exchange computes faster than the wire sends."""
@@ -76,16 +177,15 @@ class DelayedSchedule:
         self._due: dict[int, torch.Tensor | None] = {}
         """Means that arrived, by parameter, and of which the optimizer has not made W yet."""
         self._update: Update | None = None
-        """What makes W of them."""
+        """The function that makes W of them."""
         self._waited_s = 0.0
         """For the exchange of the last step."""
-        self._meters: list[Meter] = []
         self._landed: tuple[list[RankReport], float] | None = None
-        """Of the last step, until the next `optimizer.step()`: what ranks told, and the seconds that were waited for it."""
+        """The reports of the last step, and the seconds that were waited for it, until the next `optimizer.step()`."""
         self._between = False
         """Whether a step landed, and the next one, whose gradients are there, is not launched yet."""
         self._last_act: Callable[[], None] | None = None
-        """What `when_idle` was given meanwhile."""
+        """The function that `when_idle` was given meanwhile."""
         self._by_name: dict[str, torch.nn.Parameter] = {}
         self._watched = -1
         """Which of the reducer's parameters these are."""
@@ -93,7 +193,10 @@ class DelayedSchedule:
         self._guard = SettleFirst(None, (), ModelHook(self, DelayedSchedule.settle))
         self._stepping = Stepping(job.optimizers[:1], self._step)
 
-    check_optimizers = staticmethod(check_delayed)
+    @staticmethod
+    def check_optimizers(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """See `ScheduleClass`."""
+        check_delayed(prepared, optimizers)
 
     def attach(self) -> None:
         reducer = self._reducer
@@ -148,7 +251,7 @@ class DelayedSchedule:
     @partial(told_to_all, script_steps=True)
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
-        """What the script's `optimizer.step()` does."""
+        """Do the work of the script's `optimizer.step()`."""
         self._reducer.lanes.check()
         check_gradients(self._by_name, optimizer)
         parameters = list(self._by_name.values())
@@ -163,7 +266,7 @@ class DelayedSchedule:
                 self._weights.local_update(local_moves(optimizer, parameters, self._data))
         self._change_now()
 
-    def correcting(self) -> tuple[Sequence[BucketBuffers], float]:
+    def correcting(self) -> tuple[Exchange | None, float]:
         """See `Corrects`."""
         return self._of_corrections.correcting
 
@@ -180,7 +283,7 @@ class DelayedSchedule:
             act()
 
     def _change_now(self) -> None:
-        """What `when_idle` put off, if anything: nothing is under way then."""
+        """Call the function that `when_idle` put off, if there is one: nothing is under way then."""
         if self._last_act is not None and self._landed is not None:
             act, self._last_act = self._last_act, None
             self._reducer.control.check_drift(self._landed[0], self._reducer.step)
@@ -197,10 +300,8 @@ class DelayedSchedule:
     def before_reset(self) -> None:
         """After a step that this rank left in the middle, all ranks forget that step and go on with the next one."""
         with suppress(StepStateError):
-            self.settle()  # this rank may not have heard yet that a step is void
-            if (
-                self._weights.computing and self._reducer.lanes.failure is None
-            ):  # else all ranks have heard of it already
+            self.settle()  # this rank may not know yet that a step is void
+            if self._weights.computing and self._reducer.lanes.failure is None:  # else all ranks know it already
                 self.send_nothing(BackwardState.LEFT)
                 for parameter in self._by_name.values():
                     parameter.grad = None
@@ -235,7 +336,7 @@ class DelayedSchedule:
             filled = [reducer.names[index] for index in reducer.arrivals.came]
             self._of_corrections.add_residuals(reducer.running, filled)
             for index in portion:
-                reducer.count(index)
+                reducer.send(index)
         told = reducer.tell(state)
         self._under_way.append(Launched(reducer.running, state, told, self._buffers.sending, update))
         if problem is not None:
@@ -252,7 +353,7 @@ class DelayedSchedule:
     # ---- landing
 
     def on_end(self, told: "Future[list[RankReport]]") -> None:
-        self._meters = self._reducer.running.finish(told, *self._buffers.sending)
+        self._reducer.running.wait(others=[told, *self._buffers.sending])
         self._buffers.arrived(self._reducer.lanes.data[0])
 
     def on_closed(self, closed: Closed) -> None:
@@ -276,7 +377,7 @@ class DelayedSchedule:
             return
         launched, start = self._under_way[0], time.perf_counter()
         try:
-            # all hear of a step that some left only when the next one is computed, and go on
+            # all learn of a step that some left only when the next one is computed, and go on
             reports = self._reducer.hear(launched.told, self.on_end, leaving_is_void=False)
         except BaseException:
             self._of_corrections.landed(counts=False)
@@ -289,7 +390,7 @@ class DelayedSchedule:
         self._buffers.put(self._reducer.group.rank)
         self._landed = (reports, exposed)
         self._reducer.counted(reports)
-        self._reducer.observers.measured(StepReport(self._meters, exposed))
+        self._reducer.observers.measured(StepReport(self._reducer.running.meters, exposed))
 
     def _take(self, launched: Launched, reports: Sequence[RankReport]) -> None:
         """The mean is due, but of parameters that no rank used."""
@@ -363,3 +464,37 @@ class DelayedSchedule:
             else:
                 memory.take_over(memory.fitting(added_up(divided(each)[0] for each in saved.memory)))
         self._weights.take_local(local, saved.weights)
+
+
+def check_delayed(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises PlanError where the delayed schedule cannot run with these optimizers."""
+    schedule = prepared.plan.schedule
+    assert isinstance(schedule, Delayed)
+    check_one_optimizer(
+        optimizers,
+        prepared,
+        many="the delayed schedule updates all weights at once, a step later",
+        others="The delayed schedule updates a step later, with gradients that such tensors do not have any more",
+    )
+    owners = [spec for bucket in prepared.plan.buckets for spec in bucket.specs if spec.owns_momentum]
+    if owners and (schedule.k is not None or schedule.warmup_steps):
+        raise PlanError(
+            f"{owners[0]!r} sends gradients with momentum, and corrections and warm-up steps send them as they are. Use "
+            "gw.Delayed(k=None), or a spec without momentum."
+        )
+    if schedule.local_update and schedule.local_lr != 0 and schedule.local_step == "optimizer":
+        check_local_updates(optimizers)
+
+
+def check_gradients(parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Raises StepStateError for gradients that cannot be launched as they are."""
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise StepStateError(
+                f"the gradient of {name!r} is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
+            )
+    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        raise StepStateError(
+            f"a GradScaler lets this {type(optimizer).__name__} unscale gradients in its step, and the delayed schedule "
+            "sends them before. Make the optimizer with fused=False."
+        )

@@ -32,7 +32,8 @@ class ScheduleClass(Protocol):
 
 
 def make_schedule(reducer: Reducer, schedule: data.Schedule, job: TrainingJob) -> ScheduleEvents:
-    """What runs the steps of a plan with this schedule. Raises PlanError where it lacks a part of `ScheduleEvents`."""
+    """Make the object that runs the steps of a plan with this schedule. Raises PlanError if it lacks a part of
+    `ScheduleEvents`."""
     made: ScheduleEvents = named(schedule.engine)(reducer, schedule, job)
     methods = [name for name in vars(ScheduleEvents) if not name.startswith("_")]
     if missing := [name for name in ("traits", *methods) if not hasattr(made, name)]:
@@ -44,8 +45,8 @@ def make_schedule(reducer: Reducer, schedule: data.Schedule, job: TrainingJob) -
 
 
 def check_optimizers(optimizer: Any, prepared: Prepared) -> list[torch.optim.Optimizer]:
-    """The optimizers as a list. Raises PlanError for one that steps nothing of the model, for momentum beside a spec that has
-    its own, and for what the schedule cannot run with."""
+    """The optimizers as a list. Raises PlanError for one that steps nothing of the model, for momentum with a spec that has its
+    own, and for what the schedule cannot run with."""
     schedule = prepared.plan.schedule
     if not optimizer and schedule.needs_optimizer:
         raise PlanError(

@@ -5,12 +5,12 @@ W are the global weights, the same on all ranks. L are a rank's own, on which it
 1. The script's optimizer steps L by this rank's own gradients. Nothing is sent.
 2. After every H-th local step an exchange begins, a step of the reducer: the outer gradients W - L are copied to the flat
    buffers, and the lanes average them with the plan's specs. With several fragments each has its own time in the period.
-3. `delay` local steps later the exchange lands: the outer optimizer has made W of the mean, and L takes up W.
+3. `delay` local steps later the exchange ends: the outer optimizer has made W of the mean, and L takes up W.
 4. Whoever looks at the weights in between sees W. That waits for an exchange under way, and changes nothing: the next training
    forward, or the next step, puts L back.
 
-Beside the `backward` schedule it needs one more copy of the weights (two while a script looks at them), one of the gradients,
-and the outer optimizer's momentum.
+Compared with the `backward` schedule it needs one more copy of the weights (two while a script looks at them), one of the
+gradients, and the outer optimizer's momentum.
 """
 
 import time
@@ -24,21 +24,25 @@ from typing import Any
 
 import torch
 
-from gradwire.core import LocalSteps
+from gradwire.core import LocalSteps, Nesterov, printable
 from gradwire.engine.buffers import BuffersBeside
 from gradwire.engine.control import BackwardState, RankReport
-from gradwire.engine.leaving import told_to_all
 from gradwire.engine.prepare import Prepared
-from gradwire.engine.reducer import Reducer
+from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
-from gradwire.engine.schedules.launched import Launched, by_bucket, finish_quietly, show_for_forward
-from gradwire.engine.schedules.outer import OuterOptimizer
-from gradwire.engine.schedules.weights import TwoWeights, check_local
+from gradwire.engine.schedules.weights import (
+    Launched,
+    TwoWeights,
+    by_bucket,
+    check_local,
+    finish_quietly,
+    show_for_forward,
+)
 from gradwire.engine.torch_hooks.hooks import ModelHook
+from gradwire.engine.torch_hooks.optimizer_step import own_steps
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange import LOCAL, OUTER, Saved, StepReport, by_tensor
-from gradwire.transport import Meter
 
 
 class LocalSchedule:
@@ -54,12 +58,11 @@ class LocalSchedule:
         self._under_way: list[Launched] = []
         """At most one."""
         self._arrived: tuple[list[RankReport], float] | None = None
-        """Of an exchange that has arrived and not landed: what ranks told, and the seconds that were waited for it."""
+        """The reports of an exchange that has arrived and whose W is not in L yet, and the seconds that were waited for it."""
         self._lands_after: int | None = None
-        """The local steps after which the last exchange lands, if it has not."""
+        """The local steps after which L takes up the W of the last exchange, if it has not."""
         self._landing: list[int] = []
         """The parameters of the last exchange."""
-        self._meters: list[Meter] = []
         self._by_name: dict[str, torch.nn.Parameter] = {}
         self._watched = -1
         """Which of the reducer's parameters these are."""
@@ -68,7 +71,7 @@ class LocalSchedule:
         self._counting = False
         """Whether a step is being counted: torch goes through the hooks of an optimizer, of which none may be removed."""
         self._put_off: Callable[[], None] | None = None
-        """What `when_idle` was given meanwhile."""
+        """The function that `when_idle` was given meanwhile."""
         self._guard = SettleFirst(None, (), ModelHook(self, LocalSchedule.settle))
         before, after = ModelHook(self, LocalSchedule._before_step), ModelHook(self, LocalSchedule._after_step)
         self._hooks = [optimizer.register_step_pre_hook(before) for optimizer in job.optimizers]
@@ -90,7 +93,7 @@ class LocalSchedule:
 
     def attach(self) -> None:
         reducer = self._reducer
-        self._fragments = self._data.fragments_of([buffers.numel for buffers in reducer.exchange.buckets])
+        self._fragments = self._data.fragments_of(reducer.exchange.numels)
         if self._watched == reducer.watched:
             return
         self._watched = reducer.watched
@@ -268,14 +271,14 @@ class LocalSchedule:
         for bucket in fragment:
             for index in bucket:
                 reducer.put(index, self._weights.copies[index] - parameters[index])
-            reducer.count(*bucket)
+            reducer.send(*bucket)
         self._under_way.append(Launched(reducer.running, state, reducer.tell(state), self._buffers.sending, None))
         self._lands_after = self._local_steps + self._data.delay
         if not self._data.delay:
             self._land()
 
     def on_end(self, told: "Future[list[RankReport]]") -> None:
-        self._meters = self._reducer.running.finish(told, *self._buffers.sending)
+        self._reducer.running.wait(others=[told, *self._buffers.sending])
         self._buffers.arrived(self._reducer.lanes.data[0])
 
     def on_closed(self, closed: Closed) -> None:
@@ -306,10 +309,10 @@ class LocalSchedule:
         self._buffers.put(self._reducer.group.rank)
         self._arrived = (reports, exposed)
         self._reducer.counted(reports)
-        self._reducer.observers.measured(StepReport(self._meters, exposed))
+        self._reducer.observers.measured(StepReport(self._reducer.running.meters, exposed))
 
     def _land(self) -> None:
-        """The last exchange lands, on all ranks after the same local step: L takes up its W. The parameters hold L."""
+        """End the last exchange, on all ranks after the same local step: L takes up its W. The parameters hold L."""
         self._arrive()
         self._lands_after = None
         parameters = list(self._by_name.values())
@@ -344,7 +347,7 @@ class LocalSchedule:
         return self._weights.state() | momenta | fields
 
     def _due_to_land(self, exchanges: int) -> int:
-        """The local steps after which the last of so many exchanges lands, unless it lands earlier; 0 where there was none."""
+        """The local steps after which L takes up the W of the last of so many exchanges, at the latest; 0 without one."""
         return self._data.begins_after(exchanges - 1) + self._data.delay if exchanges else 0
 
     def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
@@ -366,3 +369,52 @@ class LocalSchedule:
         self._landing = [index for bucket in self._fragment(saved.step - 1) for index in bucket]
         self._weights.take_local(by_tensor(state, LOCAL), saved.weights)
         self._outer.take(by_tensor(state if saved.own else saved.memory[-1], OUTER))
+
+
+_BUFFER = "momentum_buffer"
+"""The key under which torch's SGD keeps momentum."""
+
+
+class OuterOptimizer:
+    """Torch's SGD over tensors that are no parameters of the model."""
+
+    def __init__(self, data: Nesterov, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights = dict(weights)
+        self._sgd = torch.optim.SGD(
+            list(self._weights.values()), lr=data.lr, momentum=data.momentum, nesterov=data.momentum > 0
+        )
+
+    def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Step these weights, in place."""
+        chosen = [self._weights[name] for name in gradients]
+        for weight, gradient in zip(chosen, gradients.values(), strict=True):
+            weight.grad = gradient
+        with own_steps():
+            self._sgd.step()
+        for weight in chosen:
+            weight.grad = None
+
+    @property
+    def momenta(self) -> dict[str, torch.Tensor]:
+        """The momentum of each weight that has been stepped."""
+        kept = {name: self._sgd.state[weight].get(_BUFFER) for name, weight in self._weights.items()}
+        return {name: value for name, value in kept.items() if value is not None}
+
+    def check(self, momenta: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError for momenta that are not of these weights."""
+        for name, value in momenta.items():
+            expected = self._weights.get(name)
+            if expected is None or (value.numel(), value.dtype) != (expected.numel(), expected.dtype):
+                kind = "no such tensor" if expected is None else f"{expected.numel()} elements of {expected.dtype}"
+                raise ValueError(
+                    f"the state has the outer momentum of {printable(name)}, {value.numel()} elements of {value.dtype}, and the "
+                    f"model has {kind}. Pass what handle.state_dict() returned."
+                )
+
+    def take(self, momenta: Mapping[str, torch.Tensor]) -> None:
+        """Go on with copies of these momenta; weights whose momentum is not here, or of another size, begin without."""
+        for name, weight in self._weights.items():
+            value = momenta.get(name)
+            self._sgd.state[weight].pop(_BUFFER, None)
+            if value is not None and value.numel() == weight.numel():
+                self._sgd.state[weight][_BUFFER] = torch.empty_like(weight).copy_(value.reshape(weight.shape))

@@ -1,4 +1,4 @@
-"""The `pipelined` schedule (DeAR): reduce phases in backward, gather phases beside the next forward.
+"""The `pipelined` schedule (DeAR): reduce phases in backward, gather phases during the next forward.
 
 A step in this schedule:
 1. backward. Lanes run the reduce phases as buckets become ready. At its end the gate opens, and the lanes run the gather
@@ -11,10 +11,12 @@ A step in this schedule:
 Nothing here launches an exchange: what is waited for comes, whichever rank waits.
 """
 
+import threading
+import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -22,21 +24,126 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import TwoPhase
 from gradwire.core import Pipelined
 from gradwire.engine.control import RankReport
 from gradwire.engine.gradients import AnyGradient
-from gradwire.engine.leaving import told_to_all
-from gradwire.engine.reducer import Reducer
-from gradwire.engine.schedules.base import Closed, Missing, TrainingJob, Traits
-from gradwire.engine.schedules.gathers import Gathers, settle_before_backward
+from gradwire.engine.reducer import Reducer, told_to_all
+from gradwire.engine.schedules.base import Closed, Missing, ScheduleEvents, TrainingJob, Traits
 from gradwire.engine.torch_hooks.hooks import ModelHook
-from gradwire.engine.torch_hooks.lazy_tensors import is_later, looking, make_current, use_later
+from gradwire.engine.torch_hooks.lazy_tensors import is_later, looking, make_current, raise_later, use_later
+from gradwire.engine.torch_hooks.optimizer_step import Groups, Stepping, outermost, snapshot, step_only
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_whole
-from gradwire.engine.torch_hooks.stepping import Groups, Stepping, outermost, snapshot, step_only
-from gradwire.exchange import Exchange
+from gradwire.errors import GradwireError
+from gradwire.exchange import Exchange, StepReport
 from gradwire.transport import Link, transfer
+
+
+class Gathers:
+    """The gathers under way between two steps. Nothing here launches an exchange: a gather comes, whichever rank waits."""
+
+    def __init__(self, reducer: Reducer, model: torch.nn.Module, arrived: Callable[[int], None]) -> None:
+        """`arrived`, a bound method, is called for each bucket when its tasks are done; its owner is not kept alive."""
+        self._reducer, self._arrived = reducer, weakref.WeakMethod(arrived)
+        weakref.finalize(model, ModelHook(self, Gathers._without_model)).atexit = False
+        self.under_way: dict[int, None] = {}
+        """Buckets that were not waited for yet, in launch order of their gathers."""
+        self.exposed_s = 0.0
+        """The seconds that were waited for the step."""
+        self.lock = threading.RLock()
+        """Evaluations may run on threads of their own."""
+        self._order: list[int] = []
+        self._running_out = threading.Event()
+        """Set while lanes run gathers that other ranks wait for."""
+
+    def attach(self) -> None:
+        """The exchange is another one."""
+        last = {bucket: position for position, (bucket, _) in enumerate(self._reducer.exchange.plan.launch)}
+        self._order = sorted(last, key=last.__getitem__)
+
+    def begin(self) -> None:
+        """The gate is open, or opens now: all buckets are under way."""
+        self._running_out.set()
+        self.under_way = dict.fromkeys(self._order)
+
+    def await_sums(self) -> None:
+        """Wait for the reduce phases of all buckets."""
+        start = time.perf_counter()
+        self._reducer.running.await_gate()
+        self.exposed_s += time.perf_counter() - start
+
+    @torch.no_grad()
+    def settle_bucket(self, bucket: int) -> None:
+        """Wait for one bucket, if it is under way."""
+        with self.lock:
+            self._reducer.lanes.check()
+            if bucket not in self.under_way:
+                return
+            start = time.perf_counter()
+            self._reducer.running.wait(bucket)
+            self.exposed_s += time.perf_counter() - start
+            del self.under_way[bucket]
+            if (arrived := self._arrived()) is not None:
+                arrived(bucket)
+
+    @told_to_all
+    def flush(self) -> bool:
+        """Wait for all buckets. Returns whether any was under way."""
+        if not self._running_out.is_set():
+            return False
+        with self.lock:
+            failed = self._reducer.lanes.failure is not None
+            if not self.under_way and (failed or not self._running_out.is_set()):
+                return False
+            for bucket in list(self.under_way):
+                self.settle_bucket(bucket)
+            running = self._reducer.running
+            running.wait()
+            running.release()
+            self._running_out.clear()
+            self._reducer.observers.measured(StepReport(running.meters, self.exposed_s))
+            return True
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that may wait: gradients and parameters that are still there."""
+        for gradient, parameter in zip(self._reducer.gradients, self._reducer.living(), strict=True):
+            yield from (tensor for tensor in (gradient.handed, parameter) if tensor is not None)
+
+    def _without_model(self) -> None:
+        """The model is gone: wait now. A tensor that waits keeps the schedule, which keeps the optimizer and its parameters, and
+        these keep the tensor through C++, where nothing looks for circles. After a failure each use of the tensor raises it."""
+        # a lane that collected garbage must not wait for itself
+        if threading.current_thread().name.startswith("gradwire-"):
+            threading.Thread(target=self._without_model, name="settle without a model", daemon=True).start()
+            return
+        try:
+            self.flush()
+        except GradwireError as error:
+            for tensor in self.tensors():
+                raise_later(tensor, error)
+
+    def forget(self) -> None:
+        """Wait for nothing any more."""
+        self.under_way = {}
+        self._running_out.clear()
+
+    def let_go(self) -> Callable[[], None]:
+        """See `Schedule.let_go`."""
+        return partial(_let_go, self._reducer.exchange, self._running_out)
+
+
+def settle_before_backward(schedule: ScheduleEvents, outputs: Iterable[torch.Tensor]) -> None:
+    """A backward from these settles before it uses saved tensors: a parameter that was stepped since is refused by torch, as it
+    should be."""
+    for output in outputs:
+        output.register_hook(ModelHook(schedule, lambda schedule, gradient: schedule.settle()))
+
+
+def _let_go(exchange: Exchange, running_out: threading.Event) -> None:
+    """Nobody waits any more; other ranks may still wait for what this one sends."""
+    if running_out.is_set() and exchange.lanes.failure is None:
+        exchange.drain()
+    exchange.give_up()
 
 
 @dataclass
@@ -47,7 +154,7 @@ class _LaterStep:
     whole: Callable[[], Any]
     groups: Groups
     parameters: "dict[int, list[_Due]]"
-    """Those still to be stepped, by bucket."""
+    """Parameters that are still to be stepped, by bucket."""
 
 
 _Due = tuple[torch.nn.Parameter, torch.Tensor]
@@ -55,7 +162,7 @@ _Due = tuple[torch.nn.Parameter, torch.Tensor]
 
 
 class PipelinedSchedule:
-    """Reduce phases in backward, gather phases beside the next forward."""
+    """Runs reduce phases in backward, and gather phases during the next forward."""
 
     traits = Traits(lanes_busy_between_steps=True, acts_before_gradients=True)
 
@@ -63,11 +170,11 @@ class PipelinedSchedule:
         self._reducer, self._gathers = reducer, Gathers(reducer, job.model, self._arrived)
         self._model, self._compiled_before = weakref.ref(job.model), job.compiled_before
         self._not_used: dict[int, list[Missing]] = defaultdict(list)
-        """By bucket, parameters that no rank used."""
+        """Parameters that no rank used, by bucket."""
         self._later_steps: list[_LaterStep] = []
         self._said: set[str] = set()
         self._scale: float | None = None
-        """What gradients that are under way are multiplied with when they are there; None: as they are, and not clipped yet."""
+        """The factor of gradients that are under way, applied when they arrive; None: not clipped yet."""
         self._all_used = False
         """Whether in the last step every parameter was used on some rank."""
         self._stepping = Stepping(job.optimizers, self._step_asked_for)
@@ -105,7 +212,7 @@ class PipelinedSchedule:
         settle_before_backward(self, outputs)
 
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """What is accumulated into must be there. Usually it is: forward waited for it, or there is no gradient."""
+        """Wait for the tensor that is accumulated into. Usually it is there: forward waited for it, or there is no gradient."""
         self.settle()
 
     def on_begin(self) -> None:
@@ -115,7 +222,7 @@ class PipelinedSchedule:
     # ---- the end of backward
 
     def on_end(self, told: "Future[list[RankReport]]") -> None:
-        self._reducer.running.executor.open_gate()
+        self._reducer.running.open_gate()
         self._reducer.running.await_result(told)
 
     def on_closed(self, closed: Closed) -> None:
@@ -127,8 +234,8 @@ class PipelinedSchedule:
                 self._not_used[gradient.slot.bucket].append(missing)
         self._gathers.exposed_s, self._scale, self._all_used = closed.exposed_s, None, not self._not_used
         self._gathers.begin()
-        self._reducer.running.lent.tell_autograd()
-        settle = [partial(self._settle_bucket, bucket) for bucket in range(len(self._reducer.exchange.buckets))]
+        self._reducer.running.mark_changed()
+        settle = [partial(self._settle_bucket, bucket) for bucket in range(len(self._reducer.exchange.numels))]
         for gradient, parameter in zip(self._reducer.gradients, self._reducer.living(), strict=True):
             handed = gradient.handed
             if parameter is not None and handed is not None and parameter.grad is handed:
@@ -190,16 +297,16 @@ class PipelinedSchedule:
 
     @torch.no_grad()
     def _clip_by_shards(self, max_norm: float) -> torch.Tensor | None:
-        """By the norm of the shards of all ranks, as soon as all reduce phases are done. Collective where buckets are not
+        """Clip by the norm of the shards of all ranks, as soon as all reduce phases are done. Collective where buckets are not
         compressed and all parameters were used: what all ranks know alike. Where on any rank a script has seen gradients of
         this step, and may have changed them, nothing is done."""
         reducer, gathers = self._reducer, self._gathers
         with gathers.lock:
             reducer.lanes.check()
-            shards = exact_shards(reducer.exchange)
+            shards = reducer.exchange.exact_sums()
             if not shards or not self._all_used or len(reducer.active) < reducer.group.world_size:
                 return None
-            all_under_way = len(gathers.under_way) == len(reducer.exchange.buckets)
+            all_under_way = len(gathers.under_way) == len(reducer.exchange.numels)
             untouched = all_under_way and self._scale is None and self._all_ours()
             if untouched:
                 gathers.await_sums()
@@ -224,13 +331,13 @@ class PipelinedSchedule:
 
     @told_to_all
     def _settle_bucket(self, bucket: int) -> None:
-        """As `Gathers.settle_bucket`. Tensors that wait keep the schedule alive by it."""
+        """See `Gathers.settle_bucket`. Tensors that wait keep the schedule alive by it."""
         self._gathers.settle_bucket(bucket)
 
     def _arrived(self, bucket: int) -> None:
         """All tasks of a bucket are done: step its parameters where that was asked for."""
         if self._scale is not None:
-            self._reducer.exchange.buckets[bucket].flat.mul_(self._scale)
+            self._reducer.exchange.flat_of(bucket).mul_(self._scale)
         for gradient in self._of_bucket[bucket]:
             if (handed := gradient.handed) is not None:
                 make_current(handed)
@@ -267,19 +374,6 @@ def warn_once(said: set[str], why: str, optimizer: torch.optim.Optimizer) -> boo
 # ---- the norm of the mean gradients before anything is gathered: that of the shards which ranks own
 
 
-def exact_shards(exchange: Exchange) -> list[torch.Tensor]:
-    """This rank's shards of all mean gradients, once the reduce phases are done. Empty where what is gathered may differ from
-    them: where a bucket is compressed, has no shards, or sums in another dtype than its gradients'. So on all ranks alike."""
-    shards = []
-    for buffers in exchange.buckets:
-        plain = not buffers.bucket.main_spec.encodes
-        for chunk in buffers.chunks:
-            if not (plain and isinstance(chunk, TwoPhase) and chunk.total.dtype == buffers.flat.dtype):
-                return []
-            shards.append(chunk.total)
-    return shards
-
-
 def norm_over_ranks(reducer: Reducer, shards: Iterable[torch.Tensor] | None, power: float) -> float | None:
     """The norm of all ranks' shards as one vector; None on all ranks where one of them passed None. `power`, above 0 and maybe
     inf, says which norm. Collective."""
@@ -308,5 +402,5 @@ def _joined(norms: list[torch.Tensor], power: float) -> torch.Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What gradients of this norm are multiplied with, as by torch.nn.utils.clip_grad_norm_: at most 1, and NaN for NaN."""
+    """The factor of gradients of this norm, as in torch.nn.utils.clip_grad_norm_: at most 1, and NaN for NaN."""
     return float((max_norm / (torch.tensor(norm, dtype=torch.float64) + 1e-6)).clamp(max=1.0))

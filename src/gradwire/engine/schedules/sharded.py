@@ -5,40 +5,46 @@ A step in this schedule:
 1. backward. Lanes run the reduce phases. At its end the gate stays shut. What scripts find in `grad` is a stand-in, which says
    when it is used that no rank holds the whole mean gradient.
 2. `optimizer.step()` waits for the reduce phases, steps this rank's shards, opens the gate and returns.
-3. Lanes gather the stepped parameters beside the next forward. Whoever first uses a parameter waits for its bucket.
+3. Lanes gather the stepped parameters during the next forward. Whoever first uses a parameter waits for its bucket.
 4. The next backward waits for all buckets before it begins. Where the script left out `step()`, it opens the gate first: shards
    are then gathered as they were. So a rank that leaves it out alone keeps the others waiting no longer than until its next
-   backward, at whose end all hear of it and raise.
+   backward, at whose end all learn of it and raise.
 """
 
+import json
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from gradwire.core import Pipelined
+from gradwire.engine.buffers import shared_parameters
 from gradwire.engine.control import RankReport
-from gradwire.engine.leaving import leave, told_to_all
 from gradwire.engine.prepare import Prepared, check_one_optimizer
-from gradwire.engine.reducer import Reducer
+from gradwire.engine.reducer import Reducer, StepState, leave, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
-from gradwire.engine.schedules.gathers import Gathers, settle_before_backward
-from gradwire.engine.schedules.pipelined import PipelinedSchedule, clip_coefficient, norm_over_ranks, warn_once
-from gradwire.engine.schedules.shards import Shard, Shards
-from gradwire.engine.shared import shared_parameters
-from gradwire.engine.step_state import StepState
+from gradwire.engine.schedules.pipelined import (
+    Gathers,
+    PipelinedSchedule,
+    clip_coefficient,
+    norm_over_ranks,
+    settle_before_backward,
+    warn_once,
+)
 from gradwire.engine.torch_hooks.hooks import ModelHook
 from gradwire.engine.torch_hooks.lazy_tensors import looking, make_current, use_later
+from gradwire.engine.torch_hooks.optimizer_step import Stepping, outermost, step_in_place_of
 from gradwire.engine.torch_hooks.settling import SettleFirst
-from gradwire.engine.torch_hooks.splitting import why_none_later, why_not_sharded
-from gradwire.engine.torch_hooks.stepping import Stepping, outermost, step_in_place_of
+from gradwire.engine.torch_hooks.splitting import in_order, part_of_state, why_none_later, why_not_sharded
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import Exchange, check_sharded
+from gradwire.exchange import Exchange, Slot, check_sharded
+from gradwire.transport import Link, broadcast_bytes, gather_bytes
 
 
 class ShardedSchedule:
@@ -56,7 +62,7 @@ class ShardedSchedule:
         self._exchange: weakref.ref[Exchange] | None = None
         """The one whose shards these are."""
         self._step_is_due = False
-        """From the end of a backward to the script's `optimizer.step()`: lanes wait at the gate."""
+        """Whether a backward has ended and the script's `optimizer.step()` has not come: lanes wait at the gate."""
         self._left_out = False
         """Whether the script left out the step whose shards are gathered."""
         self._said: set[str] = set()
@@ -108,7 +114,7 @@ class ShardedSchedule:
         if self._is_ours(reducer.exchange) or optimizer is None:
             return
         self._exchange = weakref.ref(reducer.exchange)
-        self._shards = Shards(reducer.exchange.buckets, reducer.slots, reducer.parameters)
+        self._shards = Shards(reducer.exchange, reducer.slots, reducer.parameters)
         self._shards.take_state(optimizer)
         self._of_bucket: dict[int, list[int]] = defaultdict(list)
         for index, gradient in enumerate(reducer.gradients):
@@ -224,11 +230,11 @@ class ShardedSchedule:
         return None
 
     @property
-    def _of_shards(self) -> Shards:
+    def _of_shards(self) -> "Shards":
         assert self._shards is not None
         return self._shards
 
-    def _due_by_parameter(self) -> dict[int, list[Shard]]:
+    def _due_by_parameter(self) -> "dict[int, list[Shard]]":
         """The shards whose parameters have a gradient, by the parameter's id."""
         due: dict[int, list[Shard]] = defaultdict(list)
         for shard in self._of_shards.all:
@@ -265,7 +271,7 @@ class ShardedSchedule:
         """Let the lanes bring all ranks all shards."""
         self._step_is_due = False
         self._gathers.begin()
-        self._reducer.running.executor.open_gate()
+        self._reducer.running.open_gate()
 
     def _use_parameters_later(self) -> None:
         for slot, parameter in zip(self._reducer.slots, self._reducer.living(), strict=True):
@@ -277,7 +283,7 @@ class ShardedSchedule:
         self._gathers.settle_bucket(bucket)
 
     def _arrived(self, bucket: int) -> None:
-        with outermost(self._reducer.exchange.buckets[bucket].flat.device), torch.no_grad():
+        with outermost(self._reducer.exchange.flat_of(bucket).device), torch.no_grad():
             for index in self._of_bucket[bucket]:
                 if (parameter := self._reducer.parameters[index]()) is not None:
                     make_current(parameter)
@@ -376,3 +382,124 @@ def _refuse_to_show_gradient(name: str) -> NoReturn:
         "handle.clip_grad_norm_() and clear with zero_grad(set_to_none=True); a GradScaler, other clipping and whatever else "
         "reads gradients needs gw.Pipelined() without shard_optimizer."
     )
+
+
+State = Mapping[str, Any]
+"""The state that an optimizer keeps of one parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A run of a parameter's elements."""
+
+    index: int
+    """The index of the parameter."""
+    first: int
+    """The first element."""
+    weight: torch.nn.Parameter
+    """One-dimensional, in the bucket's memory."""
+    total: torch.Tensor
+    """The mean gradient, in the dtype in which it was added."""
+
+
+class _Entry(NamedTuple):
+    """The facts of one value of a rank's optimizer state."""
+
+    parameter: int
+    first: int
+    key: str
+    dtype: str
+    """The dtype of a tensor; '' for a plain value."""
+    numel: int
+    """Elements of a shard's tensor; 0 for one number that all shards of a parameter have alike."""
+    value: Any
+    """Where it is no tensor."""
+
+
+class Shards:
+    """The shards of one rank."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        slots: Sequence[Slot],
+        parameters: Sequence["weakref.ref[torch.nn.Parameter]"],
+    ) -> None:
+        """`slots` are those of the parameters, in the same order."""
+        self._slots, self._parameters = list(slots), list(parameters)
+        self.all: list[Shard] = []
+        index_of = {id(slot): index for index, slot in enumerate(slots)}
+        for slot, low, high, total in exchange.own_sums():
+            weight = torch.nn.Parameter(exchange.flat_of(slot.bucket)[low:high])
+            self.all.append(Shard(index_of[id(slot)], low - slot.offset, weight, total))
+
+    def take_weights(self) -> None:
+        """Copy the parameters' present values into the shards."""
+        for shard in self.all:
+            if (parameter := self._parameters[shard.index]()) is not None:
+                values = in_order(parameter.detach(), self._slots[shard.index].view)
+                shard.weight.data.copy_(values[shard.first : shard.first + shard.weight.numel()])
+
+    # ---- the optimizer's state
+
+    def has_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer keeps something of a shard."""
+        return any(shard.weight in optimizer.state for shard in self.all)
+
+    def take_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the optimizer's state of whole parameters by the state of this rank's shards."""
+        for index, reference in enumerate(self._parameters):
+            parameter = reference()
+            if parameter is None or parameter not in optimizer.state:
+                continue
+            state, like = optimizer.state.pop(parameter), self._slots[index].view
+            for shard in self.all:
+                if shard.index == index:
+                    optimizer.state[shard.weight] = part_of_state(state, like, shard.first, shard.weight.numel())
+
+    def forget_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remove the state of all shards from the optimizer."""
+        for shard in self.all:
+            optimizer.state.pop(shard.weight, None)
+
+    def whole_state(self, optimizer: torch.optim.Optimizer, link: Link) -> dict[torch.Tensor, dict[str, Any]]:
+        """Everybody's shards of the state joined, by parameter, on the CPU. Collective. Raises LinkError."""
+        told, tensors = [], []
+        for entry, value in self._entries(optimizer):
+            told.append(entry)
+            if entry.dtype:
+                tensors.append(value.detach().cpu() if value.dim() else value.detach().cpu().clone())
+        rows = gather_bytes(link, json.dumps(told).encode())
+        whole: dict[int, dict[str, Any]] = defaultdict(dict)
+        for root, row in enumerate(rows):
+            entries = [_Entry(*each) for each in json.loads(row)]
+            arrived = tensors if root == link.rank else [_empty(entry) for entry in entries if entry.dtype]
+            broadcast_bytes(link, arrived, root)
+            values = iter(arrived)
+            for entry in entries:
+                self._put(whole[entry.parameter], entry, next(values) if entry.dtype else entry.value)
+        parameters = [reference() for reference in self._parameters]
+        return {p: whole[index] for index, p in enumerate(parameters) if p is not None and index in whole}
+
+    def _entries(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Entry, Any]]:
+        for shard in self.all:
+            for key, value in optimizer.state.get(shard.weight, {}).items():
+                if isinstance(value, torch.Tensor):
+                    numel = value.numel() if value.dim() else 0
+                    dtype = str(value.dtype).removeprefix("torch.")
+                    yield _Entry(shard.index, shard.first, key, dtype, numel, None), value
+                else:
+                    yield _Entry(shard.index, shard.first, key, "", 0, value), value
+
+    def _put(self, state: dict[str, Any], entry: _Entry, value: Any) -> None:
+        if not entry.numel:
+            state[entry.key] = value
+            return
+        like = self._slots[entry.parameter].view
+        if entry.key not in state:
+            state[entry.key] = torch.empty_strided(like.shape, like.stride(), dtype=value.dtype)
+        in_order(state[entry.key], like)[entry.first : entry.first + entry.numel].copy_(value)
+
+
+def _empty(entry: _Entry) -> torch.Tensor:
+    return torch.empty((entry.numel,) if entry.numel else (), dtype=getattr(torch, entry.dtype))

@@ -7,17 +7,21 @@ copy of W. So the `delayed` schedule needs one more copy of the weights, and two
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.core import Delayed, printable
-from gradwire.engine.drift import checksums
-from gradwire.engine.torch_hooks.stepping import outermost
+from gradwire.core import Delayed, Plan, printable
+from gradwire.engine.control import BackwardState, RankReport, checksums
+from gradwire.engine.reducer import Reducer
+from gradwire.engine.torch_hooks.optimizer_step import outermost
 from gradwire.errors import PlanError
-from gradwire.exchange import LOCAL
+from gradwire.exchange import LOCAL, Exchange, Slot
 from gradwire.kernels import LocalUpdate, is_float, kernels_for, reference
+from gradwire.transport import Mark
 
 Moments = tuple[LocalUpdate, torch.Tensor | None, torch.Tensor | None]
 """A local update for a rate of 1, and the squares and the mean that it takes."""
@@ -31,30 +35,30 @@ class TwoWeights:
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], keeps_writes: bool = False) -> None:
-        """By name. `keeps_writes`: what a script writes into L stays in L."""
+        """parameters: by name. `keeps_writes`: what a script writes into L stays in L."""
         self._keeps_writes = keeps_writes
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._versions: list[int] = []
-        """Of the parameters when they came to hold L."""
+        """The versions of the parameters when they came to hold L."""
         self._warned = False
         self._global = [_same_memory(parameter).copy_(parameter.detach()) for parameter in self._parameters]
         self._home: list[torch.Tensor] | None = None
         """The parameters' own memory while they are lent some."""
         self._local: list[torch.Tensor] | None = None
         self._global_sums: list[int] | None = None
-        """Of L that was loaded: checksums of the W that it belongs to."""
+        """Checksums of the W to which the loaded L belongs."""
         self._show_global = True
         self.computing = False
-        """From the training forward of a step to its `optimizer.step()`."""
+        """Whether a training forward has begun whose `optimizer.step()` has not come."""
 
     @property
     def copies(self) -> list[torch.Tensor]:
-        """What holds W while the parameters hold L: always the same tensors."""
+        """The tensors that hold W while the parameters hold L: always the same ones."""
         return self._global
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights beside the parameters now."""
+        """Bytes of the weights in addition to the parameters now."""
         return sum(weight.nbytes for weight in [*self._global, *(self._local or ())])
 
     @property
@@ -363,4 +367,50 @@ _MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, Callable[[dict[str, Any],
     torch.optim.RMSprop: ("square_avg", _of_rmsprop),
     torch.optim.Adagrad: ("sum", _of_adagrad),
 }
-"""Without which key an optimizer has no estimates yet, and what they count."""
+"""State keys whose absence means that the optimizer has no estimates yet, and the step counter behind each."""
+
+
+Update = Callable[[Sequence[torch.nn.Parameter]], None]
+"""Makes the global weights of these parameters, with the gradients that they hold."""
+
+
+@dataclass
+class Launched:
+    """An exchange under way, until its means are used."""
+
+    exchange: Exchange
+    state: BackwardState
+    told: "Future[list[RankReport]]"
+    sending: "list[Future[Mark]]"
+    """Futures of the broadcast of buffers, if there are any."""
+    update: Update | None
+    """Steps them in the optimizer, with the values that its groups had when the script did."""
+
+
+def by_bucket(plan: Plan, slots: Sequence[Slot]) -> list[list[int]]:
+    """Places of slots, together those of a bucket, in the order in which buckets are launched."""
+    buckets: dict[int, list[int]] = {bucket: [] for bucket, _ in plan.launch}
+    for index, slot in enumerate(slots):
+        buckets[slot.bucket].append(index)
+    return list(buckets.values())
+
+
+def show_for_forward(
+    module: torch.nn.Module, weights: TwoWeights, reducer: Reducer, settle: Callable[[], None]
+) -> None:
+    """Before the model's forward: a training forward computes on L, and others see W."""
+    if torch._C._current_graph_task_id() != -1:
+        return  # activations are computed again inside a backward
+    if not (module.training and torch.is_grad_enabled()):
+        if not module.training or not weights.computing:
+            settle()
+    elif reducer.converted() is None:
+        reducer.lanes.check()
+        weights.show_local()
+        weights.computing = True
+
+
+def finish_quietly(under_way: list[Launched]) -> None:
+    """Other ranks need what this one still sends, also when its script has ended."""
+    for launched in under_way:
+        launched.exchange.finish_quietly(launched.told, *launched.sending)

@@ -3,14 +3,19 @@
 `torch.save(model)`, `pickle` and `copy.deepcopy` take a module apart by its class's reducer. One is registered for the
 class of every parallelized model that leaves gradwire's hooks out: what was saved or copied is an ordinary model, and
 loads where gradwire is not installed.
+
+A hook in Python takes a microsecond or more, most of it for Python's lock. So there is one hook for each gradient, which does
+next to nothing (`Arrivals`), and a second one only for a few (see `Reducer.gradient_ready`).
 """
 
 import copyreg
 import dataclasses
+import functools
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +24,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
-from gradwire.engine.torch_hooks.arrivals import Arrivals
+from gradwire.errors import StepStateError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -37,14 +42,77 @@ class ModelHook:
 
 
 class Patch(ABC):
-    """What stands in an instance's `__dict__` for one of its methods."""
+    """A stand-in for a method, in the `__dict__` of an instance."""
 
     @abstractmethod
     def before_copy(self) -> None:
         """Called when the instance is about to be copied or pickled, which leaves this out."""
 
 
-Act = Callable[[Any, int, torch.nn.Parameter], None]
+NO_BACKWARD = -2
+"""Is the id of no graph task: torch's ids begin at 0, and -1 is outside of a backward."""
+
+_current_task = torch._C._current_graph_task_id
+
+
+class Arrivals:
+    """The gradients that came in a step, by index of their parameters, and the runs that are complete.
+
+    Hooks note the gradients of the backward `task` here. For any other gradient, and for the next one after a run is complete,
+    the hook asks the reducer. Arrivals refer to no parameter and to no reducer, since parameters keep their hooks.
+    """
+
+    def __init__(self) -> None:
+        self.task = NO_BACKWARD
+        """The graph task whose gradients are only noted."""
+        self.came: dict[int, None] = {}
+        """Gradients that were accumulated, in order. Hooks of the script on the last one may follow."""
+        self.left: list[int] = []
+        """How many gradients of each run did not come yet."""
+        self.complete: list[int] = []
+        """Runs whose gradients all came, and were not taken yet."""
+        self.last_ones: list[int] = []
+        """The gradient of each run that comes last in the plan's order, or all gradients. Their nodes have a hook too."""
+        self.heard: set[int] = set()
+        """Gradients among `last_ones` whose nodes called their hook."""
+        self.awaited = False
+        """Whether a training forward began whose backward would send, and no step began since."""
+        self._run_of: dict[int, int] = {}
+        self._sizes: list[int] = []
+
+    def attach(self, runs: Sequence[Sequence[int]], hear_all: bool) -> None:
+        """Count gradients by these runs, which are lists of indices. `hear_all`: every node must be a living one, since something
+        is done before its gradient."""
+        self._run_of = {index: number for number, run in enumerate(runs) for index in run}
+        self._sizes, self.last_ones = [len(run) for run in runs], []
+        for run in runs:
+            self.last_ones += run if hear_all else run[-1:]
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.task, self.came, self.left = NO_BACKWARD, {}, list(self._sizes)
+        self.complete, self.heard, self.awaited = [], set(), False
+
+    @property
+    def some_silent(self) -> bool:
+        """Whether a gradient came whose node should have called its hook and did not."""
+        return any(index in self.came and index not in self.heard for index in self.last_ones)
+
+    def hook(self, index: int, ask: Callable[[], object]) -> Callable[..., None]:
+        """The hook for an accumulated gradient. `ask` asks the reducer whether the gradient is noted."""
+
+        def coming(*_: object) -> None:
+            if (_current_task() == self.task and not self.complete and index not in self.came) or ask():
+                self.came[index] = None
+                run = self._run_of[index]
+                self.left[run] = left = self.left[run] - 1
+                if not left:
+                    self.complete.append(run)
+
+        return coming
+
+
+Act = Callable[[Any, int, torch.nn.Parameter], object]
 
 
 class GradientHooks:
@@ -73,7 +141,7 @@ class GradientHooks:
         self._of_tensors = []
         for index, reference in enumerate(self._parameters):
             if coming is not None and (parameter := reference()) is not None:
-                hook: Callable[..., None] = partial(_act, self._owner, coming, index, reference)
+                hook: Callable[..., Any] = partial(_act, self._owner, coming, index, reference)
                 if arrivals is not None:
                     hook = arrivals.hook(index, hook)
                 with _trainable(parameter):
@@ -120,10 +188,9 @@ def _trainable(parameter: torch.nn.Parameter) -> Iterator[None]:
 
 def _act(
     owner: "weakref.ref[Any]", act: Act, index: int, reference: "weakref.ref[torch.nn.Parameter]", *arguments: Any
-) -> None:
+) -> object:
     living, parameter = owner(), reference()
-    if living is not None and parameter is not None:
-        act(living, index, parameter)
+    return None if living is None or parameter is None else act(living, index, parameter)
 
 
 def _act_on(
@@ -134,14 +201,14 @@ def _act_on(
     made: Any,
     accumulated: tuple[torch.Tensor | None, ...],
 ) -> None:
-    """With what the node accumulated, too."""
+    """Call `act` with the tensor that the node accumulated, too."""
     living, parameter = owner(), reference()
     if living is not None and parameter is not None:
         act(living, index, parameter, accumulated[0])
 
 
 def leave_hooks_behind(model: torch.nn.Module) -> None:
-    """From now on copies and pickles of modules of this class are without ModelHooks and Patches."""
+    """Let copies and pickles of modules of this class be without ModelHooks and Patches from now on."""
     if is_parametrized(model):
         return  # its class is its own and would be kept with it; torch refuses to pickle it, and in copies hooks do nothing
     reduce = copyreg.dispatch_table.get(type(model))
@@ -150,7 +217,7 @@ def leave_hooks_behind(model: torch.nn.Module) -> None:
 
 
 class _CopyReducer:
-    """What the class's own reducer returns, without our hooks."""
+    """Returns the result of the class's own reducer, without our hooks."""
 
     def __init__(self, before: Callable[[Any], Any] | None) -> None:
         self._before = before
@@ -178,3 +245,79 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
                 yield from tensors_in(getattr(leaf, field.name, None))
+
+
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+def has_reentrant(outputs: Iterable[torch.Tensor]) -> bool:
+    """Whether the graph of these tensors holds a reentrant checkpoint. Walks the whole graph: not for every step."""
+    seen: set[object] = set()
+    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == _REENTRANT:
+            return True
+        todo.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return False
+
+
+def in_reentrant_backward() -> bool:
+    """Whether the running backward was started from a Python autograd function's backward, on this thread."""
+    frame = sys._getframe(1)
+    engine_seen = False
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_engine_run_backward":
+            engine_seen = True
+        elif engine_seen and code.co_name == "apply" and code.co_filename.endswith("autograd/function.py"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def reentrant_refusal(name: str) -> StepStateError:
+    """The error to raise where the first gradient of a step, of the parameter of this name, came from such a backward."""
+    return StepStateError(
+        f"the first gradient of the step, {name!r}, came from a backward inside the backward (reentrant checkpointing), and "
+        "gradwire cannot see where the outer one ends. Nothing was sent. Call the model itself rather than its parts, or use "
+        "checkpoint(..., use_reentrant=False)."
+    )
+
+
+_last: tuple[int, float] = (-1, 1.0)
+"""The graph task of the last backward from a scaled loss, and its scale."""
+
+
+def scale_of_this_backward() -> float | None:
+    """The scale of the loss that the present backward began with; None if no scaler scaled it."""
+    task = torch._C._current_graph_task_id()
+    return _last[1] if task != -1 and task == _last[0] else None
+
+
+def watch_scalers() -> None:
+    """Keep track of backwards from scaled losses from now on."""
+    plain = torch.amp.GradScaler.scale
+    if hasattr(plain, "_gradwire"):
+        return
+
+    @functools.wraps(plain)
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = plain(self, outputs)
+        if self.is_enabled():
+            for tensor in tensors_in(scaled):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(_begins, weakref.ref(self)))
+        return scaled
+
+    scale._gradwire = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+
+
+def _begins(scaler: "weakref.ref[torch.amp.GradScaler]", gradient: torch.Tensor) -> None:
+    global _last
+    if (living := scaler()) is not None:
+        _last = torch._C._current_graph_task_id(), living.get_scale()

@@ -81,7 +81,7 @@ def use_later(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
 
 
 def raise_later(tensor: torch.Tensor, error: Exception) -> None:
-    """What the tensor waits for never comes: each use raises such an error. It keeps nothing but the error's words."""
+    """Give up the tensor's wait: each use raises such an error. It keeps nothing but the error's words."""
     if is_later(tensor):
         vars(tensor)["_gradwire_wait"] = partial(_raise, type(error), error.args)
 

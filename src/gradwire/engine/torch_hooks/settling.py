@@ -90,7 +90,7 @@ class Guard(Patch):
     def __init__(self, settling: SettleFirst, owner: Any, name: str) -> None:
         self._settling, self._owner, self._name = weakref.ref(settling), weakref.ref(owner), name
         self._before = owner.__dict__.get(name)
-        """What a script had put on the instance itself."""
+        """The attribute that a script had put on the instance itself."""
         owner.__dict__[name] = self
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -119,7 +119,7 @@ class Guard(Patch):
             owner.__dict__[self._name] = self._before
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In copies of an owner whose class copies itself: the copy's own method."""
+        """Become the copy's own method in copies of an owner whose class copies itself."""
         return getattr, (self._living(), self._name)
 
     def _living(self) -> Any:

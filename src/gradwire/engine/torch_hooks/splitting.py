@@ -11,8 +11,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from gradwire.engine.torch_hooks.lazy_tensors import can_wait
-from gradwire.engine.torch_hooks.stepped import announce
-from gradwire.engine.torch_hooks.stepping import is_replaced, step_only
+from gradwire.engine.torch_hooks.optimizer_step import announce, is_replaced, step_only
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _STEPS = 3
@@ -139,7 +138,7 @@ def _small(parameter: torch.nn.Parameter, generator: torch.Generator) -> torch.n
 
 
 def _small_state(state: Mapping[str, Any], original: torch.nn.Parameter, tensor: torch.nn.Parameter) -> dict[str, Any]:
-    """Of the state of a parameter, what a smaller one could have; nothing where a part of it has a shape of its own."""
+    """The part of a parameter's state that a smaller one could have; nothing where a part of it has a shape of its own."""
     small: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == original.shape:
@@ -163,7 +162,7 @@ def _is_guard(value: Any) -> bool:
 
 
 def _why_watched(optimizer: torch.optim.Optimizer, expected: str) -> str:
-    """What may expect that its steps are as they were, in words; '' if nothing does."""
+    """The things that may expect steps as they were, in words; '' if nothing does."""
     name = type(optimizer).__name__
     pre, post = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     everywhere = [hook for hook in (*pre.values(), *post.values()) if hook is not announce]
@@ -249,7 +248,7 @@ def _is_known(value: Any, part: torch.nn.Parameter) -> bool:
 
 
 def part_of_state(state: Mapping[str, Any], like: torch.Tensor, first: int, numel: int) -> dict[str, Any]:
-    """What an optimizer keeps of a run of a parameter's elements, from what it keeps of all. `like` has the parameter's shape,
+    """The state of a run of a parameter's elements, cut from the state of all. `like` has the parameter's shape,
     and the strides in whose order elements count. Copies."""
     part = {}
     for key, value in state.items():

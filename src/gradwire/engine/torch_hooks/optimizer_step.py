@@ -1,16 +1,59 @@
-"""Standing before `optimizer.step()` on an instance, and stepping some of its parameters alone."""
+"""Steps of optimizers: who asks for one, what stands in place of one, and steps of some parameters alone."""
 
+import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.optim import optimizer as torch_optimizer
 
-from gradwire.engine.torch_hooks.stepped import announce, own_steps
 from gradwire.errors import StepStateError
+
+
+class Hearer(Protocol):
+    """Is called before each step."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A script asks for a step, which has not begun."""
+        ...
+
+
+_HEARERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_own = threading.local()
+
+
+def hear(hearer: Hearer) -> None:
+    """Tell it of every step from now on, as long as it lives."""
+    _HEARERS.add(hearer)
+    if announce not in torch_optimizer._global_optimizer_pre_hooks.values():
+        torch_optimizer.register_optimizer_step_pre_hook(announce)
+
+
+def hear_no_more(hearer: Hearer) -> None:
+    """Tell it of nothing from now on."""
+    _HEARERS.discard(hearer)
+
+
+def announce(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """The hook. Steps inside `own_steps` are gradwire's, and were announced when the script asked for them."""
+    if not torch.compiler.is_compiling() and not getattr(_own, "inside", False):
+        for hearer in list(_HEARERS):
+            hearer.before_step(optimizer)
+
+
+@contextmanager
+def own_steps() -> Iterator[None]:
+    """Tell nobody of the steps inside."""
+    before, _own.inside = getattr(_own, "inside", False), True
+    try:
+        yield
+    finally:
+        _own.inside = before
+
 
 Groups = list[dict[str, Any]]
 """An optimizer's `param_groups`."""
@@ -19,7 +62,7 @@ Whole = Callable[[], Any]
 
 
 class Stepping:
-    """From now on `optimizer.step()` of each of these calls `act(optimizer, whole)`, until `remove()`.
+    """Lets `optimizer.step()` of each of these call `act(optimizer, whole)`, until `remove()`.
 
     What it returns is what the script gets; `whole()` is the step as it was before. Works with learning-rate schedulers,
     which stand before `step` themselves, made earlier or later, and with several of its kind. Keeps neither the owner of
@@ -134,8 +177,8 @@ def step_only(
 def step_later(
     optimizer: torch.optim.Optimizer, whole: Whole, groups: Groups, parameters: Collection[torch.nn.Parameter]
 ) -> None:
-    """As `step_only`, for a whole step that the script asked for when the groups had these values. Values that the step writes
-    into its groups, such as a count of steps, are written into the optimizer's own groups."""
+    """Do what `step_only` does, for a whole step that the script asked for when the groups had these values. Values that the
+    step writes into its groups, such as a count of steps, are written into the optimizer's own groups."""
     parts = _parts(groups, parameters, keep_empty=True)
     before = [_copied(part) for part in parts]
     _step_parts(optimizer, whole, [part for part in parts if part["params"]])
