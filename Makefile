@@ -35,7 +35,7 @@ test-slow: .venv/.dev
 	$(PYTEST) -m slow --durations=25
 	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) -k test_fuzz tests/unit
 
-# both, as one run: no worker waits for the end of the first, and files that change the number of examples run once
+# both in one run, which starts workers and collects tests once
 test-ci: .venv/.dev
 	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) --durations=40
 
