@@ -1,4 +1,4 @@
-# The commands to remember: make demo | unit | coverage | test | test-slow | test-all | check | docs | wheel | bench | soak | fuzz | fuzz-threads | fmt.  Each sets up what it needs in .venv, once.
+# The commands to remember: make demo | unit | coverage | test | test-slow | test-ci | test-all | check | docs | wheel | bench | soak | fuzz | fuzz-threads | fmt.  Each sets up what it needs in .venv, once.
 PYTHON ?= python3.11
 PY := .venv/bin/python
 # only errors: whatever pip says of its indexes is of no use to whoever runs make
@@ -8,7 +8,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 unexport PYTHONDONTWRITEBYTECODE
 PYTHONS := src tests benchmarks examples docs/conf.py docs/pictures/draw.py setup.py
 
-.PHONY: demo unit coverage test test-slow test-all check docs docs-links wheel bench soak fuzz fuzz-threads fmt clean
+.PHONY: demo unit coverage test test-slow test-ci test-all check docs docs-links wheel bench soak fuzz fuzz-threads fmt clean
 demo: .venv/.demo
 	$(PY) -m gradwire demo
 
@@ -34,6 +34,10 @@ test: .venv/.dev
 test-slow: .venv/.dev
 	$(PYTEST) -m slow --durations=25
 	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) -k test_fuzz tests/unit
+
+# both in one run, which starts workers and collects tests once
+test-ci: .venv/.dev
+	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) --durations=40
 
 # every case; most of an hour
 test-all: .venv/.dev

@@ -1,13 +1,16 @@
 """Fixtures shared by all tests, and which cases `make test` leaves to `make test-slow`."""
 
 import gc
+import getpass
 import os
 import re
+import shutil
 import signal
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +29,17 @@ from gradwire.testbed.namespaces import needs_user_namespace
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
 
-_FOLDER: tempfile.TemporaryDirectory[str] | None = None
-"""Temporary files of the tests and of all that they start. Workers of xdist use that of the process that started them."""
-if "PYTEST_XDIST_WORKER" not in os.environ:
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers use the folder of the process that started them
     usual = tempfile.gettempdir()
-    os.environ.setdefault(
-        "PYTEST_DEBUG_TEMPROOT", usual
-    )  # the folders of `tmp_path` are kept for whoever looks at a failure
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{os.getuid()}")
-    _FOLDER = tempfile.TemporaryDirectory(prefix="gradwire-tests-", ignore_cleanup_errors=True)
-    tempfile.tempdir = os.environ["TMPDIR"] = _FOLDER.name
-    os.environ.setdefault("GRADWIRE_CACHE_DIR", _FOLDER.name)
-    os.environ.setdefault("GRADWIRE_FLIGHT_DIR", _FOLDER.name)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # pytest keeps `tmp_path` of the latest runs there
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}")
+    # the temporary files of the tests and of all that they start; multiprocessing removes its own before (-100)
+    folder = tempfile.mkdtemp(prefix="gradwire-tests-")
+    Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    os.environ.setdefault("GRADWIRE_CACHE_DIR", folder)
+    os.environ.setdefault("GRADWIRE_FLIGHT_DIR", folder)
 
-gc.disable()  # until all tests are collected: what modules define stays
 torch.set_num_threads(1)  # tests run in two processes, and operations are small
 
 # a shell that put the tests in the background has SIGINT ignored, nohup has SIGHUP, and what they start would inherit that
@@ -48,11 +48,13 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
         signal.signal(number, usual)
 
 LONGEST_FIRST = (
-    "test_soak", "test_short_memory", "test_bench_worker", "test_doctor", "test_bench_demo", "test_engine_feedback",
-    "test_scripts_interrupts", "test_doc_blocks",
-    "test_engine_equality", "test_kernels_triton_blocks", "test_predict", "test_bench_schemes", "test_engine_residuals",
-    "test_local_kills", "test_auto_live", "test_options_run", "test_engine_faults", "test_scripts_compile", "test_fuzz_formats",
-    "test_phases",
+    "test_soak", "test_doc_blocks", "test_bench_gpu", "test_bench_worker", "test_power_loss", "test_short_memory", "test_fsdp2",
+    "test_torch_tests", "test_docs_build", "test_testbed", "test_engine_residuals", "test_options_run", "test_auto_local",
+    "test_exchange", "test_engine_equality", "test_auto_live", "test_auto_schedules", "test_auto_bits", "test_pipelined",
+    "test_doctor", "test_examples", "test_bench_demo", "test_bench_schemes", "test_outside", "test_engine_faults",
+    "test_scripts_interrupts", "test_engine_feedback", "test_damage", "test_engine_recovery", "test_delayed_scripts",
+    "test_kernels_triton_blocks", "test_predict", "test_local_kills", "test_structure", "test_scripts_compile",
+    "test_fuzz_formats", "test_phases",
 )  # fmt: skip
 """Files that take longest, or wait most. A worker that took one of them up last would leave the others idle."""
 
@@ -81,10 +83,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_finish() -> None:
-    """Collect garbage again, but do not look at the modules and tests that stay."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected, and do not look at their modules later: all of that stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -139,12 +146,6 @@ class Workers:
 def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Workers(config))
-
-
-def pytest_unconfigure() -> None:
-    """Remove temporary files, also where xdist kills this process before it has ended."""
-    if _FOLDER is not None:
-        _FOLDER.cleanup()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from beside_ddp import batch, normalised, plain
 from worlds import World, Worlds
 
 import gradwire as gw
+from gradwire.engine import crossing
 
 
 def in_other_orders(make: str) -> tuple[float, str]:
@@ -40,6 +43,20 @@ def test_crossed_handles_are_named_long_before_the_timeout(make: str) -> None:
             assert "rank 1 is in step 2 of handle 2 (of a Sequential)" in words
 
 
+SOON_S, LONG_S = 0.3, 0.6
+"""After which time a step is looked at here, and how long steps take: the next look comes within them."""
+
+
+@contextmanager
+def soon_looked_at() -> Iterator[None]:
+    usual, crossing.LONG_S = crossing.LONG_S, SOON_S
+    try:
+        yield
+    finally:
+        crossing.LONG_S = usual
+
+
+@soon_looked_at()
 def slow_on_one_rank() -> bool:
     """Long steps, of which ranks begin at different times, are no crossing, nor are two threads."""
     models = [plain() for _ in range(2)]
@@ -51,12 +68,12 @@ def slow_on_one_rank() -> bool:
     for slow in (0, 1):
         for model in models:
             if dist.get_rank() == slow:
-                time.sleep(1.7)
+                time.sleep(LONG_S)
             train(model)
     threads = [threading.Thread(target=train, args=[model]) for model in models]
     for thread in threads if dist.get_rank() else threads[::-1]:
         thread.start()
-        time.sleep(1.7)
+        time.sleep(LONG_S)
     for thread in threads:
         thread.join()
     failures = [handle.session.lanes.failure for handle in handles]
@@ -69,13 +86,14 @@ def test_slow_steps_and_threads_have_not_crossed(worlds: Worlds) -> None:
     assert worlds.run(2, slow_on_one_rank) == [True, True]
 
 
+@soon_looked_at()
 def after_a_long_broadcast() -> bool:
     """Ranks are long in an exchange of the second handle beside steps, and then rank 1 waits long in a step of the first one."""
     models = [plain() for _ in range(2)]
     handles = [gw.parallelize(model, plan=gw.Identity()) for model in models]
-    handles[1].session._on_lane(lambda link: time.sleep(1.7), "nothing, for long")
+    handles[1].session._on_lane(lambda link: time.sleep(LONG_S), "nothing, for long")
     if dist.get_rank() == 0:
-        time.sleep(2.5)
+        time.sleep(2 * LONG_S)
     models[0](batch(0)).square().mean().backward()
     failures = [handle.session.lanes.failure for handle in handles]
     for handle in handles:
