@@ -68,7 +68,8 @@ def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
 
     def read() -> dict[str, Any] | None:
         own, files = Path(folder) / _name(handle), sorted(Path(folder).glob("gradwire-rank*.pt"))
-        states = {path: torch.load(path, map_location=device, weights_only=True, mmap=True) for path in files}
+        load = partial(torch.load, map_location=device, weights_only=True, mmap=True)
+        states: dict[Path, dict[str, Any]] = {path: load(path) for path in files}
         together = _saved_together(folder, states)
         if own in together and _ranks_of(states[own]) == group.global_ranks:
             return states[own]

@@ -155,8 +155,8 @@ class Relay:
 
     def counts(self) -> RelayCounts:
         """Return what the relay did so far."""
-        *numbers, latest_s, cpu_s = self._ask("counts").split()
-        return RelayCounts(*map(int, numbers), float(latest_s), float(cpu_s))
+        frames, lost, full, failed, late, latest_s, cpu_s = self._ask("counts").split()
+        return RelayCounts(int(frames), int(lost), int(full), int(failed), int(late), float(latest_s), float(cpu_s))
 
     def close(self) -> None:
         """End the relay."""
