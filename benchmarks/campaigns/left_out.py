@@ -84,18 +84,18 @@ def exchange_alone(exchange: Exchange, number: int) -> None:
     number: the place of the exchange in a row, from 0. It sends the values that the exchange before has left in the
     buckets, or new random numbers.
     """
-    if number % SUMS_IN_A_ROW == 0:
-        generator = torch.Generator().manual_seed(number)
-        for buffers in exchange._buckets:
-            buffers.flat.normal_(generator=generator)
-        exchange._lent.give_back()
-        for slot in exchange.slots.values():
-            if slot.apart:
-                exchange._lent.lend(slot, slot.empty().normal_(generator=generator))
-    exchange._executor.start()
-    for bucket in range(len(exchange._buckets)):
-        exchange._executor.ready(bucket)
-    exchange._executor.finish()
+    fresh, generator = number % SUMS_IN_A_ROW == 0, torch.Generator().manual_seed(number)
+    buckets = list(exchange.layouts())
+    apart = [(slot, lent) for slots, _, _, lent in buckets if lent is not None for slot in slots]
+    values = [slot.empty().normal_(generator=generator) if fresh else lent.of(slot) for slot, lent in apart]
+    for bucket in buckets if fresh else ():
+        bucket.flat.normal_(generator=generator)
+    exchange.begin(step=exchange.step)
+    for (slot, lent), tensor in zip(apart, values, strict=True):
+        lent.lend(slot, tensor)
+    for bucket in buckets:
+        exchange.ready(bucket.slots)
+    exchange.wait()
 
 
 class PartOfStep(Gradwire):

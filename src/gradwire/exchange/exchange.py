@@ -253,7 +253,7 @@ class Exchange:
                     self.meters = self._executor.finish(others)
                 else:
                     self._executor.open_gate()
-                    self._executor.await_bucket(bucket)
+                    self._executor.await_tasks(self._executor.progress.done[bucket])
         for each in names if self._sources else ():
             if (source := self._sources.pop(each, None)) is not None:
                 self._put_back(self.slots[each], source)
@@ -392,10 +392,6 @@ class Exchange:
         """The bytes of the compressed tensors of each bucket."""
         return [sum(slot.view.nbytes for slot in buffers.compressed) for buffers in self._buckets]
 
-    def flat_of(self, bucket: int) -> torch.Tensor:
-        """The flat buffer of a bucket; empty where its tensors are lent."""
-        return self._buckets[bucket].flat
-
     def layouts(self) -> Iterator["BucketLayout"]:
         """The place of each bucket in memory, for a caller that fills whole runs of slots itself."""
         for buffers in self._buckets:
@@ -457,7 +453,8 @@ class Exchange:
     def last_task(self) -> "Future[Any] | None":
         """A future that completes with the last task of the step; its result is None if a lane failed. None if tasks wait for the
         gate, or no step runs."""
-        return self._executor.last_task
+        executor = self._executor
+        return None if executor.has_gate or not executor.running else executor.progress.at_gate
 
     def take_back(self, slot: Slot) -> None:
         """No rank uses the sum of this slot: residuals take it back."""
@@ -466,7 +463,7 @@ class Exchange:
     def await_gate(self) -> None:
         """Wait for all tasks before the gate."""
         with self._failures_named():
-            self._executor.await_gate()
+            self._executor.await_tasks(self._executor.progress.at_gate)
 
     def await_result(self, other: "Future[T]") -> T:
         """Wait for something else while lanes go on."""
@@ -720,14 +717,14 @@ class Executor:
         self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=0), strict=False))
         self.progress = _Progress(0, ())
         self.streams = Streams()
-        self._running: list[Future[tuple[Meter, Mark]]] = []
+        self.running: list[Future[tuple[Meter, Mark]]] = []
         self._at: list[PhaseTask | None] = [None] * count
         self._held: list[int] = []
         """Buckets that are ready and that the lanes do not get yet."""
         self._awaited = len(buckets)
         """How many buckets the step has."""
         self._parts: dict[tuple[str, Sequence[int]], _StepTasks] = {}
-        self._has_gate = plan.gate < len(plan.launch)
+        self.has_gate = plan.gate < len(plan.launch)
 
     def start(self, phases: str = BOTH, buckets: Sequence[int] | None = None) -> None:
         """Begin a step, or the reduce or the gather phase of one alone, where all buckets have the two. `buckets`: of these
@@ -739,11 +736,11 @@ class Executor:
         self._held, self.lanes.running = [], weakref.ref(self)
         self._at = [tasks[0].task if tasks else None for tasks in planned.lists]
         times = [kept for observer in self.lanes.observers if (kept := observer.task_times()) is not None]
-        self._running = [
+        self.running = [
             lane.submit(partial(self._run, number, planned, progress, times))
             for number, lane in enumerate(self.lanes.data)
         ]
-        for future in self._running:
+        for future in self.running:
             future.add_done_callback(progress.lane_done)
 
     def _of_part(self, phases: str, buckets: tuple[int, ...]) -> _StepTasks:
@@ -791,11 +788,6 @@ class Executor:
             self.progress.tell(each, mark, self._lanes_of[each])
         self._held = []
 
-    @property
-    def last_task(self) -> "Future[list[Mark] | None] | None":
-        """See `Exchange.last_task`."""
-        return None if self._has_gate or not self._running else self.progress.at_gate
-
     def open_gate(self) -> None:
         """Let the tasks behind the gate run, each lane's after its own before it, and after what the caller has queued."""
         if not self.progress.is_open:
@@ -804,18 +796,18 @@ class Executor:
 
     def drain(self) -> None:
         """Wait for the lanes' last task or failure."""
-        wait(self._running)
+        wait(self.running)
 
     def give_up(self) -> None:
         """Let the lanes go that wait for buckets or before the gate, and forget the step."""
         self.progress.tell(_GIVE_UP)
-        self.progress, self._running = _Progress(0, ()), []  # their errors hold the frames they passed
+        self.progress, self.running = _Progress(0, ()), []  # their errors hold the frames they passed
 
     def failure(self) -> TaskFailed | None:
         """The error of a lane that has failed in this step."""
         if not self.progress.has_failed:
             return None
-        errors = [future.exception() if future.done() else None for future in self._running]
+        errors = [future.exception() if future.done() else None for future in self.running]
         cut = [
             TaskFailed(at or PhaseTask(0, 0, 0), error)
             for at, error in zip(self._at, errors, strict=False)
@@ -834,15 +826,8 @@ class Executor:
         names = bucket.tensors[0] if len(bucket.tensors) == 1 else f"{bucket.tensors[0]} .. {bucket.tensors[-1]}"
         return f"bucket {task.bucket} ({names}), chunk {task.chunk}, {bucket.link_tasks[task.phase]}"
 
-    def await_bucket(self, bucket: int) -> None:
-        """Wait until all tasks of the bucket are done. Raises TaskFailed if a lane failed before that."""
-        self._await(self.progress.done[bucket])
-
-    def await_gate(self) -> None:
-        """Wait until all tasks before the gate are done. Raises TaskFailed if a lane failed before that."""
-        self._await(self.progress.at_gate)
-
-    def _await(self, tasks: "Future[list[Mark] | None]") -> None:
+    def await_tasks(self, tasks: "Future[list[Mark] | None]") -> None:
+        """Wait for tasks: `progress.at_gate`, or a bucket's in `progress.done`. Raises TaskFailed if a lane failed first."""
         marks = tasks.result()
         if marks is None:
             raise self._lanes_failure()
@@ -858,20 +843,20 @@ class Executor:
         return other.result()
 
     def _lanes_failure(self) -> Exception:
-        wait(self._running, return_when=FIRST_EXCEPTION)
+        wait(self.running, return_when=FIRST_EXCEPTION)
         return self.failure() or Abandoned()
 
     def finish(self, others: Sequence["Future[Any]"] = ()) -> list[Meter]:
         """Open the gate and wait for the step's last task and the other futures. Raises TaskFailed as soon as any lane
         fails, and what another future raises as soon as it does."""
         self.open_gate()
-        wait([*self._running, *others], return_when=FIRST_EXCEPTION)
+        wait([*self.running, *others], return_when=FIRST_EXCEPTION)
         if self.progress.failed.done():
             raise self._lanes_failure()
         for future in others:
             if future.done():
                 future.result()
-        results = [future.result() for future in self._running]
+        results = [future.result() for future in self.running]
         for lane, (_, mark) in zip(self.lanes.data, results, strict=True):
             lane.link.streams.wait(mark)
         return [meter for meter, _ in results]

@@ -337,7 +337,7 @@ class PipelinedSchedule:
     def _arrived(self, bucket: int) -> None:
         """All tasks of a bucket are done: step its parameters where that was asked for."""
         if self._scale is not None:
-            self._reducer.exchange.flat_of(bucket).mul_(self._scale)
+            self._reducer.exchange.flats[bucket].mul_(self._scale)
         for gradient in self._of_bucket[bucket]:
             if (handed := gradient.handed) is not None:
                 make_current(handed)

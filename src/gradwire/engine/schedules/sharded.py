@@ -283,7 +283,7 @@ class ShardedSchedule:
         self._gathers.settle_bucket(bucket)
 
     def _arrived(self, bucket: int) -> None:
-        with outermost(self._reducer.exchange.flat_of(bucket).device), torch.no_grad():
+        with outermost(self._reducer.exchange.flats[bucket].device), torch.no_grad():
             for index in self._of_bucket[bucket]:
                 if (parameter := self._reducer.parameters[index]()) is not None:
                     make_current(parameter)
@@ -430,7 +430,7 @@ class Shards:
         self.all: list[Shard] = []
         index_of = {id(slot): index for index, slot in enumerate(slots)}
         for slot, low, high, total in exchange.own_sums():
-            weight = torch.nn.Parameter(exchange.flat_of(slot.bucket)[low:high])
+            weight = torch.nn.Parameter(exchange.flats[slot.bucket][low:high])
             self.all.append(Shard(index_of[id(slot)], low - slot.offset, weight, total))
 
     def take_weights(self) -> None:
