@@ -5,12 +5,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import gradwire as gw
 from gradwire.testbed import EmulatedCluster, namespaces, permission_problem
 from gradwire.testbed.namespaces import needs_user_namespace
-from gradwire.transport.heartbeats import IDLE_S, INTERVAL_S, MISSED
+from gradwire.transport.heartbeats import INTERVAL_S, usual_silence_s
 
 pytestmark = pytest.mark.network
 
@@ -97,10 +100,29 @@ def test_a_machine_without_power_is_found_in_all_schedules(cluster: EmulatedClus
 @pytest.mark.slow
 def test_a_short_outage_is_survived(cluster: EmulatedCluster) -> None:
     outage_s = 3.0
-    assert outage_s < IDLE_S + INTERVAL_S * MISSED
+    assert outage_s < usual_silence_s(60.0)
     training = Training(cluster, {"flap": 1}, outage_s)
     assert len(set(training.ends["flap"].values())) == 1, training.lines
     assert sorted(training.ends["flap"]) == list(range(RANKS)), training.lines
+
+
+@pytest.mark.slow
+def test_an_outage_that_is_asked_for_is_survived(cluster: EmulatedCluster) -> None:
+    outage_s = 12.0
+    assert usual_silence_s(60.0) + INTERVAL_S < outage_s < 25.0, "the scenario's silence_s"
+    training = Training(cluster, {"patient": 1}, outage_s)
+    assert len(set(training.ends["patient"].values())) == 1, training.lines
+    assert sorted(training.ends["patient"]) == list(range(RANKS)), training.lines
+
+
+def test_the_usual_silence_follows_the_timeout() -> None:
+    assert [usual_silence_s(timeout_s) for timeout_s in (5, 60, 600, 1800, 86400)] == [7, 7, 10, 30, 30]
+
+
+@pytest.mark.parametrize("silence_s", [3.9, 120.5, float("nan"), "long"])
+def test_a_silence_that_kernels_cannot_count_is_refused(silence_s: Any) -> None:
+    with pytest.raises(gw.PlanError, match="silence_s is"):
+        gw.parallelize(torch.nn.Linear(2, 2), silence_s=silence_s)
 
 
 @pytest.mark.slow

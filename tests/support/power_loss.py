@@ -22,6 +22,7 @@ PLANS = {
     "gloo": gw.Uniform(gw.Identity()),
     "alone": gw.Uniform(SPEC),
     "flap": gw.Uniform(SPEC),
+    "patient": gw.Uniform(SPEC),
     "slow": gw.Uniform(SPEC),
     "pipelined": gw.Uniform(SPEC, schedule="pipelined"),
     "sharded": gw.Uniform(gw.Identity(), schedule=gw.Pipelined(shard_optimizer=True)),
@@ -45,7 +46,8 @@ def train(scenario: str) -> None:
     torch.manual_seed(0)
     model = Given([200_000, 300, 5])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = gw.parallelize(model, optimizer, plan=PLANS[scenario])
+    silence_s = 25.0 if scenario == "patient" else None
+    handle = gw.parallelize(model, optimizer, plan=PLANS[scenario], silence_s=silence_s)
     try:
         for step in range(10**6):
             model(model.random_gradients(rank, step % 3)).backward()
@@ -55,7 +57,7 @@ def train(scenario: str) -> None:
                 print("ready", scenario, flush=True)
             if step == 5:
                 wait(scenario, rank)
-            if scenario in ("flap", "slow") and step >= 5 and finished(scenario, step):
+            if scenario in ("flap", "patient", "slow") and step >= 5 and finished(scenario, step):
                 break
     except gw.CommunicationError as error:
         print("told", scenario, str(error).replace("\n", " "), flush=True)

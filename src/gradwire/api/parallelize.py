@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from gradwire.api.handle import Handle
 from gradwire.auto import AdaptiveBitsDriver, Auto, CorrectionPeriods, Tuning, check_schedules
-from gradwire.core import Plan, Spec, as_schedule, show, whole
+from gradwire.core import Plan, Spec, as_schedule, number, show, whole
 from gradwire.engine import REGISTRY, FirstDriver, Session, check_optimizers, facts, prepare
 from gradwire.errors import PlanError
 from gradwire.plan import AdaptiveBits, Policy, Tuned
-from gradwire.transport import Group, Lanes
+from gradwire.transport import LONGEST_S, SHORTEST_S, Group, Lanes
 
 
 def parallelize(
@@ -24,6 +24,7 @@ def parallelize(
     drift_check_steps: int = 1000,
     accuracy: str = "safe",
     schedules: Sequence[str] = ("backward",),
+    silence_s: float | None = None,
 ) -> Handle:
     """Keep the gradients of `model` equal on all ranks of `process_group` (default: all ranks).
 
@@ -49,6 +50,9 @@ def parallelize(
     used with accuracy="exact". docs/schedules.md says what each asks of a script. "pipelined" costs no accuracy. "local" trains
     another model than DDP, and runs only if all others wait long for exchanges. If a schedule that is not allowed would be
     faster, the logged line says so.
+    silence_s: a machine that gives no sign of life for so many seconds, 4 to 120, counts as dead, and the job ends with its
+    name. A network that is away for less is survived; a lost machine is found so much later. None: a sixtieth of the group's
+    timeout, but 7 to 30 s.
 
     Raises PlanError if the plan does not fit the model, or comes with `accuracy` or `schedules`, DisagreementError on all ranks
     if ranks differ in model, plan or version, StepStateError if the model is parallelized or torch.distributed not initialised.
@@ -58,7 +62,9 @@ def parallelize(
         torch.distributed.init_process_group("gloo")
         handle = gw.parallelize(model, optimizer, plan=gw.QSGD(bits=4))
     """
-    lanes = Lanes(process_group)
+    if silence_s is not None:
+        _check_silence(silence_s)
+    lanes = Lanes(process_group, silence_s)
     driver: FirstDriver | None = None
     try:
         what = "steps from one comparison of weights to the next, 0 for never"
@@ -90,6 +96,16 @@ def parallelize(
     REGISTRY.add(model, prepared.parameters.values(), handle)
     _forget_compiled_code()
     return handle
+
+
+def _check_silence(silence_s: float) -> None:
+    what = "seconds after which a silent machine counts as dead"
+    number("silence_s", silence_s, what, error=PlanError)
+    if not SHORTEST_S <= silence_s <= LONGEST_S:
+        raise PlanError(
+            f"silence_s is {silence_s}: it must be {what}, {SHORTEST_S:.0f} to {LONGEST_S:.0f}. With less a busy network looks "
+            "dead, and kernels count no longer. Leave it out for the usual value."
+        )
 
 
 def _driver_of(

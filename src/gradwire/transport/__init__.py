@@ -4,6 +4,7 @@ from gradwire.transport.agreement import KERNELS, agree, broadcast_bytes, bytes_
 from gradwire.transport.devices import device_name, kind_of, standing_in
 from gradwire.transport.flight import FlightRecord
 from gradwire.transport.grid import Grid, node_name
+from gradwire.transport.heartbeats import LONGEST_S, SHORTEST_S
 from gradwire.transport.lanes import Lane, Lanes, LanesObserver
 from gradwire.transport.link import AllToAll, Group, Link, SilentLink
 from gradwire.transport.meter import Meter
@@ -14,6 +15,8 @@ from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 __all__ = [
     "KERNELS",
+    "LONGEST_S",
+    "SHORTEST_S",
     "AllToAll",
     "DamagedError",
     "FlightRecord",

@@ -18,23 +18,34 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-IDLE_S, INTERVAL_S, MISSED = 2, 1, 5
-"""The first question comes after so much silence, the next ones in this interval, and after so many without an answer the
-machine counts as dead: 7 s after its last answer. More: longer outages of a network are survived, and deaths are found later."""
+IDLE_S, INTERVAL_S = 2, 1
+"""The first question comes after so much silence, the next ones in this interval."""
+SHORTEST_S, LONGEST_S = 4.0, 120.0
+"""The least and the longest silence after which a machine may count as dead: kernels count up to 127 questions."""
 _LEFT = (0, errno.ECONNRESET, errno.EPIPE)
 """The errors of a connection that the other rank closed."""
+
+
+def usual_silence_s(timeout_s: float) -> float:
+    """The silence after which a machine counts as dead if the caller names none: a sixtieth of the timeout, but 7 to 30 s.
+
+    Whoever waits for ranks for half an hour has a network that may be away for half a minute.
+    """
+    return min(max(7.0, timeout_s / 60), 30.0)
 
 
 class Heartbeats:
     """Watches the machines of other ranks, in a thread that sleeps until one of them falls silent."""
 
-    def __init__(self, connections: Mapping[int, socket.socket], name: str, on_silence: Callable[[], None]) -> None:
+    def __init__(
+        self, connections: Mapping[int, socket.socket], name: str, on_silence: Callable[[], None], silence_s: float
+    ) -> None:
         """`connections`: to each other rank; they are closed here. `on_silence`: a method, which this does not keep alive; called
-        in the thread `name` when a rank has fallen silent."""
+        in the thread `name` when a rank has not answered for `silence_s`."""
         self._connections = dict(connections)
         self._dead: set[int] = set()
         for each in self._connections.values():
-            _keep_alive(each)
+            _keep_alive(each, silence_s)
         # a daemon: it must not keep the process alive
         thread = threading.Thread(
             target=_watch, args=(self._connections, self._dead, weakref.WeakMethod(on_silence)), name=name, daemon=True
@@ -68,9 +79,10 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def _keep_alive(connection: socket.socket) -> None:
+def _keep_alive(connection: socket.socket, silence_s: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", IDLE_S), ("TCP_KEEPINTVL", INTERVAL_S), ("TCP_KEEPCNT", MISSED)):
+    missed = round((silence_s - IDLE_S) / INTERVAL_S)
+    for name, value in (("TCP_KEEPIDLE", IDLE_S), ("TCP_KEEPINTVL", INTERVAL_S), ("TCP_KEEPCNT", missed)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -21,7 +21,7 @@ from gradwire.transport.agreement import agree, gather_bytes
 from gradwire.transport.devices import kind_of, offload_lanes
 from gradwire.transport.flight import Flight
 from gradwire.transport.grid import Grid
-from gradwire.transport.heartbeats import Heartbeats
+from gradwire.transport.heartbeats import Heartbeats, usual_silence_s
 from gradwire.transport.link import Group, Link
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark
@@ -130,9 +130,9 @@ class Lanes:
     Exchanges that use the same lanes run one after another. After a failure all of them raise it, until `mend`.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | Group | None) -> None:
-        """Connects the control lane. Collective. Raises StepStateError without torch.distributed, PlanError on a rank that is
-        not in the group."""
+    def __init__(self, process_group: dist.ProcessGroup | Group | None, silence_s: float | None = None) -> None:
+        """Connects the control lane. Collective. silence_s: after so long without a sign of life a machine counts as dead; None:
+        see `usual_silence_s`. Raises StepStateError without torch.distributed, PlanError on a rank that is not in the group."""
         self.group = process_group if isinstance(process_group, Group) else Group.of(process_group)
         try:
             with transfer():
@@ -142,6 +142,7 @@ class Lanes:
                 f"rank {self._own_rank}: ranks could not begin: one died, stalled or did not make the same call; see its log. "
                 f"(The backend said: {error})"
             ) from error
+        self._silence_s = usual_silence_s(self.group.timeout.total_seconds()) if silence_s is None else silence_s
         # a margin below the caller's timeout, so that the error is raised, with the ranks' names, within it
         self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
         self.flight = Flight(self._own_rank, self.group.global_ranks, self._name)
@@ -199,7 +200,7 @@ class Lanes:
             wires, beats = self._told_first(lambda link: connect_wires(link, lanes, grid))
             for lane, wire in zip(self.data, wires, strict=False):
                 lane.link.wire = wire
-            self._heartbeats = Heartbeats(beats, f"gradwire-{self._name}-heartbeats", self._silence)
+            self._heartbeats = Heartbeats(beats, f"gradwire-{self._name}-heartbeats", self._silence, self._silence_s)
         self._roll_call = RollCall(self.group, self._name)
 
     def _told_first(self, job: Callable[[Link], T]) -> T:
