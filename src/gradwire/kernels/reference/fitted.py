@@ -74,7 +74,7 @@ class _Fitted(Coder):
         return torch.arange(1 << (bits - 1), dtype=torch.float32, device=like.device)
 
     def _statistic(self, v: Tensor, bits: int) -> Tensor:
-        """What the first units of the rows of v are made of, float64."""
+        """The sum (2 bits) or the largest of the magnitudes of each row of v, float64."""
         return (block_sums(v.abs()) if bits == 2 else v.abs().amax(dim=1).double()).unsqueeze(1)
 
     def _first_unit(self, v: Tensor, bits: int) -> Tensor:
