@@ -25,6 +25,17 @@ Call checked(const Tensor& segments, const Tensor& flat, const Tensor& payload, 
   return call;
 }
 
+Call checked_fitted(const Tensor& segments, const Tensor& flat, const Tensor& payload, int64_t block, int64_t levels) {
+  check_block(block);
+  GW_CHECK(levels == 0 || levels == 1, "unknown levels");
+  check_buffers(flat, payload);
+  const Call call{table_of(segments, flat, block), {block, Scale::max, Rounding::nearest}};
+  for (int64_t i = 0; i < call.table.count; ++i) check_bits(call.table.rows[i], i, 2, 4);
+  const PayloadSize size = coded_size(call.table.rows, call.table.count, block, 1, 0, levels == 0);
+  check_payload(payload.numel, size.scales + size.codes);
+  return call;
+}
+
 // Elements that are cast before their bytes are summed, which are still in the nearest cache then.
 constexpr int64_t kCastTile = 4096;
 
@@ -105,6 +116,26 @@ GW_API gw_qsgd_decode(const Tensor* payload, const Tensor* segments, int64_t blo
   });
 }
 
+GW_API gw_fitted_encode(const Tensor* src, const Tensor* residual, const Tensor* segments, int64_t block, int64_t levels,
+                        const Tensor* payload) {
+  return guarded([&] {
+    Call call = checked_fitted(*segments, *src, *payload, block, levels);
+    encode_and_sum(*payload, [&](Summing* sum) {
+      call.q.summing = sum;
+      kernels().fitted_encode(gradient_of(*src, call.table), remembered(residual, *src), call.table.rows, call.table.count,
+                              call.q, levels == 1, bytes_of(*payload));
+    });
+  });
+}
+
+GW_API gw_lloyd_decode(const Tensor* payload, const Tensor* segments, int64_t block, bool add, const Tensor* dst) {
+  return guarded([&] {
+    const Call call = checked_fitted(*segments, *dst, *payload, block, 1);
+    check_add(add, *dst);
+    kernels().lloyd_decode(bytes_of(*payload), call.table.data, dtype_of(*dst), add, call.table.placed, call.table.count, block);
+  });
+}
+
 GW_API gw_cast_encode(const Tensor* src, const Tensor* residual, int64_t wire, const Tensor* payload) {
   return guarded([&] {
     check_cast(*src, *payload);
@@ -168,6 +199,8 @@ GW_API gw_exponential_decode(const Tensor* payload, const Tensor* segments, int6
 
 GW_PACKED(qsgd_encode)
 GW_PACKED(qsgd_decode)
+GW_PACKED(fitted_encode)
+GW_PACKED(lloyd_decode)
 GW_PACKED(cast_encode)
 GW_PACKED(cast_decode)
 GW_PACKED(fp8_encode)

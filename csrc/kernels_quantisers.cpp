@@ -12,6 +12,7 @@ namespace GRADWIRE_LEVEL {
 #include "scales.hpp"
 #include "qsgd.hpp"
 #include "scaled.hpp"
+#include "fitted.hpp"
 #include "fp8.hpp"
 #include "powers.hpp"
 #include "runs.hpp"
@@ -31,6 +32,23 @@ void qsgd_decode(const uint8_t* payload, void* dst, Dtype dtype, bool add, const
       return decode_segments<float, false>(payload, static_cast<float*>(dst), segments, count, q);
     case Dtype::bfloat16: return decode_segments<bf16, false>(payload, static_cast<bf16*>(dst), segments, count, q);
     case Dtype::float16: return decode_segments<f16, false>(payload, static_cast<f16*>(dst), segments, count, q);
+  }
+}
+
+void fitted_encode(const Gradient& src, float* residual, const Segment* segments, int64_t count, const Quantiser& q, bool lloyd,
+                   uint8_t* payload) {
+  if (lloyd) encode_with<FittedCodec<true>>(src, residual, segments, count, {}, q, payload);
+  else encode_with<FittedCodec<false>>(src, residual, segments, count, {}, q, payload);
+}
+
+void lloyd_decode(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
+                  int64_t block) {
+  switch (dtype) {
+    case Dtype::float32:
+      if (add) return lloyd_decode_to<float, true>(payload, static_cast<float*>(dst), segments, count, block);
+      return lloyd_decode_to<float, false>(payload, static_cast<float*>(dst), segments, count, block);
+    case Dtype::bfloat16: return lloyd_decode_to<bf16, false>(payload, static_cast<bf16*>(dst), segments, count, block);
+    case Dtype::float16: return lloyd_decode_to<f16, false>(payload, static_cast<f16*>(dst), segments, count, block);
   }
 }
 

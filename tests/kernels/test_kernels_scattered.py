@@ -41,6 +41,8 @@ SPECS = [
         QSGD(bits=3, scale="minmax"),
         QSGD(bits=4, block=32),
         QSGD(bits=3, levels="exponential"),
+        ErrorFeedback(QSGD(bits=2, scale="ls")),
+        QSGD(bits=3, scale="ls", levels="lloyd"),
     ),
     *(Int8(), FP8(), Natural(), TernGrad(), ErrorFeedback(TernGrad()), TwoBit(), ErrorFeedback(TopK(0.05)), TopK(0.05)),
     *(DGC(0.05), BlockTopK(0.1), ErrorFeedback(RandomK(0.1, indices="own")), Threshold(0.1), SignSGD(), Signum()),

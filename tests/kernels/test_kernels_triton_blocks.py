@@ -30,8 +30,11 @@ METHODS = {
     "two bits": (2, 1),
     "two bits, fixed": (2, 0),
     "terngrad": (2, 1),
+    "fitted uniform": (0, 1),
+    "fitted lloyd": (0, 1),
 }
 """Bits of an element, 0 for those of its segment, and scales of a block."""
+TERNARY = ("terngrad", "fitted uniform")
 
 
 def encode(
@@ -46,6 +49,8 @@ def encode(
         kernels.threshold_encode(x, residual, rows, block, 0.3 if "fixed" in words else 0.0, 0.7, payload)
     elif words[0] == "terngrad":
         kernels.terngrad_encode(x, residual, rows, stream, block, 1.3, payload)
+    elif words[0] == "fitted":
+        kernels.fitted_encode(x, residual, rows, block, words[1], payload)
     else:
         kernels.fp8_encode(x, residual, rows, block, method, payload)
 
@@ -61,6 +66,10 @@ def decode(kernels: Any, method: str, payload: torch.Tensor, rows: Segments, blo
     elif words[0] == "terngrad":
         two = Segments.of([row._replace(bits=2) for row in rows.rows], rows.device)
         kernels.qsgd_decode(payload, two, block, "max", add, dst)
+    elif method == "fitted uniform":
+        kernels.qsgd_decode(payload, rows, block, "max", add, dst)
+    elif method == "fitted lloyd":
+        kernels.lloyd_decode(payload, rows, block, add, dst)
     else:
         kernels.fp8_decode(payload, rows, block, method, add, dst)
 
@@ -68,13 +77,15 @@ def decode(kernels: Any, method: str, payload: torch.Tensor, rows: Segments, blo
 def size_of(method: str, rows: list[Segment], block: int) -> int:
     bits, scales = METHODS[method]
     coded = [(row.numel, bits or row.bits) for row in rows]
-    return sum(coded_bytes(coded, block, scales, ternary=method == "terngrad"))
+    return sum(coded_bytes(coded, block, scales, ternary=method in TERNARY))
 
 
 def run(
     kernels: Any, method: str, x: torch.Tensor, rows: list[Segment], block: int, add: bool, start: int = 0
 ) -> dict[str, torch.Tensor]:
     """All that an encode and a decode leave behind; what is added was encoded with a residual. `start`: of the payload."""
+    if method.startswith("fitted"):
+        rows = [row._replace(bits=2 + row.bits % 3) for row in rows]
     segments, device = Segments.of(rows, x.device), x.device
     size = size_of(method, rows, block)
     around = torch.full((size + 2 * start,), 170, dtype=torch.uint8, device=device)
@@ -105,7 +116,15 @@ def test_tensors_of_few_elements_have_their_own_bits(interpreter: Interpreter, m
 
 @pytest.mark.parametrize(
     ("method", "block"),
-    [("e4m3", 256), ("natural", 1024), ("exponential l2 nearest", 8192), ("two bits", 8192), ("terngrad", 64)],
+    [
+        ("e4m3", 256),
+        ("natural", 1024),
+        ("exponential l2 nearest", 8192),
+        ("two bits", 8192),
+        ("terngrad", 64),
+        ("fitted uniform", 256),
+        ("fitted lloyd", 64),
+    ],
 )
 def test_blocks_of_any_size(interpreter: Interpreter, method: str, block: int) -> None:
     x = torch.randn(8192 + 17, generator=torch.Generator().manual_seed(4))
@@ -116,7 +135,7 @@ def test_blocks_of_any_size(interpreter: Interpreter, method: str, block: int) -
 
 def decode_bytes(kernels: Any, method: str) -> dict[str, torch.Tensor]:
     rows, generator = [Segment(0, 300, 1, 0, 4)], torch.Generator().manual_seed(0)
-    block = 64 if method == "terngrad" else 32  # smaller ones are not packed in base 3
+    block = 64 if method in TERNARY else 32  # smaller ones are not packed in base 3
     payload = torch.randint(0, 256, (size_of(method, rows, block),), dtype=torch.uint8, generator=generator)
     decoded = torch.zeros(300)
     decode(kernels, method, payload, Segments.of(rows), block, False, decoded)
@@ -168,6 +187,18 @@ COMPILED = {
         "coded_encode_kernel", {"src": "*fp32", "stream": "*i64", **CODES},
         {"CODE": 2, "NORM": False, "FACTOR": 2.5, "STOCHASTIC": True, "RESIDUAL": True, **SIZES, "BLOCK": 64,
          "TERNARY": True}, 90,
+    ),
+    "fitted, sm_90": Compile(
+        "coded_encode_kernel", {"src": "*fp32", "stream": "*i64", **CODES},
+        {"CODE": 9, "NORM": False, "FACTOR": 0.0, "STOCHASTIC": False, "RESIDUAL": True, **SIZES, "BLOCK": 64,
+         "TERNARY": True}, 90,
+    ),
+    "lloyd, sm_80": Compile(
+        "coded_encode_kernel", {"src": "*bf16", "stream": "*i64", **CODES},
+        {"CODE": 10, "NORM": False, "FACTOR": 0.0, "STOCHASTIC": False, "RESIDUAL": True, **SIZES}, 80,
+    ),
+    "lloyd back, sm_90": Compile(
+        "coded_decode_kernel", DECODE, {"CODE": 10, "FACTOR": 0.0, "ADD": True, **SIZES}, 90
     ),
 }  # fmt: skip
 

@@ -43,6 +43,7 @@ SPECS: list[Spec] = [
         Natural(),
         QSGD(bits=4),
         QSGD(bits=4, levels="exponential"),
+        QSGD(bits=2, scale="ls", levels="lloyd"),
         TernGrad(clip=2.5),
         TwoBit(),
     ),

@@ -73,6 +73,7 @@ _WORDS = {
     "scale": _one_of({"max": 0, "minmax": 1, "l2": 2}),
     "rounding": _one_of({"stochastic": 0, "nearest": 1}),
     "format": _one_of({"e4m3": 0, "e5m2": 1}),
+    "levels": _one_of({"uniform": 0, "lloyd": 1}),
 }
 _TYPES = {
     torch.Tensor: Tensor,

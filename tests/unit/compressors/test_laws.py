@@ -54,6 +54,8 @@ SPECS: list[Spec] = [
     QSGD(scale="l2"),
     QSGD(levels="exponential"),
     QSGD(bits=3, levels="exponential", rounding="nearest"),
+    *(QSGD(bits=bits, scale="ls") for bits in (2, 3, 4)),
+    *(QSGD(bits=bits, scale="ls", levels="lloyd") for bits in (2, 3, 4)),
     TernGrad(),
     TernGrad(clip=2.5),
     TwoBit(),
@@ -196,6 +198,45 @@ def test_what_is_left_does_not_grow(spec: Spec) -> None:
         assert codec.residual is not None
         norms.append(float(codec.residual.norm()))
     assert max(norms[1500:]) <= 1.2 * max(norms[:1500]) + 1e-6
+
+
+FITTED = [spec for spec in SPECS if isinstance(spec, QSGD) and spec.scale == "ls"]
+
+
+def error_along_sent(spec: Spec, x: torch.Tensor) -> float:
+    """The part of what is sent that the error holds too: 0 where they are orthogonal, below 0 where too much is sent."""
+    sent = codec_of(spec, (x.numel(),))(x)
+    return float(((x - sent).double() @ sent.double()) / squared(sent))
+
+
+@pytest.mark.parametrize("spec", FITTED, ids=repr)
+def test_the_error_of_a_fitted_scale_is_orthogonal_to_what_is_sent(spec: QSGD) -> None:
+    generator = torch.Generator().manual_seed(0)
+    normal, uniform = torch.randn(2**16, generator=generator), torch.rand(2**16, generator=generator) - 0.5
+    for x in (normal, -uniform.sign() * torch.log1p(-2 * uniform.abs()), gradient(2**16)):
+        assert abs(error_along_sent(spec, x)) < 0.05
+    assert error_along_sent(QSGD(bits=2, rounding="nearest"), normal) < -0.3
+
+
+def energy_sent(spec: Spec, x: torch.Tensor) -> float:
+    """Energy of what feedback sends, over that of the gradients, in the steady state. x: gradients by step."""
+    codec, sent, given = codec_of(ErrorFeedback(spec), (x.shape[1],)), 0.0, 0.0
+    for step, each in enumerate(x):
+        decoded = codec(each, step=step)
+        if step >= 40:
+            sent, given = sent + squared(decoded), given + squared(each)
+    return sent / given
+
+
+@pytest.mark.parametrize("spec", FITTED, ids=repr)
+def test_feedback_with_a_fitted_scale_sends_as_much_energy_as_it_is_given(spec: QSGD) -> None:
+    x = torch.randn(120, 64 * 128, generator=torch.Generator().manual_seed(1))
+    assert 0.9 < energy_sent(spec, x) < 1.1
+
+
+def test_feedback_with_the_largest_magnitude_as_scale_sends_too_much() -> None:
+    x = torch.randn(120, 64 * 128, generator=torch.Generator().manual_seed(1))
+    assert energy_sent(QSGD(bits=2), x) > 2.5
 
 
 def test_dgc_is_momentum_before_selection_with_both_cleared() -> None:

@@ -49,6 +49,9 @@ qsgd = st.builds(
 lossy = st.one_of(
     qsgd,
     st.builds(QSGD, bits=st.integers(2, 8), levels=st.just("exponential"), scale=st.sampled_from(["max", "l2"])),
+    st.builds(
+        QSGD, bits=st.integers(2, 4), block=blocks, scale=st.just("ls"), levels=st.sampled_from(["uniform", "lloyd"])
+    ),
     st.builds(Cast, dtype=st.sampled_from(["float16", "bfloat16"])),
     st.builds(FP8, format=st.sampled_from(["e4m3", "e5m2"]), block=blocks),
     st.builds(Natural, block=blocks, seed=seeds),
@@ -154,7 +157,11 @@ WRONG_VALUES = [
     (lambda: QSGD(bits=4.0), ["bits is 4.0, a float"]),  # type: ignore[arg-type]
     (lambda: QSGD(block=100), ["block is 100", "power of two", "64 or 128"]),
     (lambda: QSGD(block=16), ["block is 16", "from 32 to 8192"]),
-    (lambda: QSGD(scale="maximum"), ["scale is 'maximum'", "max, minmax, l2"]),
+    (lambda: QSGD(scale="maximum"), ["scale is 'maximum'", "max, minmax, l2, ls"]),
+    (lambda: QSGD(bits=5, scale="ls"), ["scale is 'ls' and bits 5", "scale='max'"]),
+    (lambda: QSGD(scale="ls", rounding="stochastic"), ["rounding 'stochastic'", "Leave rounding out"]),
+    (lambda: QSGD(scale="ls", levels="exponential"), ["levels is 'exponential' and scale 'ls'", "scale='max'"]),
+    (lambda: QSGD(bits=2, levels="lloyd"), ["levels is 'lloyd' and scale 'max'", "scale='ls'"]),
     (lambda: QSGD(rounding="nearst"), ["rounding is 'nearst'", "did you mean 'nearest'"]),
     (lambda: QSGD(seed=-1), ["seed is -1"]),
     (lambda: Cast(dtype="float32"), ["dtype is 'float32'", "float16, bfloat16"]),

@@ -30,16 +30,18 @@ class QSGD(BlockSpec, frozen=True):
     """Elements that share one scale: a power of two from 32 to 8192. Larger: fewer scale bytes, more error."""
     scale: str = "max"
     """max: the block's largest magnitude; minmax: 2^bits levels between minimum and maximum, less error, twice the
-    scale bytes; l2: the block's norm, much more error at few bits (CGX's formula, for comparison)."""
+    scale bytes; l2: the block's norm, much more error at few bits (CGX's formula, for comparison); ls: at most 4 bits, the scale
+    with the least squared error. With ErrorFeedback, ls keeps the size of what is sent; max sends too much at 2 bits."""
     rounding: str = "auto"
     """stochastic: unbiased, more error; nearest: biased, less error (give it ErrorFeedback). auto: nearest inside ErrorFeedback,
     which removes the bias (but not for minmax below 4 bits); else stochastic. At 2 bits nearest learns as DDP does, and
-    stochastic ends with a loss 5 % higher."""
+    stochastic ends with a loss 5 % higher. A scale 'ls' always rounds to nearest."""
     seed: int = 0
     """Seed of the stochastic rounding. Another seed: other noise, the same size of error."""
     levels: str = "uniform"
     """uniform: equal steps from zero to the scale; exponential: each level is half of the next (NUQSGD), with less error if
-    most elements of a block are much smaller than the largest."""
+    most elements of a block are much smaller than the largest; lloyd: 2^bits levels without zero, with the least error for
+    normal elements (Lloyd 1982, Max 1960). lloyd needs scale='ls', and at 2 bits sends more bytes than uniform."""
     blocks: str = "tensor"
     """tensor: every tensor of a bucket begins a new block; bucket: a block may hold the end of one tensor and the begin of the
     next (QNCCL). bucket: fewer bytes for many tiny tensors, more error in those that share a block with larger values."""
@@ -47,15 +49,32 @@ class QSGD(BlockSpec, frozen=True):
     def __post_init__(self) -> None:
         whole("bits", self.bits, "the bits of an element", low=2, high=8, error=SpecError)
         check_block(self.block)
-        word("scale", self.scale, ("max", "minmax", "l2"), error=SpecError)
+        word("scale", self.scale, ("max", "minmax", "l2", "ls"), error=SpecError)
         word("rounding", self.rounding, ("auto", "stochastic", "nearest"), error=SpecError)
         check_seed(self.seed)
         word("blocks", self.blocks, ("tensor", "bucket"), error=SpecError)
-        word("levels", self.levels, ("uniform", "exponential"), error=SpecError)
+        word("levels", self.levels, ("uniform", "exponential", "lloyd"), error=SpecError)
         if self.levels == "exponential" and self.scale == "minmax":
             raise SpecError(
                 "levels is 'exponential' and scale 'minmax': exponential levels lie around zero, minmax levels may not. "
                 "Use scale='max'."
+            )
+        if self.levels == "exponential" and self.scale == "ls":
+            raise SpecError(
+                "levels is 'exponential' and scale 'ls': only equal steps and 'lloyd' are fitted. Use scale='max'."
+            )
+        if self.levels == "lloyd" and self.scale != "ls":
+            raise SpecError(
+                f"levels is 'lloyd' and scale {self.scale!r}: these levels stand for multiples of a fitted scale. Use scale='ls'."
+            )
+        if self.scale == "ls" and self.bits > 4:
+            raise SpecError(
+                f"scale is 'ls' and bits {self.bits}: from 5 bits on the largest magnitude is as good a scale. Use scale='max'."
+            )
+        if self.scale == "ls" and self.rounding == "stochastic":
+            raise SpecError(
+                "scale is 'ls' and rounding 'stochastic': values beyond the scale are cut, so no rounding is unbiased. Leave "
+                "rounding out, or use scale='max'."
             )
 
     def kernels(self, part: float = 1.0) -> Kernels:
@@ -64,6 +83,10 @@ class QSGD(BlockSpec, frozen=True):
         Exponential levels (NUQSGD, Ramezani-Kebrya et al. 2021) halve from the scale on. A block with a NaN or an Inf decodes to
         NaN throughout, so a loss scaler sees it, and keeps the residual it had (CGX, sections 2.3 and 4; docs/papers/cgx.md)."""
         settings, joined = (self.block, self.scale), self.blocks == "bucket"
+        if self.scale == "ls":
+            lloyd = self.levels == "lloyd"
+            decode = ("lloyd_decode", self.block) if lloyd else ("qsgd_decode", self.block, "max")
+            return Kernels(("fitted_encode", self.block, self.levels), decode, joined=joined)
         rounding = "nearest" if self.rounding == "nearest" else "stochastic"
         if self.levels == "exponential":
             return Kernels(
@@ -76,11 +99,13 @@ class QSGD(BlockSpec, frozen=True):
 
     @property
     def law(self) -> Law:
-        if self.rounding != "nearest":
+        if self.rounding != "nearest" and self.scale != "ls":
             return Law("unbiased")
         return Law("none") if self.scale == "minmax" and self.bits < 4 else Law("contractive")
 
     def under_feedback(self) -> "QSGD":
+        if self.scale == "ls":
+            return self
         nearest = msgspec.structs.replace(self, rounding="nearest")
         return nearest if self.rounding == "auto" and nearest.law.kind == "contractive" else self
 

@@ -5,6 +5,7 @@ They run on any device, hundreds of times slower than the C++ kernels.
 # ruff: noqa: F401 - the imports are the kernels
 
 from gradwire.kernels.reference.cast import cast_decode, cast_encode
+from gradwire.kernels.reference.fitted import fitted_encode, lloyd_decode
 from gradwire.kernels.reference.fp8 import fp8_decode, fp8_encode
 from gradwire.kernels.reference.local_update import local_update as local_update
 from gradwire.kernels.reference.low_rank import back_project, orthogonalise, project, reconstruct

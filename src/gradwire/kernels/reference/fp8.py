@@ -26,7 +26,7 @@ class _Format(Coder):
     bias: int
     largest: float
 
-    def scales(self, v: Tensor) -> Tensor:
+    def scales(self, v: Tensor, bits: int) -> Tensor:
         bound = v.abs().amax(dim=1, keepdim=True)
         return torch.where(bound >= TINY, bf16_up(bits_of(bound)), 0)
 

@@ -25,7 +25,7 @@ from gradwire.kernels.segments import Segments, State
 
 
 class _Natural(Coder):
-    def scales(self, v: Tensor) -> Tensor:
+    def scales(self, v: Tensor, bits: int) -> Tensor:
         bound = v.abs().amax(dim=1, keepdim=True)
         return torch.where(bound >= TINY, (bits_of(bound) + 0x7FFFFF) >> 23 << 7, 0)
 

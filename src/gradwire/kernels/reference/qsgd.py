@@ -28,7 +28,7 @@ class UniformLevels(Coder):
         self.scale, self.per_block = scale, 2 if scale == "minmax" else 1
         self.ternary = scale != "minmax"
 
-    def scales(self, v: Tensor) -> Tensor:
+    def scales(self, v: Tensor, bits: int) -> Tensor:
         """Bits of the bfloat16 scales of the rows of v, int64 of shape (rows, 1 or 2)."""
         if self.scale == "minmax":
             low, high = v.amin(dim=1), v.amax(dim=1)

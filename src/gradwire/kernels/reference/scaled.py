@@ -50,11 +50,11 @@ class Coder:
     def bits(self, segment: Segment) -> int:
         return self.width or segment.bits
 
-    def finite(self, v: Tensor) -> Tensor:
+    def finite(self, v: Tensor, bits: int) -> Tensor:
         """Mask of the finite blocks of v, of shape (blocks, 1), or of the finite elements."""
         return (v.abs() < HUGE).all(dim=1, keepdim=True)  # false for NaN too
 
-    def scales(self, v: Tensor) -> Tensor:
+    def scales(self, v: Tensor, bits: int) -> Tensor:
         """Bits of the bfloat16 scales of finite v of shape (blocks, n), int64 of shape (blocks, per_block)."""
         raise NotImplementedError
 
@@ -81,13 +81,13 @@ def scaled_encode(
     for seg, at, where, scales, codes_at in _runs(coder, segments, block, payload, src.device):
         count, n = at.numel(), (where.stop - where.start) // at.numel()
         v = given(src, residual, where).reshape(count, n)
-        finite = coder.finite(v)
+        bits = coder.bits(seg)
+        finite = coder.finite(v, bits)
         safe = torch.where(finite, v, 0.0)
-        raw = coder.scales(safe)
+        raw = coder.scales(safe, bits)
         if coder.per_block:
             raw = torch.where(finite, raw, BAD)
             scales.copy_(raw.to(torch.int16).reshape(-1).view(torch.uint8))
-        bits = coder.bits(seg)
         u = torch.full_like(safe, 0x8000, dtype=torch.int64)
         if stream is not None:
             u = _random_halves((seg.first + at) // 2, n, stream_key([*stream.tolist(), seg.key]))

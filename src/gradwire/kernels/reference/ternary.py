@@ -28,10 +28,10 @@ class _ThresholdCoder(Coder):
         self.threshold, self.multiple = threshold, multiple
         self.per_block, self.missing = (0, 3) if threshold else (1, 0)
 
-    def finite(self, v: Tensor) -> Tensor:
+    def finite(self, v: Tensor, bits: int) -> Tensor:
         return v.abs() < HUGE if self.threshold else block_sums(v.abs()).unsqueeze(1) < HUGE  # false for NaN too
 
-    def scales(self, v: Tensor) -> Tensor:
+    def scales(self, v: Tensor, bits: int) -> Tensor:
         if self.threshold:
             return torch.zeros(v.shape[0], 0, dtype=torch.int64, device=v.device)
         mean = (block_sums(v.abs()).unsqueeze(1) / v.shape[1] * self.multiple).to(torch.float32)
@@ -58,7 +58,7 @@ class _Clipped(UniformLevels):
         super().__init__("max")
         self.clip = clip
 
-    def scales(self, v: Tensor) -> Tensor:
+    def scales(self, v: Tensor, bits: int) -> Tensor:
         largest = v.abs().amax(dim=1, keepdim=True)
         exponent = bits_of(largest) >> 23
         power = float_of(torch.where(exponent < 7, 247, 254 - exponent) << 23)

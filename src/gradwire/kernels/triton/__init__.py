@@ -22,8 +22,10 @@ from gradwire.kernels.triton.cast import cast_decode, cast_encode
 from gradwire.kernels.triton.coded import (
     exponential_decode,
     exponential_encode,
+    fitted_encode,
     fp8_decode,
     fp8_encode,
+    lloyd_decode,
     natural_decode,
     natural_encode,
     qsgd_decode,

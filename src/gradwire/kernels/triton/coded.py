@@ -1,4 +1,4 @@
-"""QSGD, TernGrad with clipping (QSGD with 2 bits of clipped values), FP8, Natural, QSGD's exponential levels and thresholds. A
+"""QSGD, TernGrad with clipping (QSGD with 2 bits of clipped values), FP8, Natural, QSGD's other levels and thresholds. A
 call is one launch, and a program encodes up to 4096 elements of a tensor.
 """
 
@@ -37,7 +37,9 @@ from gradwire.kernels.triton.levels import (
     E4M3,
     E5M2,
     EXPONENTIAL,
+    FITTED,
     FIXED,
+    LLOYD,
     MAX,
     MINMAX,
     NATURAL,
@@ -54,7 +56,7 @@ _BITS = {CLIPPED.value: 2, E4M3.value: 8, E5M2.value: 8, NATURAL.value: 8, THRES
 """Bits of an element, if these are not the bits of its segment."""
 _SCALES = {MINMAX.value: 2, FIXED.value: 0}
 """Scales of a block, if a block does not have one scale."""
-_TERNARY = (MAX.value, CLIPPED.value)
+_TERNARY = (MAX.value, CLIPPED.value, FITTED.value)
 """Formats whose codes of 2 bits stand for three values."""
 
 
@@ -84,7 +86,7 @@ def encode_blocks(
     width = BLOCK // 8 if WHOLE else (n + 7) // 8
     values, insides = load_pieces(src, residual, block, present, width, n, BLOCK, RESIDUAL, WHOLE)
     finite, low, high = scales_of(
-        src, residual, row, blocks, n, values, insides, ROWS, BLOCK, CODE, NORM, FACTOR, RESIDUAL
+        src, residual, row, blocks, n, values, insides, bits, ROWS, BLOCK, CODE, NORM, FACTOR, RESIDUAL
     )
     if CODE == MINMAX:
         store_scale(scales + row * 4, tl.where(finite, low, 0x7FC0), present)
@@ -93,7 +95,7 @@ def encode_blocks(
         store_scale(scales + row * 2, tl.where(finite, high, 0x7FC0), present)
 
     sends = finite[:, None]
-    if CODE > CLIPPED and CODE != FIXED:
+    if CODE > CLIPPED and CODE < FIXED:
         sends = (high > 0)[:, None]
         high = tl.where(high > 0, high, 0x3F80)  # any number: nothing of these blocks is sent
     grid, finite = grid_of(low[:, None], high[:, None], bits, CODE, FACTOR), finite[:, None]
@@ -244,6 +246,23 @@ def qsgd_encode(
 
 def qsgd_decode(payload: Tensor, segments: Segments, block: int, scale: str, add: bool, dst: Tensor) -> None:
     _decode((MINMAX if scale == "minmax" else MAX).value, payload, segments, block, add, dst)
+
+
+def fitted_encode(src: Tensor, residual: State, segments: Segments, block: int, levels: str, payload: Tensor) -> None:
+    _check_fitted(segments)
+    code = LLOYD if levels == "lloyd" else FITTED
+    _encode(code.value, src, residual, segments, None, block, payload)
+
+
+def lloyd_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
+    _check_fitted(segments)
+    _decode(LLOYD.value, payload, segments, block, add, dst)
+
+
+def _check_fitted(segments: Segments) -> None:
+    for index, row in enumerate(segments.rows):
+        if row.bits > 4:
+            raise RuntimeError(f"segment {index} has {row.bits} bits: levels with a scale by least squares have 2 to 4")
 
 
 def exponential_encode(

@@ -1,17 +1,21 @@
 """The numbers that codes stand for, in blocks with one or two bfloat16 scales: uniform levels (QSGD, TernGrad), FP8 and powers of
-two (Natural, exponential levels of QSGD), and thresholds, of each block or fixed.
+two (Natural, exponential levels of QSGD), thresholds, of each block or fixed, and levels with a scale by least squares.
 """
 
 import triton
 import triton.language as tl
 
-from gradwire.kernels.triton.blocks import HUGE, TINY, largest_of
+from gradwire.kernels.triton.blocks import HUGE, TINY, largest_of, load_value
 from gradwire.kernels.triton.numbers import bf16_towards, bf16_up, bf16_value, magnitude, narrow_u16, negated, ordered
-from gradwire.kernels.triton.sums import LARGEST, norm_of, sum_of
+from gradwire.kernels.triton.sums import LANES, LARGEST, folded, norm_of, sum_of
 
 MAX, MINMAX, CLIPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # uniform levels first
 E4M3, E5M2, NATURAL, EXPONENTIAL = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 THRESHOLD, FIXED = tl.constexpr(7), tl.constexpr(8)
+FITTED, LLOYD = (
+    tl.constexpr(9),
+    tl.constexpr(10),
+)  # uniform levels whose payload is one of MAX, and those of Lloyd and Max
 UNIT = tl.constexpr(65536.0 - 2.0**-6)  # uniform codes have 16 fractional bits, and stay just below the largest one
 SQUARE_LOW, SQUARE_HIGH = tl.constexpr(0x2B800000), tl.constexpr(0x58800000)
 """Bits of 2^-40 and 2^50. A block whose largest magnitude lies between these has squares that float32 can add up; others are
@@ -36,13 +40,72 @@ def bound_of(
 
 
 @triton.jit
+def level_of(number, bits, CODE: tl.constexpr):
+    """float32 levels of one sign, in units, by their numbers (int32)."""
+    if CODE == FITTED:
+        return number.to(tl.float32)
+    else:
+        two = tl.where(number == 0, 464.0, 1547.0)
+        three = tl.where(number < 2, tl.where(number == 0, 251.0, 774.0), tl.where(number == 2, 1376.0, 2204.0))
+        low = tl.where(number < 2, tl.where(number == 0, 131.0, 397.0), tl.where(number == 2, 673.0, 965.0))
+        high = tl.where(number < 6, tl.where(number == 4, 1286.0, 1657.0), tl.where(number == 6, 2119.0, 2798.0))
+        four = tl.where(number < 4, low, high)
+        return tl.where(bits == 2, two, tl.where(bits == 3, three, four)) * (1.0 / 1024)
+
+
+@triton.jit
+def number_of(size, unit, bits, CODE: tl.constexpr):
+    """The numbers of the levels that are nearest to magnitudes."""
+    number, last = tl.zeros(size.shape, tl.int32), (1 << (bits - 1)) - 1
+    for k in range(last):
+        here = tl.zeros(unit.shape, tl.int32) + k
+        bound = unit * ((level_of(here, bits, CODE) + level_of(here + 1, bits, CODE)) * 0.5)
+        number += (size > bound).to(tl.int32)
+    return number
+
+
+@triton.jit
+def fitted_scale(
+    src, residual, row, blocks, n, largest, bits,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """(which of ROWS blocks are finite, bits of the first units, bits of the scales by least squares). largest: bits of the
+    largest magnitudes."""
+    if bits == 2:
+        statistic = sum_of(src, residual, row, blocks, n, None, ROWS, BLOCK, False, RESIDUAL)
+        share = tl.full([ROWS], 1.7 if CODE == FITTED else 1.375, tl.float64) / n
+    else:
+        statistic = largest.to(tl.float32, bitcast=True).to(tl.float64)
+        three = tl.full([ROWS], 0.227 if CODE == FITTED else 0.351, tl.float64)
+        share = tl.where(bits == 3, three, tl.full([ROWS], 0.124 if CODE == FITTED else 0.34, tl.float64))
+    unit, lane, block = (statistic * share).to(tl.float32), tl.arange(0, LANES)[None, :], row[:, None]
+    products, squares = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
+    for at in range(0, n, LANES):
+        inside = (at + lane < n) & (block < blocks)
+        size = tl.abs(load_value(src, residual, block * BLOCK + at + lane, inside, RESIDUAL))
+        level = tl.where(inside, level_of(number_of(size, unit[:, None], bits, CODE), bits, CODE), 0.0)
+        products += size * level
+        squares += level * level
+    tl.debug_barrier()  # a thread may change the residual only after all have read it here
+    below = folded(squares, ROWS)
+    fitted = folded(products, ROWS) / tl.where(below == 0, 1.0, below)
+    units = (1 << (bits - 1)) - 1 if CODE == FITTED else 1
+    scale = (fitted * units).to(tl.float32)
+    finite = (row < blocks) & (statistic < 2.0**110)
+    sends = finite & (magnitude(scale) >= TINY)
+    raw = narrow_u16(tl.where(finite, scale, 0.0), True).to(tl.int32)
+    return finite, magnitude(tl.where(sends, unit, float("inf"))), tl.where(sends, raw, 0)
+
+
+@triton.jit
 def scales_of(
-    src, residual, row, blocks, n, values, insides,
+    src, residual, row, blocks, n, values, insides, bits,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """(which of ROWS blocks are finite, bits of their low scales, of minmax only, bits of their high or only ones): bfloat16, 0
-    for a block of zeros. FACTOR: the bound in root mean squares (CLIPPED), or the threshold in mean magnitudes."""
+    for a block of zeros. Of fitted levels the first are float32 bits of the units that codes are found with. FACTOR: the bound
+    in root mean squares (CLIPPED), or the threshold in mean magnitudes."""
     largest = largest_of(values)
     finite = (row < blocks) & (largest < HUGE)
     low = tl.zeros_like(largest)
@@ -62,6 +125,8 @@ def scales_of(
         high = magnitude(tl.minimum(bf16_value(narrow_u16(mean, True).to(tl.int32)), LARGEST)) >> 16
     elif CODE == FIXED:
         finite, high = row < blocks, low
+    elif CODE >= FITTED:
+        finite, low, high = fitted_scale(src, residual, row, blocks, n, largest, bits, ROWS, BLOCK, CODE, RESIDUAL)
     else:
         if NORM:
             largest = norm_of(src, residual, row, blocks, n, ROWS, BLOCK, RESIDUAL)
@@ -78,7 +143,8 @@ def grid_of(low, high, bits, CODE: tl.constexpr, FACTOR: tl.constexpr):
     """The values that code_of and value_of need of blocks with these scales, bits of bfloat16 as int32. Uniform
     levels: base, inverse, origin, code of zero, step. Others: what values are multiplied with to be coded, biased
     exponent of the lowest power, what codes are multiplied with, exponent that codes of powers begin after, nothing.
-    Thresholds: the threshold."""
+    Thresholds: the threshold. FITTED: as uniform
+    levels, with the unit of the codes in second place. LLOYD: the scale, and this unit."""
     scale, one = bf16_value(high), tl.full(high.shape, 1.0, tl.float32)
     if CODE <= CLIPPED:
         if CODE == MINMAX:
@@ -98,6 +164,12 @@ def grid_of(low, high, bits, CODE: tl.constexpr, FACTOR: tl.constexpr):
     elif CODE == EXPONENTIAL:
         offset = tl.zeros_like(high) + 128 - (1 << (bits - 1))
         return tl.div_rn(one, scale), tl.maximum(134 - (high >> 7), offset + 1), scale, offset, 0
+    elif CODE == FITTED:
+        zero = (1 << (bits - 1)) - 1
+        unit = low.to(tl.float32, bitcast=True)
+        return tl.zeros_like(scale), unit, 0, zero, tl.div_rn(scale, tl.zeros_like(scale) + zero.to(tl.float32))
+    elif CODE == LLOYD:
+        return scale, low.to(tl.float32, bitcast=True), 0, 0, 0
     elif CODE >= THRESHOLD:
         return (one * FACTOR if CODE == FIXED else scale), 0, 0, 0, 0
     else:
@@ -155,6 +227,11 @@ def code_of(x, grid, bits, u, CODE: tl.constexpr):
         if CODE == CLIPPED:
             x = tl.clamp(x, -grid[4], grid[4])
         return (((x - grid[0]) * grid[1] + grid[2]).to(tl.int32) + u) >> 16
+    elif CODE == FITTED:
+        number = number_of(tl.abs(x), grid[1], bits, CODE)
+        return grid[3] + tl.where(x < 0, -number, number)
+    elif CODE == LLOYD:
+        return number_of(tl.abs(x), grid[1], bits, CODE) | (((x.to(tl.int32, bitcast=True) >> 31) & 1) << (bits - 1))
     elif CODE < NATURAL:
         return fp8_code(x * grid[0], 3 if CODE == E4M3 else 2)
     elif CODE >= THRESHOLD:
@@ -171,8 +248,11 @@ def code_of(x, grid, bits, u, CODE: tl.constexpr):
 
 @triton.jit
 def value_of(code, grid, bits, CODE: tl.constexpr):
-    if CODE <= CLIPPED:
+    if CODE <= CLIPPED or CODE == FITTED:
         return (code - grid[3]).to(tl.float32) * grid[4] + grid[0]
+    elif CODE == LLOYD:
+        size = level_of(code & ((1 << (bits - 1)) - 1), bits, CODE) * grid[0]
+        return tl.where(code >> (bits - 1) == 1, negated(size), size)
     elif CODE < NATURAL:
         return fp8_value(code, 3 if CODE == E4M3 else 2) * grid[2]
     elif CODE >= THRESHOLD:
