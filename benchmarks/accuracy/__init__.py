@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
         epilog="forms:\n" + "\n".join(words),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--jobs", default=",".join(JOBS), help=f"of {', '.join(JOBS)}")
+    parser.add_argument("--jobs", default="transformer,tied,cnn", help=f"of {', '.join(JOBS)}")
     parser.add_argument("--ranks", default="2,4,8,16")
     parser.add_argument(
         "--specs", default="exact,today2", help="forms with commas between them; exact is always trained"
