@@ -105,8 +105,8 @@ class SideBySide(nn.Module):
 
 
 def std_of(width: int) -> float:
-    """The deviation of first weights that is GPT-2's 0.02 at a width of 768. With 0.02 at small widths the loss stays on a plateau
-    for a time that chance decides."""
+    """The deviation of first weights that is GPT-2's 0.02 at a width of 768. With 0.02 at small widths the loss stays on a
+    plateau for a time that chance decides."""
     return 0.02 * math.sqrt(768 / width)
 
 
