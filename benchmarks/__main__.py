@@ -39,6 +39,7 @@ PARTS = {
     "cells": "step times of the jobs on slow links, DDP beside gradwire",
     "matrix": "auto beside DDP and torch's hooks: docs/matrix.md and the README's table; --measure measures cells",
     "steps": "step times of every compressor on slow links, beside DDP and PyTorch's PowerSGD hook",
+    "accuracy": "what a codec costs in learning: held-out loss of any number of ranks in one process, paired by seed",
     "losses": "loss of the transformer and the CNN with every compressor and with plain DDP, several seeds",
     "convergence": "held-out loss and accuracy of the delayed schedule beside synchronous SGD, paired by seed",
     "cd_sgd": "what CD-SGD's corrections bring: losses and seconds of 2-bit thresholds, with and without them",

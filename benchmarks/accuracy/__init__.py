@@ -1,0 +1,122 @@
+"""Measures what a codec costs in learning: held-out loss over that of exact sums in percent, paired by seed, on several jobs.
+
+    python -m benchmarks accuracy --jobs transformer,cnn,tied --ranks 2,4,8,16 --specs today2,four+weights --seeds 5 --out FILE
+
+One process trains one model as any number of ranks would (`benchmarks.accuracy.training`), so 16 ranks need no 16 processes.
+Each training is one line of JSON in the file, written when the training ends. A training that is in the file is not repeated.
+The table has the mean over seeds with its 95 % interval by Student's t, and the witness values: the energy of what was applied
+over that of the exact mean, and the norms of residuals and of the applied error over the norm of the exact mean.
+
+`--specs` are forms (`benchmarks.accuracy.forms`): a spec as in Python, or a short name, and what is done around the exchange.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import markdown
+from benchmarks.accuracy.forms import OPTIONS, SPECS, form_of
+from benchmarks.accuracy.jobs import JOBS, job_of
+from benchmarks.accuracy.training import train
+from benchmarks.paired import interval
+
+__all__ = ["REFERENCE", "run", "table"]
+
+REFERENCE = "exact"
+STEPS = 200
+KEYS = "job", "ranks", "form", "seed", "steps"
+"""The fields that name a training."""
+
+
+def run(arguments: list[str]) -> int:
+    """Train what is not in the file yet, and print the table."""
+    words = [f"  {name:<12}{spec!r}" for name, spec in SPECS.items()]
+    words += [f"  +{name:<11}{what}" for name, what in OPTIONS.items()]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks accuracy",
+        epilog="forms:\n" + "\n".join(words),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--jobs", default="transformer,tied,cnn", help=f"of {', '.join(JOBS)}")
+    parser.add_argument("--ranks", default="2,4,8,16")
+    parser.add_argument(
+        "--specs", default="exact,today2", help="forms with commas between them; exact is always trained"
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--out", type=Path, required=True, help="a file of lines of JSON, to which trainings are added")
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    options = parser.parse_args(arguments)
+    forms = list(dict.fromkeys([REFERENCE, *_split(options.specs)]))
+    cells = [
+        dict(zip(KEYS, (job, int(ranks), form, seed, options.steps), strict=True))
+        for seed, job, ranks, form in product(
+            range(options.seeds), options.jobs.split(","), options.ranks.split(","), forms
+        )
+    ]
+    for cell in cells:  # mistakes come before hours of training
+        form_of(cell["form"]), job_of(cell["job"], 0)
+    torch.set_num_threads(1)
+    for cell in () if options.table else cells:
+        if any(all(done[key] == cell[key] for key in KEYS) for done in read(options.out)):
+            continue
+        job, form = job_of(cell["job"], cell["seed"]), form_of(cell["form"])
+        found = cell | train(job, form, cell["seed"], cell["ranks"], cell["steps"])
+        with options.out.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        print(
+            f"{cell['job']}, {cell['ranks']} ranks, seed {cell['seed']}, {cell['form']}: {found['loss']:.4f}",
+            flush=True,
+        )
+    print("\n".join(table([each for each in read(options.out) if each["steps"] == options.steps])))
+    return 0
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The trainings of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _split(forms: str) -> list[str]:
+    """Forms with commas between them, which specs have inside their brackets too.
+
+    >>> _split("exact,QSGD(bits=4, block=64),four")
+    ['exact', 'QSGD(bits=4, block=64)', 'four']
+    """
+    found, depth = [""], 0
+    for character in forms:
+        depth += (character == "(") - (character == ")")
+        if character == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += character
+    return found
+
+
+def table(trainings: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: a row for every job, number of ranks and form."""
+    rows = []
+    for job, ranks in dict.fromkeys((each["job"], each["ranks"]) for each in trainings):
+        found = [each for each in trainings if (each["job"], each["ranks"]) == (job, ranks)]
+        exact = {each["seed"]: each["loss"] for each in found if each["form"] == REFERENCE}
+        for form in dict.fromkeys(each["form"] for each in found):
+            own = [each for each in found if each["form"] == form and each["seed"] in exact]
+            if not own or form == REFERENCE:
+                continue
+            mean, width = interval([100 * (each["loss"] / exact[each["seed"]] - 1) for each in own])
+            loss = f"{mean:+.2f} ± {width:.2f}" if len(own) > 1 else f"{mean:+.2f}"
+            witness = [_mean(each[name] for each in own) for name in ("sent_energy", "residual_norm", "error_norm")]
+            rows.append((mean, [job, ranks, form, f"{form_of(form).bytes_an_element():.3f}", len(own), loss, *witness]))
+        rows.sort(key=lambda row: (list(JOBS).index(row[1][0]), row[1][1], row[0]))
+    head = ["job", "ranks", "form", "bytes", "seeds", "loss over exact, %", "sent energy", "residual", "error"]
+    return markdown.table(head, [row for _, row in rows], left=3)
+
+
+def _mean(values: Iterable[float]) -> str:
+    return f"{statistics.fmean(values):.2f}"
