@@ -14,9 +14,9 @@ import torch
 from gradwire.collectives.codec_state import Memory
 from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Gather, Scale, Transfer, Transfers, Work, in_c
 from gradwire.collectives.piece import Piece
-from gradwire.collectives.shared_memory_sum import MemorySum, can_sum
+from gradwire.collectives.wire_sum import WireSum, can_sum, even_bounds
 from gradwire.kernels import Compressor, Scattered
-from gradwire.transport import Group, Link, Mark, Meter, Streams, transfer
+from gradwire.transport import Grid, Group, Link, Mark, Meter, Streams, transfer
 
 
 class Scheme(Protocol):
@@ -80,25 +80,25 @@ class OneEncode:
 
 
 class AllReduce(OneEncode):
-    """The backend sums uncompressed gradients, in their own dtype; ranks that all share memory sum through that."""
+    """Sums uncompressed gradients, in their own dtype: on the lane's wire by `WireSum`, else by the backend."""
 
-    exchanges = MemorySum.exchanges
+    exchanges = WireSum.exchanges
 
-    def __init__(self, flat: torch.Tensor, rank: int, world_size: int) -> None:
-        self.flat, self.rank, self.aliases = flat, rank, [flat]
+    def __init__(self, flat: torch.Tensor, grid: Grid) -> None:
+        self.flat, self.rank, self.aliases = flat, grid.rank, [flat]
         self.memory = []
         self.shared: dict[str, torch.Tensor] = {}
-        self.bytes_to = around_ring(flat.nbytes, rank, world_size)
-        self._through_memory = MemorySum(flat, rank, world_size) if can_sum(flat) else None
-        self.aliases += self._through_memory.parts if self._through_memory is not None else []
+        sums = WireSum(flat, grid, even_bounds(flat.numel(), grid.world_size))
+        self._on_wire = sums if can_sum(flat) else None
+        self.bytes_to = around_ring(flat.nbytes, grid.rank, grid.world_size) if self._on_wire is None else sums.bytes_to
         self._tag = 0
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         self._tag = tag
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
-        if self._through_memory is not None and link.wire is not None and link.wire.shares_with_all:
-            link.wire.run(self._through_memory.operations(self._tag), meter)
+        if self._on_wire is not None and link.wire is not None:
+            link.wire.run(self._on_wire.operations((0, 1), self._tag, link.wire.shared_with), meter)
             return
         with link.streams.encoding(ready), transfer():
             work = link.all_reduce(self.flat)
