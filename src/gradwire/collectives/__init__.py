@@ -4,7 +4,7 @@ from gradwire.collectives.codec_state import Memory, share_scratch
 from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, in_c
 from gradwire.collectives.piece import Piece
 from gradwire.collectives.route import Route
-from gradwire.collectives.schemes import AllReduce, OneEncode, Scheme, ShardedSum, TwoPhase
+from gradwire.collectives.schemes import AllReduce, OneEncode, PlainTwoPhase, Scheme, ShardedSum, TwoPhase
 
 __all__ = [
     "Add",
@@ -15,6 +15,7 @@ __all__ = [
     "Memory",
     "OneEncode",
     "Piece",
+    "PlainTwoPhase",
     "Route",
     "Scheme",
     "ShardedSum",

@@ -225,6 +225,31 @@ class TwoPhase(Transfers):
             memory.add(what, start, values)
 
 
+class PlainTwoPhase(TwoPhase):
+    """Two phases of uncompressed gradients. Where the lane has a wire, and sums have the gradients' dtype, `WireSum` does both;
+    else every pair of ranks exchanges directly."""
+
+    def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:
+        super().__init__(codec, piece, group, root)
+        self._on_wire: WireSum | None = None
+        if piece.apart is None and piece.flat.dtype == piece.reduce_dtype and can_sum(piece.flat):
+            self._on_wire = WireSum(piece.flat, group.grid, piece.bounds, by_node=False)
+            self.bytes_to = self._on_wire.bytes_to
+
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
+        if self._on_wire is None or link.wire is None:
+            super().post(link, tag, phases)
+        self._tag = tag
+
+    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        if self._on_wire is None or link.wire is None:
+            super().run(phase, link, meter, ready)
+            return
+        link.wire.run(self._on_wire.operations((phase,), self._tag, link.wire.shared_with), meter)
+        if phase == 0 and not self.in_place:
+            self.total.copy_(self.piece.flat[self.start : self.end])
+
+
 class ShardedSum(Transfers, OneEncode):
     """Reduce: shard j of every rank goes uncompressed to rank j, which adds the shards in rank order. The sum of the own shard is
     then in `total`; the flat buffer holds nothing of use. Gather: each owner sends its shard of the flat buffer to all ranks

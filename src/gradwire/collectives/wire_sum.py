@@ -24,7 +24,7 @@ from gradwire.transport import Grid, Operations
 _TOGETHER = 16
 """Shards begin at multiples of so many elements."""
 _PIECE_BYTES = 2**21
-"""In a stage of halving, longer messages are cut into pieces of so many bytes: while one is added, the next one is under way."""
+"""Longer messages of halving are cut into pieces of so many bytes: while one is added, the next one is under way."""
 _RING_SHARD_BYTES = 2**16
 """Between nodes, shards of so many bytes or more go around a ring."""
 _RING_PIECES, _SMALLEST_RING_PIECE, _LARGEST_RING_PIECE = 4, 2**16, 2**18
