@@ -285,6 +285,15 @@ class TransformerJob(TextJob):
         return GPT(vocabulary=self.vocabulary, context=self.context, width=288, layers=6, heads=6)
 
 
+class BertJob(TransformerJob):
+    """The transformer with the layers of BERT-medium: 8 of width 512."""
+
+    name = "bert"
+
+    def _model(self) -> nn.Module:
+        return GPT(vocabulary=self.vocabulary, context=self.context, width=512, layers=8, heads=8)
+
+
 class EmbeddingsJob(TextJob):
     """Two embedding tables with a row for every hash of three characters: the three before the next character, and the
     three before them.
@@ -315,7 +324,9 @@ class EmbeddingsJob(TextJob):
         return torch.stack(hashed, 1), following[:, -1].contiguous()
 
 
-_JOBS: dict[str, Callable[[int], Job]] = {job.name: job for job in (TransformerJob, MLPJob, ResNetJob, EmbeddingsJob)}
+_JOBS: dict[str, Callable[[int], Job]] = {
+    job.name: job for job in (TransformerJob, MLPJob, ResNetJob, EmbeddingsJob, BertJob)
+}
 
 
 def make_job(name: str, seed: int = 0) -> Job:
