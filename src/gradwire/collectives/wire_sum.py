@@ -27,7 +27,7 @@ _PIECE_BYTES = 2**21
 """Longer messages of halving are cut into pieces of so many bytes: while one is added, the next one is under way."""
 _RING_SHARD_BYTES = 2**16
 """Between nodes, shards of so many bytes or more go around a ring."""
-_RING_PIECES, _SMALLEST_RING_PIECE, _LARGEST_RING_PIECE = 4, 2**16, 2**18
+_RING_PIECES, _SMALLEST_RING_PIECE, _LARGEST_RING_PIECE = 4, 2**16, 2**20
 """Pieces of a shard in a ring, and the limits of their bytes. A rank sends a piece on while the next one arrives."""
 
 
