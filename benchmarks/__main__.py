@@ -25,6 +25,7 @@ PARTS = {
     "compressors": "GB/s of every compressor as the engine calls it, beside a copy",
     "checksums": "what checksums add to encode and decode of a gradient that is in no cache",
     "exchange": "how near one bucket's exchange gets to the time its bytes take on the wire",
+    "sums": "all-reduce of gloo beside sums on wires, for 2 to 32 ranks",
     "shared_memory": "one exchange between ranks of a node: shared memory beside TCP, time and processor",
     "fusion": "milliseconds of the exact fusion search, and what it gains over the rules that others use",
     "options": "the sum and its error of every option of ByteComp's tree on 4 ranks as 2 nodes",

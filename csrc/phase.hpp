@@ -49,6 +49,9 @@ struct Header {
 // Bytes that come before poll wakes the thread; less where less is left of the message.
 constexpr int kWakeBytes = 1 << 18;
 
+// Bytes of elements that are taken from a connection at once. Of a ring kRingStep are.
+constexpr uint64_t kStep = 1 << 17;
+
 double seconds_of(clockid_t clock) {
   timespec now;
   clock_gettime(clock, &now);
@@ -130,7 +133,6 @@ class Phase {
     Message message = message_of(operation, peer_of(operation));
     message.elements = operation.kind == kReceiveElements;
     if (message.elements) {
-      if (!peer_of(operation).shares()) fail(operation.peer, false, "elements arrive from memory alone");
       message.in_turn = false;
       message.from = Dtype(operation.arguments[2]);
       message.into = Dtype(operation.arguments[3]);
@@ -182,13 +184,12 @@ class Phase {
     return message;
   }
 
-  // Moves bytes of a message by `call`, sendmsg or recvmsg; 0 where it would have to wait, or for the end of what comes.
+  // Moves bytes by `call`, sendmsg or recvmsg; 0 where it would have to wait, or for the end of what comes.
   template <class Call>
-  static uint64_t by_tcp(Message& message, int64_t rank, const Call& call) {
-    iovec parts[2];
+  static uint64_t by_tcp(iovec* parts, int count, int64_t rank, const Call& call) {
     msghdr what{};
     what.msg_iov = parts;
-    what.msg_iovlen = size_t(message.parts(parts));
+    what.msg_iovlen = size_t(count);
     while (true) {
       const ssize_t moved = call(&what);
       if (moved >= 0) return uint64_t(moved);
@@ -198,9 +199,10 @@ class Phase {
   }
 
   static uint64_t send_some(Peer& peer, Message& message, int64_t rank) {
-    if (!peer.shares()) return by_tcp(message, rank, [&](msghdr* what) { return sendmsg(peer.fd, what, MSG_DONTWAIT | MSG_NOSIGNAL); });
     iovec parts[2];
-    message.parts(parts);
+    const int count = message.parts(parts);
+    if (!peer.shares())
+      return by_tcp(parts, count, rank, [&](msghdr* what) { return sendmsg(peer.fd, what, MSG_DONTWAIT | MSG_NOSIGNAL); });
     const Connection& by = peer.by;
     return put(*by.out, by.capacity, int(by.peer_bell), static_cast<const char*>(parts[0].iov_base), parts[0].iov_len);
   }
@@ -208,32 +210,34 @@ class Phase {
   // Takes bytes of a message to where they belong, and sums them.
   uint64_t receive_some(Peer& peer, Message& message, int64_t rank) {
     const uint64_t before = message.arrived();
-    uint64_t got;
-    if (peer.shares()) {
-      const bool in_bytes = message.done >= sizeof message.header && before < message.expected_bytes;
-      if (message.elements && in_bytes) return use_some(peer.by, message);
-      iovec parts[2];
-      message.parts(parts);
-      const Connection& by = peer.by;
-      got = take(*by.in, by.capacity, int(by.peer_bell), static_cast<char*>(parts[0].iov_base), parts[0].iov_len);
-    } else {
-      got = by_tcp(message, rank, [&](msghdr* what) {
-        const ssize_t came = recvmsg(peer.fd, what, MSG_DONTWAIT);
-        if (came == 0) fail(rank, false, "Connection closed by peer");
-        return came;
-      });
-    }
+    const bool in_bytes = message.done >= sizeof message.header && before < message.expected_bytes;
+    if (message.elements && in_bytes) return use_some(peer, message, rank);
+    iovec parts[2];
+    const int count = message.parts(parts);
+    // the header of elements is compared before any of them is used
+    const uint64_t got = take_some(peer, parts, message.elements ? 1 : count, rank);
     message.done += got;
     message.checksum = crc32c(message.checksum, message.bytes + before, message.arrived() - before);
     return got;
   }
 
-  // Copies or adds elements from a step that lies in the nearest cache. One that is not whole yet stays there: of a list only one
+  // Takes bytes that have come from a peer; of a ring into the first part alone.
+  static uint64_t take_some(Peer& peer, iovec* parts, int count, int64_t rank) {
+    const Connection& by = peer.by;
+    if (peer.shares()) return take(*by.in, by.capacity, int(by.peer_bell), static_cast<char*>(parts[0].iov_base), parts[0].iov_len);
+    return by_tcp(parts, count, rank, [&](msghdr* what) {
+      const ssize_t came = recvmsg(peer.fd, what, MSG_DONTWAIT);
+      if (came == 0) fail(rank, false, "Connection closed by peer");
+      return came;
+    });
+  }
+
+  // Copies or adds elements from a step that lies in a near cache. One that is not whole yet stays there: of a list only one
   // message is in its turn.
-  uint64_t use_some(const Connection& by, Message& message) {
+  uint64_t use_some(Peer& peer, Message& message, int64_t rank) {
     const uint64_t item = uint64_t(item_bytes(message.from)), at = message.arrived(), begun = at % item;
-    const uint64_t rest = std::min(message.expected_bytes - at, kRingStep);
-    const uint64_t got = take(*by.in, by.capacity, int(by.peer_bell), step_ + begun, rest);
+    iovec part{step_ + begun, std::min(message.expected_bytes - at, kStep)};
+    const uint64_t got = take_some(peer, &part, 1, rank);
     if (!got) return 0;
     message.done += got;
     message.checksum = crc32c(message.checksum, step_ + begun, got);
@@ -262,20 +266,22 @@ class Phase {
     }
   }
 
-  // Takes as much as has come of the messages that are expected.
+  // Takes as much as has come of the messages that are expected. Between two steps of elements it sends what has room, so that
+  // both directions move while elements are added.
   void pull(Peer& peer, int64_t rank) {
     while (peer.reads()) {
       Message& message = peer.receiving.front();
       const uint64_t got = receive_some(peer, message, rank);
       if (!got) return;
       moved_ += got;
+      if (message.elements) push(peer, rank);
       const bool same = message.header.bytes == message.expected_bytes && message.header.tag == message.expected_tag;
       if (message.done >= sizeof message.header && !same)
         fail(rank, false, "a message of %llu bytes with tag %u came where one of %llu bytes with tag %u was expected: the ranks do not "
              "run the same plan, or the network changed bytes", Unsigned(message.header.bytes), message.header.tag,
              Unsigned(message.expected_bytes), message.expected_tag);
       if (!message.complete()) {
-        if (peer.shares()) continue;
+        if (peer.shares() || message.elements) continue;
         return;  // less came than there was room for
       }
       const uint32_t sent = peer.shares() ? uint32_t(message.behind) : message.header.checksum;
@@ -400,7 +406,7 @@ class Phase {
   Encoded summed_{};        // what was encoded or sent last, where it has not changed since
   uint32_t last_sum_ = 0;   // of the last message that was summed as it was sent
   uint64_t moved_ = 0;      // bytes, in both directions
-  alignas(64) char step_[kRingStep + sizeof(double)];  // elements on their way
+  alignas(64) char step_[kStep + sizeof(double)];  // elements on their way
   double timeout_s_;
   std::vector<pollfd> polled_;
   std::vector<int64_t> ranks_;

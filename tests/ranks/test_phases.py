@@ -108,8 +108,9 @@ def test_a_run_has_times_and_nothing_of_training(tmp_path: Path) -> None:
         assert cell.wrong_on_purpose and cell.step is not None
         assert not cell.loss and cell.speedup is cell.scaling_factor is cell.max_speedup is cell.planned_bytes is None
     gathered, exchanged = wrong
-    # no upper bound: whatever else on this machine uses loopback is counted too
-    assert exchanged.counted_bytes > 4 * 5_523_850  # a correction: float32
+    # no upper bound: whatever else on this machine uses loopback is counted too; and a rank may begin to count when the other one
+    # has sent some megabytes already
+    assert exchanged.counted_bytes > 0.8 * 4 * 5_523_850  # a correction: float32
     assert gathered.counted_bytes > 4 * 5_523_850 / 8 / 2
     assert exchanged.backward_us == 0.0
     assert not list(tmp_path.rglob("run.json"))

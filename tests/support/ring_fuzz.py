@@ -80,7 +80,8 @@ def one_round(chance: random.Random, ranks: int) -> str:
     """Some lists on all ranks. What went wrong, in words; '' for nothing."""
     import torch
 
-    from gradwire.collectives.shared_memory_sum import MemorySum
+    from gradwire.collectives.wire_sum import WireSum, even_bounds
+    from gradwire.transport import Grid
     from gradwire.transport.operations import Operations
 
     def messages(number: int) -> None:
@@ -108,7 +109,15 @@ def one_round(chance: random.Random, ranks: int) -> str:
     def sums(number: int) -> None:
         flats = [torch.full((chance_of_sums,), 1.0 + rank) for rank in range(ranks)]
         expected.extend((flat, ranks * (ranks + 1) / 2) for flat in flats)
-        lists.append([MemorySum(flat, rank, ranks).operations(number) for rank, flat in enumerate(flats)])
+        nodes, others = (
+            chance.choice([1, ranks]),
+            [[other for other in range(ranks) if other != rank] for rank in range(ranks)],
+        )
+        sums = [
+            WireSum(flat, Grid.even(nodes, ranks // nodes, rank), even_bounds(chance_of_sums, ranks))
+            for rank, flat in enumerate(flats)
+        ]
+        lists.append([each.operations((0, 1), number, others[rank]) for rank, each in enumerate(sums)])
 
     expected: list[tuple[torch.Tensor, float]] = []
     lists: list[list[Operations]] = []

@@ -278,6 +278,15 @@ class TransformerJob(TextJob):
         return GPT(vocabulary=self.vocabulary, context=self.context, width=288, layers=6, heads=6)
 
 
+class BertJob(TransformerJob):
+    """The transformer with the layers of BERT-medium: 8 of width 512."""
+
+    name = "bert"
+
+    def _model(self) -> nn.Module:
+        return GPT(vocabulary=self.vocabulary, context=self.context, width=512, layers=8, heads=8)
+
+
 class EmbeddingsJob(TextJob):
     """Two embedding tables with a row for every hash of three characters: those before the next one, and the three before.
 
@@ -303,7 +312,9 @@ class EmbeddingsJob(TextJob):
         return torch.stack(hashed, 1), following[:, -1].contiguous()
 
 
-_JOBS: dict[str, Callable[[int], Job]] = {job.name: job for job in (TransformerJob, MLPJob, ResNetJob, EmbeddingsJob)}
+_JOBS: dict[str, Callable[[int], Job]] = {
+    job.name: job for job in (TransformerJob, MLPJob, ResNetJob, EmbeddingsJob, BertJob)
+}
 
 
 def make_job(name: str, seed: int = 0) -> Job:

@@ -26,7 +26,9 @@ from gradwire.core import (
 from gradwire.errors import FormatError
 from gradwire.plan import AdaptiveBits, Policy, Uniform
 
-JOB_NAMES = ("transformer", "mlp", "resnet", "embeddings")
+JOB_NAMES = ("transformer", "mlp", "resnet", "embeddings", "bert")
+DEVICES = ("cpu", "sleeping")
+"""The devices of the bench's jobs: this machine's cores, or an accelerator whose computation is a timed sleep."""
 PLAIN_METHODS = ("floor", "ddp", "ddp-again", "ddp-2mb", "ddp-fp16", "ddp-powersgd")
 GRADWIRE_PREFIX = "gradwire:"
 UNLIMITED = "unlimited"
@@ -56,6 +58,13 @@ def check_job(name: str) -> str:
     """Return the name of a job. Raises `FormatError` if no job has this name."""
     if name not in JOB_NAMES:
         raise FormatError(f"there is no job {name!r}. The jobs are {', '.join(JOB_NAMES)}.")
+    return name
+
+
+def check_device(name: str) -> str:
+    """Return the name of a device. Raises `FormatError` if there is none of this name."""
+    if name not in DEVICES:
+        raise FormatError(f"there is no device {name!r}. The devices are {', '.join(DEVICES)}.")
     return name
 
 

@@ -52,6 +52,8 @@ class WorkerOrder(Document, frozen=True, kw_only=True):
     job: str
     model: GivenModel | None = None
     """The model of the job; null if `job` is one of the bench's own."""
+    device: str = "cpu"
+    """The device of the job: one of `gradwire.bench.names.DEVICES`."""
     methods: tuple[str, ...]
     seed: int
     steps: int

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradwire.bench.loopback import Loopback
-from gradwire.bench.names import UNLIMITED, GivenModel, check_job, check_method
+from gradwire.bench.names import UNLIMITED, GivenModel, check_device, check_job, check_method
 from gradwire.bench.progress import View
 from gradwire.bench.recorded import complete_runs, method_folder
 from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord, parse_event
@@ -47,6 +47,8 @@ class BenchRequest:
     methods: Sequence[str]
     model: GivenModel | None = None
     """The model of the one job; None if all jobs are the bench's own."""
+    device: str = "cpu"
+    """See `WorkerOrder`."""
     nodes: int = 2
     ranks_per_node: int = 1
     intra: str | None = None
@@ -71,6 +73,11 @@ class BenchRequest:
     def __post_init__(self) -> None:
         for job in self.jobs if self.model is None else ():
             check_job(job)
+        check_device(self.device)
+        if self.model is not None and self.device != "cpu":
+            raise FormatError(
+                f"the device is {self.device}, and a given model computes on the cpu. Leave out one of them."
+            )
         for method in self.methods:
             self.check_method(method)
         for link in self.links:
@@ -165,8 +172,10 @@ def _measurable(request: BenchRequest, problem: str | None) -> tuple[list[str], 
         notes.append("Without the method floor there is no compute time: exposed, ideal and attainable are left out.")
     if request.ranks_per_node > 1 and limited:
         notes.append("The ranks of a node share its link: ideal and attainable need one rank per node.")
+    if request.device == "sleeping":
+        notes.append("Jobs ran on a sleeping accelerator: their computation is a timed sleep, and losses mean nothing.")
     cores = os.cpu_count() or 1
-    if request.world_size > cores:
+    if request.world_size > cores and request.device == "cpu":
         notes.append(f"{request.world_size} ranks share {cores} cores: compute is slower than on separate machines.")
     if problem is None:
         return list(request.links), notes
@@ -269,6 +278,7 @@ class _Runner:
             order = WorkerOrder(
                 job=job,
                 model=self.request.model,
+                device=self.request.device,
                 methods=tuple(methods),
                 seed=self.request.seed,
                 steps=steps,

@@ -33,6 +33,7 @@ from gradwire.bench.models import ModelJob
 from gradwire.bench.ranks import Ranks, die_with, sent_by_interface
 from gradwire.bench.recorded import method_folder
 from gradwire.bench.results import Decided, MethodRecord, StepEvent, WorkerOrder, WorkerRecord, print_event
+from gradwire.bench.sleeping_jobs import SleepingJob
 from gradwire.errors import GradwireError
 from gradwire.profiler import measure_links, measured_links
 from gradwire.transport import Grid, Group, Link, LinkError
@@ -280,7 +281,9 @@ def main(order_path: str, builder: Builder = build) -> None:
     order = WorkerOrder.load(order_path)
     die_with(order.runner)
     torch.set_num_threads(1)
-    job = make_job(order.job, order.seed) if order.model is None else ModelJob(order.model, order.seed)
+    job: Job = make_job(order.job, order.seed) if order.model is None else ModelJob(order.model, order.seed)
+    if order.device == "sleeping":
+        job = SleepingJob(job)
     ranks = Ranks(order.collective_timeout_s, communicating=set(order.methods) != {"floor"})
     contest = Contest(order, job, ranks, builder)
     contest.run()

@@ -56,6 +56,10 @@ class BenchSize(NamedTuple):
     ranks_per_node: Annotated[int, typer.Option(help="Ranks of each node.")] = 1
     steps: Annotated[int, typer.Option(help="Measured steps of each method.")] = 30
     warmup: Annotated[int, typer.Option(help="Steps of each method before the measured steps.")] = 5
+    device: Annotated[
+        str,
+        typer.Option(help="cpu, or sleeping: computation is a timed sleep, so that many nodes fit on few cores."),
+    ] = "cpu"
 
 
 class BenchFiles(NamedTuple):
@@ -72,7 +76,7 @@ def bench(
     jobs: Annotated[
         str | None,
         typer.Option(
-            help=f"Comma-separated: transformer, mlp, resnet, embeddings. Default: {_JOBS}. Not with --model."
+            help=f"Comma-separated: transformer, mlp, resnet, embeddings, bert. Default: {_JOBS}. Not with --model."
         ),
     ] = None,
     given: GivenOptions,
@@ -113,6 +117,7 @@ def bench(
         model=model,
         links=split_names(links),
         methods=split_names(methods),
+        device=size.device,
         nodes=size.nodes,
         ranks_per_node=size.ranks_per_node,
         steps=size.steps,

@@ -14,9 +14,9 @@ import torch
 from gradwire.collectives.codec_state import Memory
 from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Gather, Scale, Transfer, Transfers, Work, in_c
 from gradwire.collectives.piece import Piece
-from gradwire.collectives.shared_memory_sum import MemorySum, can_sum
+from gradwire.collectives.wire_sum import WireSum, can_sum, even_bounds
 from gradwire.kernels import Compressor, Scattered
-from gradwire.transport import Group, Link, Mark, Meter, Streams, transfer
+from gradwire.transport import Grid, Group, Link, Mark, Meter, Streams, transfer
 
 
 class Scheme(Protocol):
@@ -80,25 +80,25 @@ class OneEncode:
 
 
 class AllReduce(OneEncode):
-    """The backend sums uncompressed gradients, in their own dtype; ranks that all share memory sum through that."""
+    """Sums uncompressed gradients, in their own dtype: on the lane's wire by `WireSum`, else by the backend."""
 
-    exchanges = MemorySum.exchanges
+    exchanges = WireSum.exchanges
 
-    def __init__(self, flat: torch.Tensor, rank: int, world_size: int) -> None:
-        self.flat, self.rank, self.aliases = flat, rank, [flat]
+    def __init__(self, flat: torch.Tensor, grid: Grid) -> None:
+        self.flat, self.rank, self.aliases = flat, grid.rank, [flat]
         self.memory = []
         self.shared: dict[str, torch.Tensor] = {}
-        self.bytes_to = around_ring(flat.nbytes, rank, world_size)
-        self._through_memory = MemorySum(flat, rank, world_size) if can_sum(flat) else None
-        self.aliases += self._through_memory.parts if self._through_memory is not None else []
+        sums = WireSum(flat, grid, even_bounds(flat.numel(), grid.world_size))
+        self._on_wire = sums if can_sum(flat) else None
+        self.bytes_to = around_ring(flat.nbytes, grid.rank, grid.world_size) if self._on_wire is None else sums.bytes_to
         self._tag = 0
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         self._tag = tag
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
-        if self._through_memory is not None and link.wire is not None and link.wire.shares_with_all:
-            link.wire.run(self._through_memory.operations(self._tag), meter)
+        if self._on_wire is not None and link.wire is not None:
+            link.wire.run(self._on_wire.operations((0, 1), self._tag, link.wire.shared_with), meter)
             return
         with link.streams.encoding(ready), transfer():
             work = link.all_reduce(self.flat)
@@ -223,6 +223,31 @@ class TwoPhase(Transfers):
             # of the own shard the second encode takes it: the first has none
             memory = self.of_sum if owner == self.rank and what in self.of_sum.names else own
             memory.add(what, start, values)
+
+
+class PlainTwoPhase(TwoPhase):
+    """Two phases of uncompressed gradients. Where the lane has a wire, and sums have the gradients' dtype, `WireSum` does both;
+    else every pair of ranks exchanges directly."""
+
+    def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:
+        super().__init__(codec, piece, group, root)
+        self._on_wire: WireSum | None = None
+        if piece.apart is None and piece.flat.dtype == piece.reduce_dtype and can_sum(piece.flat):
+            self._on_wire = WireSum(piece.flat, group.grid, piece.bounds, by_node=False)
+            self.bytes_to = self._on_wire.bytes_to
+
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
+        if self._on_wire is None or link.wire is None:
+            super().post(link, tag, phases)
+        self._tag = tag
+
+    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        if self._on_wire is None or link.wire is None:
+            super().run(phase, link, meter, ready)
+            return
+        link.wire.run(self._on_wire.operations((phase,), self._tag, link.wire.shared_with), meter)
+        if phase == 0 and not self.in_place:
+            self.total.copy_(self.piece.flat[self.start : self.end])
 
 
 class ShardedSum(Transfers, OneEncode):

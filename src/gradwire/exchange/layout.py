@@ -193,7 +193,7 @@ def _build(
         slots.append(Slot(name, index, at, _view(flat, at, member, apart is not None), first.device))
         at += member.numel()
     if make is None:
-        whole = AllReduce(flat, group.rank, group.world_size)
+        whole = AllReduce(flat, group.grid)
         return BucketBuffers(index, bucket, flat, slots, [0, flat.numel()], [whole])
     count = -(-numel * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
     granularity = _STEPPED_TOGETHER if sharded else codec.spec.granularity or max(1, *numels)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import Piece, Route, Scheme, ShardedSum
+from gradwire.collectives import Piece, PlainTwoPhase, Route, Scheme, ShardedSum
 from gradwire.compressors import Compressor
 from gradwire.core import ALL_REDUCE, COLLECTIVES, Bucket, Collective, collective_of, named
 from gradwire.errors import PlanError
@@ -45,7 +45,7 @@ def scheme_of(index: int, bucket: Bucket, device: str, sharded: bool = False) ->
         if bucket.option in options:
             if spec.encodes and not collective.carries(spec):
                 _check(index, bucket, True, collective.encodes_sums, collective.needs)
-            return _of(collective, device)
+            return _of(collective, device, plain=not spec.encodes)
         if collective.own_words:
             raise PlanError(
                 f"bucket {index} has spec {spec!r} and option {list(bucket.option)}, of which its tensors on the {device} run "
@@ -112,9 +112,9 @@ def _sharded(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
     return ShardedSum(piece, group.rank, group.world_size)
 
 
-def _of(collective: Collective, device: str) -> Make:
+def _of(collective: Collective, device: str, plain: bool) -> Make:
     """A collective, whose root is another rank for every bucket, so that no rank is the bottleneck of all."""
-    runs = named(collective.runs)
+    runs = PlainTwoPhase if plain and collective is COLLECTIVES["alltoall"] else named(collective.runs)
 
     def make(codec: Any, piece: Piece, group: Group, index: int) -> Scheme:
         made: Scheme = runs(codec_on(device, codec, device), piece, group, index % group.world_size)

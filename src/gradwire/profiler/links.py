@@ -63,7 +63,7 @@ def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float =
         # one rank of each node: all ranks of a node share the rate of one flow
         group = grid.group("inter") if grid.place_of(link.rank) == 0 else ()
         times["inter"], _ = _sweep(link, _Exchanges(link, group, device), grid.nodes, device, seconds)
-    times["allreduce"], cpu_times = _sweep(link, _AllReduces(link, device), 1, device, seconds)
+    times["allreduce"], cpu_times = _sweep(link, _AllReduces(link, grid, device), 1, device, seconds)
     if device.type == "cpu":
         (us_per_byte,) = _slowest(link, [_copies_us_per_byte()], device)
         times["cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
@@ -143,12 +143,12 @@ class _Exchanges:
 class _AllReduces:
     """All-reduces over all ranks, performed like a plan's all-reduces. Same interface as `_Exchanges`."""
 
-    def __init__(self, link: Link, device: torch.device) -> None:
-        self._link, self._device = link, device
+    def __init__(self, link: Link, grid: Grid, device: torch.device) -> None:
+        self._link, self._grid, self._device = link, grid, device
 
     def announce(self, nbytes: int, messages: int) -> None:
         self._tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device=self._device)
-        self._sum = AllReduce(self._tensor, self._link.rank, self._link.world_size)
+        self._sum = AllReduce(self._tensor, self._grid)
 
     def perform(self) -> None:
         if self._device.type == "cpu":

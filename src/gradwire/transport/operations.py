@@ -73,9 +73,9 @@ class Operations:
         self._keeps.append(part)
 
     def receive_elements(self, source: int, into: Any, tag: int, add: bool, dtype: Any = None) -> None:
-        """Wait for elements of a rank with which this one shares memory, and copy or add them to a tensor, straight from there.
-        `dtype`: in which they come. The tensor is not written before the list has come to this. Bytes that were
-        changed on the way are found only when they are in the tensor."""
+        """Wait for elements of a rank, and copy or add them to a tensor as they arrive, without memory in between. `dtype`: in
+        which they come. The tensor is not written before the list has come to this. Bytes that were changed on the way are
+        found only when they are in the tensor."""
         dtype = into.dtype if dtype is None else dtype
         words = into.numel() * dtype.itemsize, tag, DTYPES[dtype], DTYPES[into.dtype], add
         self._add(_RECEIVE_ELEMENTS, source, into.data_ptr(), words)

@@ -7,7 +7,13 @@ from gradwire.bench.jobs import digits, make_job
 from gradwire.bench.names import JOB_NAMES
 from gradwire.errors import FormatError
 
-PARAMETERS = {"transformer": 6_087_168, "mlp": 5_523_850, "resnet": 2_797_034, "embeddings": 7_745_920}
+PARAMETERS = {
+    "transformer": 6_087_168,
+    "mlp": 5_523_850,
+    "resnet": 2_797_034,
+    "embeddings": 7_745_920,
+    "bert": 25_383_936,
+}
 
 
 @pytest.mark.parametrize("name", JOB_NAMES)

@@ -24,6 +24,7 @@ gradwire bench
   --ranks-per-node = 1
   --steps = 30
   --warmup = 5
+  --device = cpu
   --record
   --json
 gradwire compressors

@@ -238,12 +238,13 @@ def test_messages_end_anywhere_in_a_ring(pair: tuple[Wire, Wire]) -> None:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["tcp", "memory"])
 @pytest.mark.parametrize("into", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_elements_are_copied_and_added_straight_from_memory(dtype: torch.dtype, into: torch.dtype) -> None:
+def test_elements_are_copied_and_added_as_they_arrive(dtype: torch.dtype, into: torch.dtype, shared: bool) -> None:
     """Wherever a ring or a step of it ends, also in the middle of an element."""
     torch.manual_seed(0)
-    low, high = pairs(2, 10.0, shared=True, capacity=70_016)
+    low, high = pairs(2, 10.0, shared=shared, capacity=70_016)
     try:
         for numel in (1, 7, 123, 4097, 100_003):
             terms = [torch.randn(numel).to(dtype) for _ in range(3)]
@@ -298,9 +299,10 @@ def test_a_part_that_is_sent_on_is_kept() -> None:
         wire.close()
 
 
-def test_elements_wait_for_their_turn() -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["tcp", "memory"])
+def test_elements_wait_for_their_turn(shared: bool) -> None:
     """The sum of three ranks has one order, whoever is first; and who waits for its turn takes no processor."""
-    connected = pairs(3, 10.0, shared=True)
+    connected = pairs(3, 10.0, shared=shared)
     terms = [torch.tensor([2.0**24]), torch.ones(1), torch.ones(1)]
     adder, senders = Operations(), [Operations(), Operations()]
     total = terms[2].clone()
@@ -321,12 +323,17 @@ def test_elements_wait_for_their_turn() -> None:
         wire.close()
 
 
-def test_elements_from_tcp_are_refused() -> None:
+def test_damaged_elements_that_come_by_tcp_are_told() -> None:
     low, high = pairs(2)
+    part = torch.arange(25.0)
+    low.run(sends(1, part), Meter())
+    raw = bytearray(high._sockets[0].recv(1000))
+    raw[16 + 37] ^= 4
+    low._sockets[1].sendall(raw)
     operations = Operations()
-    operations.receive_elements(1, torch.zeros(3), 0, add=True)
-    with pytest.raises(LinkError, match="from memory alone"):
-        low.run(operations, Meter())
+    operations.receive_elements(0, torch.zeros(25), 1, add=True)
+    with pytest.raises(DamagedError, match="the checksum of 100 bytes"):
+        high.run(operations, Meter())
     low.close()
     high.close()
 

@@ -1,0 +1,118 @@
+"""Jobs of the bench on a sleeping accelerator: their computation is a timed sleep, so that many nodes fit on few cores.
+
+Parameters, gradients, codecs, memory and sockets are real. Gradients become ready in the order and at the times of a device of
+`GFLOPS`. The optimizer sleeps too, so weights stay as they are, and the loss means nothing.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.bench.jobs import Batch, Job
+from gradwire.bench.sleeping import SleepingAccelerator
+
+GFLOPS = 50.0
+"""The made-up speed of the device, in 1e9 operations a second. The transformer's step then takes about 0.2 s."""
+OPTIMIZER_US_PER_ELEMENT = 1e-4
+
+
+class SleepingJob(Job):
+    """A job with the same parameters, names and batch size, and with computation that sleeps.
+
+    Each element of a parameter costs 2 operations in forward and 4 in backward, for each image or character of the batch.
+    Embeddings cost none.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.seed)
+        self.name, self.batch_size, self._job = job.name, job.batch_size, job
+        samples = job.batch_size * getattr(job, "context", 1)
+        self._forward_us_per_element = 2 * samples / GFLOPS / 1e3
+        self._device = SleepingAccelerator((), ())
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return _SleepingOptimizer(model.parameters())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss: Tensor = model(batch[0])
+        return loss
+
+    def _model(self) -> nn.Module:
+        return _SleepingNet(self._job._model(), self._device, self._forward_us_per_element)
+
+    def _draw(self, rank: int, world_size: int, generator: torch.Generator) -> Batch:
+        value = torch.rand(1, generator=generator)
+        return value, value
+
+
+class _SleepingNet(nn.Module):
+    """The parameters of another model, by the same names, in layers that sleep one after another."""
+
+    def __init__(self, like: nn.Module, device: SleepingAccelerator, us_per_element: float) -> None:
+        super().__init__()
+        layers = []
+        for path, module in like.named_modules():
+            if own := dict(module.named_parameters(recurse=False)):
+                layer = _SleepingLayer(own, device, 0.0 if isinstance(module, nn.Embedding) else us_per_element)
+                _place(self, path, layer)
+                layers.append(layer)
+        self.__dict__["_in_order"] = layers  # they are registered by their names already
+
+    def forward(self, value: Tensor) -> Tensor:
+        carried = value.clone().requires_grad_()
+        for layer in self.__dict__["_in_order"]:
+            carried = layer(carried)
+        return carried.sum()
+
+
+class _SleepingLayer(nn.Module):
+    def __init__(self, parameters: dict[str, nn.Parameter], device: SleepingAccelerator, us_per_element: float) -> None:
+        super().__init__()
+        for name, parameter in parameters.items():
+            self.register_parameter(name, nn.Parameter(parameter.detach().clone()))
+        numel = sum(parameter.numel() for parameter in parameters.values())
+        self.device, self.forward_us = device, numel * us_per_element
+
+    def forward(self, carried: Tensor) -> Tensor:
+        result: Tensor = _Sleep.apply(carried, self.device, self.forward_us, *self.parameters(recurse=False))
+        return result
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, carried: Tensor, device: SleepingAccelerator, forward_us: float, *parameters: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(carried, *parameters)
+        ctx.device, ctx.us = device, 2 * forward_us
+        return device.compute(forward_us, carried.clone)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        carried, *parameters = ctx.saved_tensors
+
+        def gradients() -> Sequence[Tensor]:
+            return [parameter * carried for parameter in parameters]
+
+        return grads[0], None, None, *ctx.device.compute(ctx.us, gradients)
+
+
+class _SleepingOptimizer(torch.optim.SGD):
+    """Sleeps, and changes nothing."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        numel = sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
+        time.sleep(numel * OPTIMIZER_US_PER_ELEMENT / 1e6)
+
+
+def _place(root: nn.Module, path: str, layer: nn.Module) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, nn.Module())
+        root = getattr(root, parent)
+    root.add_module(name, layer)
