@@ -103,10 +103,7 @@ def found_in(runs: Sequence[BenchRun]) -> dict[str, Found]:
         equal = [min(len(cell.loss) for cell in each.cells) for each in runs]
         found[name] = Found(
             turns_us=[turns_of(cell, each.turn_steps) for cell, each in zip(cells, runs, strict=True)],
-            loss=[
-                statistics.fmean(cell.loss[max(0, steps - LAST) : steps])
-                for cell, steps in zip(cells, equal, strict=True)
-            ],
+            loss=[statistics.fmean(cell.loss[max(0, steps - LAST) : steps]) for cell, steps in zip(cells, equal, strict=True)],
             bytes=cells[0].planned_bytes,
             chosen=[cell.decided[-1].chosen for cell in cells if cell.decided],
         )
@@ -151,9 +148,7 @@ def lines_of(found: Mapping[str, Mapping[str, Found]]) -> list[str]:
                 )
             )
     columns = ("link", "method", "step, ms", "times as fast as 4 bits", "MB a step", "loss against 4 bits")
-    chosen = [
-        f"{link}: auto chose {', '.join(dict.fromkeys(methods[AUTO].chosen))}." for link, methods in found.items()
-    ]
+    chosen = [f"{link}: auto chose {', '.join(dict.fromkeys(methods[AUTO].chosen))}." for link, methods in found.items()]
     return [*table(columns, rows), "", *chosen]
 
 

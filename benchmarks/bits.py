@@ -71,9 +71,7 @@ def run(arguments: list[str]) -> int:
     if "losses" in options.parts:
         chosen = paired.chosen(ARMS, options.only)
         train = partial(paired.on_ranks, "benchmarks.bits")
-        known["finals"] = paired.measure(
-            PATH, options, chosen, train, paired.DESIGN, given=measured_elsewhere(options.steps)
-        )
+        known["finals"] = paired.measure(PATH, options, chosen, train, paired.DESIGN, given=measured_elsewhere(options.steps))
     lines = [*sizes_table(sizes), "", *losses_table(known.get("finals", {}))]
     print("\n".join(lines))
     write_between(PAGE, BEGIN, END, lines)

@@ -56,9 +56,7 @@ def cases() -> Iterator[tuple[str, Call]]:
             segments = _whole(bits)
             payload = _bytes(sum(qsgd_bytes([(NUMEL, bits)], block, scale)))
             shown = f"QSGD {bits} bits, block {block}, {scale}, {rounding}"
-            yield case(
-                f"{shown}, encode", "qsgd_encode", gradient, left, segments, stream, block, scale, rounding, payload
-            )
+            yield case(f"{shown}, encode", "qsgd_encode", gradient, left, segments, stream, block, scale, rounding, payload)
             if rounding == "stochastic":
                 if kept:
                     yield case(f"{shown}, decode and add", "qsgd_decode", payload, segments, block, scale, True, total)
@@ -85,9 +83,7 @@ def cases() -> Iterator[tuple[str, Call]]:
         yield case("signs, decode", "sign_decode", signs, whole, 0, 0, usual and kept, decoded)
         for means, of in itertools.product((1, 2), (128, 1024, 0)):
             payload = _bytes(-(-2 * means * (NUMEL // of if of else 1) // 16) * 16 + NUMEL // 8)
-            yield case(
-                f"{means} means, block {of}, encode", "mean_sign_encode", gradient, left, whole, of, means, payload
-            )
+            yield case(f"{means} means, block {of}, encode", "mean_sign_encode", gradient, left, whole, of, means, payload)
             yield case(f"{means} means, block {of}, decode", "sign_decode", payload, whole, of, means, False, decoded)
         ternary = _bytes(2 * (NUMEL // 1024) + NUMEL // 4)
         yield case("TwoBit, encode", "threshold_encode", gradient, left, whole, 1024, 0.0, 1.0, ternary)
@@ -161,9 +157,7 @@ def run(arguments: list[str]) -> int:
             table.add_row(name, level, f"{times[0]:.0f}", f"{times[1]:.0f}", f"{ratio:.3f}", style=style)
     Console(width=130).print(table)
     slower = [row for row in rows if row["ratio"] < 0.97]
-    print(
-        f"{len(rows)} cases, {len(slower)} more than 3 % slower, smallest ratio {min(row['ratio'] for row in rows):.3f}"
-    )
+    print(f"{len(rows)} cases, {len(slower)} more than 3 % slower, smallest ratio {min(row['ratio'] for row in rows):.3f}")
     if options.write:
         write(RESULTS / "builds.json", {"torch": torch.__version__, "rows": rows})
     return 1 if slower else 0

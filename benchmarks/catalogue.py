@@ -36,26 +36,13 @@ ENTRIES: list[Entry] = [
         for bits, use in (
             (8, "unbiased at 4 times fewer bytes"),
             (6, "between 8 and 4 bits"),
-            (
-                4,
-                "the usual choice: 1/7.8 of the bytes; the transformer's loss +0.1 % ([measured](measured.md#accuracy))",
-            ),
+            (4, "the usual choice: 1/7.8 of the bytes; the transformer's loss +0.1 % ([measured](measured.md#accuracy))"),
             (3, "fewer bytes than 4 bits; give it error feedback"),
             (2, "with error feedback, on very slow links"),
         )
     ),
-    Entry(
-        gw.QSGD(levels="exponential"),
-        "NUQSGD (Ramezani-Kebrya et al. 2021)",
-        "blocks with a few large values",
-        QUANTISER,
-    ),
-    Entry(
-        gw.ErrorFeedback(gw.QSGD(bits=2)),
-        "QSGD with Karimireddy et al. 2019",
-        "2 bits that learn as well as more",
-        QUANTISER,
-    ),
+    Entry(gw.QSGD(levels="exponential"), "NUQSGD (Ramezani-Kebrya et al. 2021)", "blocks with a few large values", QUANTISER),
+    Entry(gw.ErrorFeedback(gw.QSGD(bits=2)), "QSGD with Karimireddy et al. 2019", "2 bits that learn as well as more", QUANTISER),
     Entry(
         gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls")),
         "QSGD with a scale by least squares",
@@ -83,11 +70,7 @@ ENTRIES: list[Entry] = [
     Entry(gw.ErrorFeedback(gw.TopK(0.01)), "Aji and Heafield 2017; Cupcake", "very slow links, few ranks", 1.0, True),
     Entry(gw.ErrorFeedback(gw.BlockTopK(0.01)), "Top-k in blocks", "as Top-k, cheaper to find", 1.0, True),
     Entry(gw.ErrorFeedback(gw.Threshold(1e-3)), "Strom 2015", "gradients whose scale is known"),
-    Entry(
-        gw.ErrorFeedback(gw.RandomK(0.01)), "Stich et al. 2018; Cupcake", "cheapest to find, summed on the wire", SIGN
-    ),
+    Entry(gw.ErrorFeedback(gw.RandomK(0.01)), "Stich et al. 2018; Cupcake", "cheapest to find, summed on the wire", SIGN),
     Entry(gw.DGC(0.01), "Lin et al. 2018; ByteComp, Cupcake", "Top-k with plain SGD", 1.0, True, trains=False),
-    Entry(
-        gw.PowerSGD(rank=4), "Vogels et al. 2019", "matrices; many ranks, as factors are summed on the wire", 1.3, True
-    ),
+    Entry(gw.PowerSGD(rank=4), "Vogels et al. 2019", "matrices; many ranks, as factors are summed on the wire", 1.3, True),
 ]

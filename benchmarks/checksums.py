@@ -44,17 +44,13 @@ def run(arguments: list[str]) -> int:
         times = measured(options.numel, options.pairs, bits)
         none = [sum(step) for step in _steps(times["none"])]
         added = {
-            way: statistics.median(sum(one) / of_none for one, of_none in zip(_steps(times[way]), none, strict=True))
-            - 1
+            way: statistics.median(sum(one) / of_none for one, of_none in zip(_steps(times[way]), none, strict=True)) - 1
             for way in WAYS[1:]
         }
         us = {way: {part: 1e6 * statistics.median(each) for part, each in times[way].items()} for way in WAYS}
         by_bits[str(bits)] = {"added": added, "us": us}
         for way in WAYS:
-            print(
-                f"{bits} bits, {way}: {100 * added.get(way, 0):.1f} % more;",
-                {k: round(v, 1) for k, v in us[way].items()},
-            )
+            print(f"{bits} bits, {way}: {100 * added.get(way, 0):.1f} % more;", {k: round(v, 1) for k, v in us[way].items()})
     result = {"processor": processor_name(), "numel": options.numel, "pairs": options.pairs, "by_bits": by_bits}
     write(RESULTS / "checksums.json", result)
     return 0

@@ -64,9 +64,7 @@ def mean_inside_turns(step_us: Sequence[float], period: int) -> float:
     3.0
     """
     turn = period + 2
-    return statistics.fmean(
-        us for begin in range(0, len(step_us), turn) for us in step_us[begin + 1 : begin + 1 + period]
-    )
+    return statistics.fmean(us for begin in range(0, len(step_us), turn) for us in step_us[begin + 1 : begin + 1 + period])
 
 
 def write(path: Path, result: dict[str, Any], quiet: bool = False) -> None:

@@ -123,11 +123,7 @@ def _rank(name: str, links: list[str]) -> None:
         finally:
             if burner is not None:
                 burner.terminate()
-        told = {
-            "steps": BUSY_STEPS,
-            "seconds": time.monotonic() - began,
-            "decisions": [str(d) for d in handle.decisions],
-        }
+        told = {"steps": BUSY_STEPS, "seconds": time.monotonic() - began, "decisions": [str(d) for d in handle.decisions]}
         if ranks.rank == 0:
             print(json.dumps({"job": name} | told), flush=True)
     answers = []

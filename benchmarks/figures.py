@@ -180,11 +180,7 @@ def throughput(papers: Papers, beds: Beds, pictures: Path) -> Section:
     published = {"bert": ("", "54", "40"), "vgg16": ("269", "", "55"), "lstm": ("", "73", "77")}
     shown = {"bert": "EF-SignSGD", "vgg16": "EF-SignSGD", "lstm": "DGC"}
     rows, panels = [], []
-    for model, bed, where in (
-        ("bert", beds.nvlink, "NVLink"),
-        ("vgg16", beds.pcie, "PCIe"),
-        ("lstm", beds.pcie, "PCIe"),
-    ):
+    for model, bed, where in (("bert", beds.nvlink, "NVLink"), ("vgg16", beds.pcie, "PCIe"), ("lstm", beds.pcie, "PCIe")):
         profile = papers.profile(model)
         curves: dict[str, list[float]] = {}
         for nodes in (1, 2, 4, 8):
@@ -248,10 +244,7 @@ def restricted(papers: Papers, beds: Beds, pictures: Path) -> Section:
             for search in searches:
                 if search == "myopic":
                     coded = [option.tasks for option in whole.options if option.compresses]
-                    choices = [
-                        *whole.plain,
-                        *(whole.choices()[0]._replace(spec=whole.specs[0], option=o) for o in coded),
-                    ]
+                    choices = [*whole.plain, *(whole.choices()[0]._replace(spec=whole.specs[0], option=o) for o in coded)]
                     job, draft = whole, by_own_tasks(whole, choices)
                 else:
                     job = papers.job(profile, bed, algorithm, RESTRICTED.get(search, lambda option: True))

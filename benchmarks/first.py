@@ -35,9 +35,7 @@ from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
 PATH = RESULTS / "first.json"
 LINKS, NODES = ("100mbit", "500mbit", "1000mbit", "unlimited"), (2, 4)
 GPT2 = GivenModel(
-    model="transformers:GPT2LMHeadModel",
-    config="n_layer=6,n_embd=320,n_head=5,vocab_size=128,n_positions=64",
-    input="4x64",
+    model="transformers:GPT2LMHeadModel", config="n_layer=6,n_embd=320,n_head=5,vocab_size=128,n_positions=64", input="4x64"
 )
 
 
@@ -60,10 +58,7 @@ def run(arguments: list[str]) -> int:
             write(PATH, {"cells": known})
     found = {name: msgspec.convert(cell["first"], FirstSteps) for name, cell in sorted(known.items())}
     columns = ("cell", *COLUMNS, "steps", "times DDP's", "of its plan")
-    rows = [
-        (name, *cell.row, *(f"{known[name][key]:{form}}" for key, form in EXTRAS.items()))
-        for name, cell in found.items()
-    ]
+    rows = [(name, *cell.row, *(f"{known[name][key]:{form}}" for key, form in EXTRAS.items())) for name, cell in found.items()]
     print("\n".join(table(columns, rows)))
     problems = list(missed(found))
     print("\n".join(problems))
@@ -73,13 +68,7 @@ def run(arguments: list[str]) -> int:
 def measured(link: str, nodes: int, seconds: float) -> dict[str, Cell] | None:
     """Return the cells by method. Return None, and print the reason, if a method failed."""
     request = BenchRequest(
-        jobs=["gpt2"],
-        links=[link],
-        methods=[*RIVALS, AUTO, *CANDIDATES],
-        model=GPT2,
-        nodes=nodes,
-        race_s=seconds,
-        alone_steps=0,
+        jobs=["gpt2"], links=[link], methods=[*RIVALS, AUTO, *CANDIDATES], model=GPT2, nodes=nodes, race_s=seconds, alone_steps=0
     )
     found = run_bench(request, None, ProgressView(Console(stderr=True)))
     for failure in found.failures:

@@ -271,9 +271,7 @@ def main(cell: str, rounds: int) -> None:
         counted = {way: us[WARMUP_STEPS:] for way, us in mean.items()}
         bytes_a_step = {way: sent[0][way] / len(counted[way]) for way in ways}
         parameters = sum(each.numel() for each in gpt2().parameters())
-        print(
-            json.dumps({"cell": cell, "parameters": parameters, "step_us": counted, "sent": bytes_a_step}), flush=True
-        )
+        print(json.dumps({"cell": cell, "parameters": parameters, "step_us": counted, "sent": bytes_a_step}), flush=True)
     ranks.close()
     os._exit(0)  # an ordinary exit aborts now and then in C++, after all is measured, where the DDP hook was used
 

@@ -24,14 +24,7 @@ from gradwire.testbed import EmulatedCluster
 
 FOLDER = RESULTS / "frameworks"
 SHARE, HOOK_SHARE, HSDP_BYTES, HSDP_SPEEDUP = 0.8, 0.9, 0.14, 2.0
-COLUMNS = (
-    "cell",
-    "method",
-    "step ms (95 %)",
-    "times as fast as its rival",
-    "of what is possible (95 %)",
-    "MB of a node",
-)
+COLUMNS = ("cell", "method", "step ms (95 %)", "times as fast as its rival", "of what is possible (95 %)", "MB of a node")
 RIVALS = {"hsdp": "native"}
 
 
@@ -98,9 +91,7 @@ def missed_by(found: dict[str, Any]) -> list[str]:
 
     if cell == "hook":
         reached = {
-            f"the hook over parallelize is {ratio('parallelize', 'hook'):.2f}, wanted {HOOK_SHARE}": ratio(
-                "parallelize", "hook"
-            )
+            f"the hook over parallelize is {ratio('parallelize', 'hook'):.2f}, wanted {HOOK_SHARE}": ratio("parallelize", "hook")
             >= HOOK_SHARE
         }
     elif cell == "hsdp":
@@ -114,7 +105,5 @@ def missed_by(found: dict[str, Any]) -> list[str]:
             >= HSDP_SPEEDUP,
         }
     else:
-        reached = {
-            f"{ratio('floor', 'gradwire'):.2f} of what is possible, wanted {SHARE}": ratio("floor", "gradwire") >= SHARE
-        }
+        reached = {f"{ratio('floor', 'gradwire'):.2f} of what is possible, wanted {SHARE}": ratio("floor", "gradwire") >= SHARE}
     return [f"{cell}: {words}" for words, good in reached.items() if not good]

@@ -100,13 +100,7 @@ def regimes(count: int, repeats: int) -> list[dict[str, Any]]:
         found, taken_ms = timed(repeats, *given)
         _, decode_ms = timed(repeats, *given, (regime.encode_us, 1e-5))
         rows.append(
-            {
-                "regime": name,
-                "tensors": count,
-                "buckets": len(found.boundaries),
-                "ms": taken_ms,
-                "with_decode_ms": decode_ms,
-            }
+            {"regime": name, "tensors": count, "buckets": len(found.boundaries), "ms": taken_ms, "with_decode_ms": decode_ms}
         )
     return rows
 
@@ -135,9 +129,7 @@ def profile(path: Path, repeats: int, seconds: float) -> dict[str, Any]:
         }
     )
     for rule, rival in compare(times, sizes, costs, layer_names(names), AffineCost(*plain)).items():
-        rules.append(
-            {"rule": rule, "buckets": len(rival.boundaries), "step_ms": rival.step_us / 1e3, "search_ms": None}
-        )
+        rules.append({"rule": rule, "buckets": len(rival.boundaries), "step_ms": rival.step_us / 1e3, "search_ms": None})
     return {"model": content["model"], "tensors": len(names), "rules": rules}
 
 
@@ -147,8 +139,6 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
     for column in rows[0]:
         table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
-        cells = [
-            f"{cell:.2f}" if isinstance(cell, float) else "" if cell is None else str(cell) for cell in row.values()
-        ]
+        cells = [f"{cell:.2f}" if isinstance(cell, float) else "" if cell is None else str(cell) for cell in row.values()]
         table.add_row(*cells)
     Console().print(table)

@@ -106,9 +106,7 @@ def table_of(rows: list[Row], megabytes: int, implementations: list[str], best: 
     """One size: a line for each kernel, GB/s and ratio for each implementation."""
     of_size = {(row.kernel, row.implementation): row for row in rows if row.megabytes == megabytes}
     copy = statistics.median(row.copy_gbps for row in of_size.values())
-    table = Table(
-        title=f"{megabytes} MB of float32, one thread: GB/s (ratio to copy_ at {copy:.1f} GB/s)", title_justify="left"
-    )
+    table = Table(title=f"{megabytes} MB of float32, one thread: GB/s (ratio to copy_ at {copy:.1f} GB/s)", title_justify="left")
     table.add_column("kernel")
     for implementation in implementations:
         table.add_column(implementation, justify="right", style="bold" if implementation == best else "")

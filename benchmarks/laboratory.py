@@ -63,13 +63,7 @@ def run(arguments: list[str]) -> int:
     for name in ("ordered", "value", "wanted", "measured", "error", "late frames", "processors"):
         table.add_column(name, justify="left" if name in ("ordered", "value") else "right")
     for each in found:
-        numbers = (
-            f"{each.ordered:.4g}",
-            f"{each.measured:.4g}",
-            f"{each.error:+.1%}",
-            f"{each.late:.1%}",
-            f"{each.cpu:.2f}",
-        )
+        numbers = (f"{each.ordered:.4g}", f"{each.measured:.4g}", f"{each.error:+.1%}", f"{each.late:.1%}", f"{each.cpu:.2f}")
         table.add_row(each.wan, each.what, *numbers)
     Console().print(table)
     write(RESULTS / "laboratory.json", {"cases": [each._asdict() | {"error": each.error} for each in found]})

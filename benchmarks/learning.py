@@ -48,9 +48,7 @@ def run(arguments: list[str]) -> int:
     for method, mean in means.items():
         print(f"{method}: mean loss of the last {WINDOW} steps {mean:.4f}, {above[method]:+.2%} against ddp")
     holds, sees = above["qsgd4"] <= BOUND, above["qsgd4-halved"] > BOUND
-    print(
-        f"at most {BOUND:.0%} above ddp: {'yes' if holds else 'NO'}; with the scale halved it fails: {'yes' if sees else 'NO'}"
-    )
+    print(f"at most {BOUND:.0%} above ddp: {'yes' if holds else 'NO'}; with the scale halved it fails: {'yes' if sees else 'NO'}")
     write(RESULTS / "learning.json", {"steps": options.steps, "finals": finals, "above_ddp": above})
     return 0 if holds and sees else 1
 

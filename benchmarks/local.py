@@ -90,9 +90,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--every", type=int, default=EVERY, help="steps from one exchange to the next")
     parser.add_argument("--seconds", type=float, default=300.0, help="of training, for each method")
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="words: methods with one of them in their names, and auto"
-    )
+    parser.add_argument("--only", nargs="+", default=[""], help="words: methods with one of them in their names, and auto")
     parser.add_argument("--again", action="store_true", help="measure links that have results, too")
     options = parser.parse_args(arguments)
     if (problem := emulation_problem()) is not None:

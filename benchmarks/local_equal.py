@@ -95,6 +95,4 @@ def _cell(found: dict[str, dict[str, paired.Found]], arm: str) -> str:
 
 
 if __name__ == "__main__":
-    paired.train_on_rank(
-        ARMS, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), looks=LOOKS, fused=True
-    )
+    paired.train_on_rank(ARMS, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), looks=LOOKS, fused=True)

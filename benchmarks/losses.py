@@ -89,10 +89,7 @@ def _rank(job_name: str, seed: int, steps: int, methods: list[str]) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     job = make_job(job_name, seed)
-    running = {
-        name: build("ddp" if name == HALFWAY else name, job, seed, dist.new_group(list(range(world))))
-        for name in methods
-    }
+    running = {name: build("ddp" if name == HALFWAY else name, job, seed, dist.new_group(list(range(world)))) for name in methods}
     curves: dict[str, list[float]] = {name: [] for name in methods}
     for step in range(steps):
         batch = job.batch(rank, world, step)

@@ -47,9 +47,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--turns", type=int, default=12)
     options = parser.parse_args(arguments)
     if problem := emulation_problem():
-        raise TestbedError(
-            f"offload is measured over links of known rates: {problem}. Run as root or allow user namespaces."
-        )
+        raise TestbedError(f"offload is measured over links of known rates: {problem}. Run as root or allow user namespaces.")
     found: dict[str, Any] = {}
     for link in options.links.split(","):
         with Console(stderr=True).status(link), EmulatedCluster(options.nodes, inter=link) as nodes:
@@ -82,11 +80,7 @@ def offload_page(result: dict[str, Any]) -> str:
             )
     columns = ["", "buckets: GPU / CPU / uncompressed", "predicted ms", "measured ms", "off by", "both over this"]
     lines = table(columns, rows, left=1)
-    return (
-        HEAD.format(**result["made"])
-        + "\n".join([*lines, "", *(verdict(result["links"]) or ["All as promised."])])
-        + "\n"
-    )
+    return HEAD.format(**result["made"]) + "\n".join([*lines, "", *(verdict(result["links"]) or ["All as promised."])]) + "\n"
 
 
 def verdict(links: dict[str, Any]) -> list[str]:
@@ -100,9 +94,7 @@ def verdict(links: dict[str, Any]) -> list[str]:
             if name != "both":
                 over = paired_ratio(plan["turns_us"], of["plans"]["both"]["turns_us"])
                 if over.high < 1.0:
-                    wrong.append(
-                        f"{link}: with codecs on both, a step takes {1 / over.ratio:.3f} of that with {name} alone."
-                    )
+                    wrong.append(f"{link}: with codecs on both, a step takes {1 / over.ratio:.3f} of that with {name} alone.")
         if of["late"] > 0.02 * of["works"]:
             wrong.append(f"{link}: {of['late']} of {of['works']} works took longer than the accelerator was to sleep.")
     return wrong

@@ -34,9 +34,7 @@ def run(arguments: list[str]) -> int:
     result = json.loads(told.stdout.splitlines()[-1]) | {"seconds": round(time.monotonic() - start, 1)}
     for problem in result["problems"]:
         print(problem)
-    print(
-        f"{result['options']} options, {result['runs']} runs in {result['seconds']} s: {len(result['problems'])} wrong"
-    )
+    print(f"{result['options']} options, {result['runs']} runs in {result['seconds']} s: {len(result['problems'])} wrong")
     write(RESULTS / "options.json", result)
     return 1 if result["problems"] else 0
 

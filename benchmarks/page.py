@@ -87,14 +87,8 @@ def page(speeds: dict[str, Any], losses: dict[str, Any]) -> str:
     made = speeds.get("made", {})
     machine = f" Measured on {made['cpu']}, {made['date']}, `{made['command']}`." if made else ""
     lines = [HEAD.format(machine=machine), ""]
-    lines += table(
-        COLUMNS, [_cells(entry, speeds.get("rows", []), losses.get("finals", {})) for entry in [*ENTRIES, *_added()]]
-    )
-    lines += [
-        "",
-        "PyTorch's own PowerSGD hook at rank 4, in the same runs: " + _hook(losses.get("finals", {})) + ".",
-        "",
-    ]
+    lines += table(COLUMNS, [_cells(entry, speeds.get("rows", []), losses.get("finals", {})) for entry in [*ENTRIES, *_added()]])
+    lines += ["", "PyTorch's own PowerSGD hook at rank 4, in the same runs: " + _hook(losses.get("finals", {})) + ".", ""]
     return "\n".join(line.rstrip("\n") for line in lines)
 
 

@@ -60,10 +60,7 @@ class Arm(NamedTuple):
     """Whether its first weights are a millionth larger: as good as the reference's, and another training by chance."""
 
 
-PLAIN = {
-    REFERENCE: Arm(gw.Uniform(gw.Identity())),
-    "S-SGD nudged (chance alone)": Arm(gw.Uniform(gw.Identity()), nudged=True),
-}
+PLAIN = {REFERENCE: Arm(gw.Uniform(gw.Identity())), "S-SGD nudged (chance alone)": Arm(gw.Uniform(gw.Identity()), nudged=True)}
 """The arms that others are compared with, and the arms that show how far equally good trainings come apart."""
 
 
@@ -80,9 +77,7 @@ def parser_of(part: str, seeds: int) -> argparse.ArgumentParser:
 
 def chosen(arms: Mapping[str, Arm], only: Sequence[str]) -> list[str]:
     """The reference and the arms that words of --only name. A whole name names that arm alone, even where others contain it."""
-    return [
-        arm for arm in arms if arm == REFERENCE or any(word == arm if word in arms else word in arm for word in only)
-    ]
+    return [arm for arm in arms if arm == REFERENCE or any(word == arm if word in arms else word in arm for word in only)]
 
 
 def measure(
@@ -103,9 +98,7 @@ def measure(
     if options.again:
         known = {key: value for key, value in known.items() if key not in ("steps", "finals", *about)}
     if known.get("steps", options.steps) != options.steps:
-        raise SystemExit(
-            f"{path.name} holds runs of {known['steps']} steps: pass --steps {known['steps']}, or --again."
-        )
+        raise SystemExit(f"{path.name} holds runs of {known['steps']} steps: pass --steps {known['steps']}, or --again.")
     known.pop("made", None)
     if "finals" in known and (other := {key for key, value in about.items() if known.get(key) != value}):
         raise SystemExit(
@@ -191,9 +184,7 @@ def verdict(finals: Finals, arms: Mapping[str, Arm]) -> int:
                 for mean, width in [interval(differences(found, name, measure))]
             }
             if arm.expected and not all(within.values()):
-                wrong.append(
-                    f"{job}, {name}: the interval of {', '.join(m for m, ok in within.items() if not ok)} is beyond 1 %"
-                )
+                wrong.append(f"{job}, {name}: the interval of {', '.join(m for m, ok in within.items() if not ok)} is beyond 1 %")
             if arm.skipped and all(within.values()):
                 wrong.append(f"{job}, {name}: the test does not see that corrections carry nothing")
     print("\n".join(wrong))

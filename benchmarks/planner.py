@@ -106,9 +106,7 @@ def check_random(first: int, jobs: int) -> int:
         for seed, said in found["counterexamples"].items():
             print(f"seed {seed}: {'; '.join(said)}")
         done = begin - first + found["jobs"]
-        print(
-            f"{done} jobs from seed {first} on, {without} without any plan, {broken} with a counterexample", flush=True
-        )
+        print(f"{done} jobs from seed {first} on, {without} without any plan, {broken} with a counterexample", flush=True)
     return int(broken > 0)
 
 

@@ -17,9 +17,7 @@ from gradwire.planner.methods import make_plan
 from gradwire.sim.rules import Rules, changed_rules
 from gradwire.sim.simulator import FS_PER_US
 
-CODECS = Costs(
-    codecs=[CodecCosts(spec=QSGD(), device="gpu", encode=[(2**22, 100.0), (2**25, 400.0)], decode=[(2**22, 60.0)])]
-)
+CODECS = Costs(codecs=[CodecCosts(spec=QSGD(), device="gpu", encode=[(2**22, 100.0), (2**25, 400.0)], decode=[(2**22, 60.0)])])
 PROFILES = ("vgg16", "resnet50", "bert", "lstm")
 OVERHEADS = "v100-compressor-overheads.json"
 

@@ -47,10 +47,7 @@ def _tensors(rng: random.Random) -> list[TensorProfile]:
         numel = max(1, int(typical * 10 ** rng.uniform(-1.5, 1)))
         shape = (numel,) if rng.random() < 0.3 else (max(1, numel // 64), 64)
         dtype = rng.choice(["float32", "bfloat16"]) if halves else "float32"
-        times = {
-            "backward_us": rng.choice([0.0, mean_us * rng.random(), mean_us]),
-            "forward_us": mean_us * rng.random(),
-        }
+        times = {"backward_us": rng.choice([0.0, mean_us * rng.random(), mean_us]), "forward_us": mean_us * rng.random()}
         rows.append(TensorProfile(name=f"t{place}", shape=shape, dtype=dtype, **times))
     return rows
 
@@ -74,9 +71,7 @@ def _uneven(rng: random.Random, cluster: Cluster) -> Cluster:
         return cluster
 
     def changed(link: Link) -> Link:
-        rates = {
-            name: link.gbps * 10 ** rng.uniform(-1.5, 0.5) for name in ("up_gbps", "flow_gbps") if rng.random() < 0.3
-        }
+        rates = {name: link.gbps * 10 ** rng.uniform(-1.5, 0.5) for name in ("up_gbps", "flow_gbps") if rng.random() < 0.3}
         return msgspec.structs.replace(link, **rates)
 
     slow = [

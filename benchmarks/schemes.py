@@ -161,17 +161,13 @@ def _link(run: SchemesRun) -> Iterator[str]:
 
 def _gains(run: SchemesRun, sizes: list[int]) -> str:
     """Times and bytes of CGX's scheme."""
-    found = {
-        (e.hierarchical, e.nbytes): e for e in run.measured.exchanges if e.scheme == "4 bits: all-to-all, all-gather"
-    }
+    found = {(e.hierarchical, e.nbytes): e for e in run.measured.exchanges if e.scheme == "4 bits: all-to-all, all-gather"}
     gains = ", ".join(
-        f"{median_us(found[False, size]) / median_us(found[True, size]):.2f} times as fast at {size_name(size)}"
-        for size in sizes
+        f"{median_us(found[False, size]) / median_us(found[True, size]):.2f} times as fast at {size_name(size)}" for size in sizes
     )
     largest = sizes[-1]
     means, counted = (
-        getattr(found[True, largest], field) / getattr(found[False, largest], field)
-        for field in ("inter_bytes", "counted_bytes")
+        getattr(found[True, largest], field) / getattr(found[False, largest], field) for field in ("inter_bytes", "counted_bytes")
     )
     return f"{gains}; {means:.3f} of the bytes between nodes ({counted:.3f} as the interface counts them)."
 

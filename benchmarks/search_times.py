@@ -178,9 +178,7 @@ def with_cpus(job: PlanningJob) -> PlanningJob:
     """The job with codecs on CPUs too, `CPU_SLOWER` times slower."""
     codecs = list(job.simulator.prices.costs.codecs)
     for codec in tuple(codecs):
-        encode, decode = (
-            tuple((nbytes, CPU_SLOWER * us) for nbytes, us in curve) for curve in (codec.encode, codec.decode)
-        )
+        encode, decode = (tuple((nbytes, CPU_SLOWER * us) for nbytes, us in curve) for curve in (codec.encode, codec.decode))
         codecs.append(msgspec.structs.replace(codec, device="cpu", encode=encode, decode=decode))
     limits = Limits(exempt_vectors=False, devices=("gpu", "cpu"))
     rules = Rules(decode_calls="one", routing="ring", cpu_workers=CPU_WORKERS)
@@ -207,24 +205,8 @@ def time_to_accuracy(bench: Bench) -> Section:
     pcie, network, signs = beds.cupcake_pcie, beds.nvlink, "EF-SignSGD"
     same = "almost the same"
     cases: tuple[tuple[str, Profile, Bed, str, str, dict[str, str], str], ...] = (
-        (
-            "Cupcake 8a, ResNet-50, 8 GPUs",
-            small,
-            pcie,
-            "DGC",
-            "Cupcake",
-            {"FP32": "1.68", "HiPress": "1.30"},
-            "93.2, 93.6",
-        ),
-        (
-            f"Cupcake 8b, {RESNET}, 8 GPUs",
-            deep,
-            pcie,
-            signs,
-            "Cupcake",
-            {"FP32": "1.32", "HiPress": "1.25"},
-            "76.7, 77.1",
-        ),
+        ("Cupcake 8a, ResNet-50, 8 GPUs", small, pcie, "DGC", "Cupcake", {"FP32": "1.68", "HiPress": "1.30"}, "93.2, 93.6"),
+        (f"Cupcake 8b, {RESNET}, 8 GPUs", deep, pcie, signs, "Cupcake", {"FP32": "1.32", "HiPress": "1.25"}, "76.7, 77.1"),
         ("Cupcake 8c, BERT-base, 8 GPUs", bert, pcie, "DGC", "Cupcake", {"FP32": "1.65"}, same),
         ("ByteComp 15a, BERT-base, 64 GPUs", bert, network, "DGC", "ByteComp", {"FP32": "1.55"}, same),
         (f"ByteComp 15b, {RESNET}, 64 GPUs", deeper, network, signs, "ByteComp", {"FP32": "1.23"}, "77.10, 77.18"),
@@ -262,9 +244,7 @@ def bytecomp_figure_13(bench: Bench) -> Section:
             rows.append((f"{where}, {name}", *row, "100 %" if (where, system) == ("NVLink", "ByteComp") else ""))
         panels.append(Panel(f"{where}, 64 GPUs", limits, curves))
     title = f"{len(below['FP32'])} jobs: five models, three algorithms"
-    draw_lines(
-        bench.pictures / "distance.png", title, panels, "% below the upper bound", "% of the jobs, at most so far"
-    )
+    draw_lines(bench.pictures / "distance.png", title, panels, "% below the upper bound", "% of the jobs, at most so far")
     columns = ("% below the upper bound", "median", "worst", "jobs within 10 %", "paper")
     return Section("bytecomp_figure_13", columns, rows)
 

@@ -91,9 +91,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--warmup", type=int, default=5, help="steps of each system before those")
     parser.add_argument("--turn", type=int, default=5, help="steps that a system takes in one turn")
     parser.add_argument("--seed", type=int, default=0, help="seed of the models and batches")
-    parser.add_argument(
-        "--spec", action="append", help=f"of systems that choose; may be repeated; default: {SHARED_SPECS}"
-    )
+    parser.add_argument("--spec", action="append", help=f"of systems that choose; may be repeated; default: {SHARED_SPECS}")
     parser.add_argument("--again", action="store_true", help="measure existing cells again")
     options = parser.parse_args(arguments)
     return measure(options) if options.measure else write_page(options.results)

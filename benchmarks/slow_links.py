@@ -69,9 +69,7 @@ def run(arguments: list[str]) -> int:
         curves = {way: [slowest_mbps(way, int(n), seconds, options.nodes, costs) for n in PARAMETERS] for way in WAYS}
         panels.append(Panel(f"{seconds:g} s of computation", [count / 1e6 for count in PARAMETERS], curves))
         rows = [(way, *map(_in_words, rates)) for way, rates in curves.items()]
-        tables.append(
-            f"Slowest link in Mb/s, {seconds:g} s of computation:\n\n" + "\n".join(table(heads, rows, left=1))
-        )
+        tables.append(f"Slowest link in Mb/s, {seconds:g} s of computation:\n\n" + "\n".join(table(heads, rows, left=1)))
     (options.out / "pictures").mkdir(parents=True, exist_ok=True)
     title = f"The slowest link on which a step takes {WITHIN:g} times its computation"
     draw_lines(options.out / "pictures" / "slow_links.png", title, panels, "millions of parameters", "Mb/s", True)

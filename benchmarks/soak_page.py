@@ -23,10 +23,7 @@ def soak_figures(summary: dict[str, Any]) -> str:
     rows += [(f"not compared: {why}", count) for why, count in sorted(summary["not_comparable"].items())]
     if again := summary.get("started_again"):
         rows.append(
-            (
-                "trials whose ranks were started again: the machine was too busy for the first step, before any fault",
-                again,
-            )
+            ("trials whose ranks were started again: the machine was too busy for the first step, before any fault", again)
         )
     for kind, found in summary["kinds"].items():
         if late := found.get("error_after_s"):

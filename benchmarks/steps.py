@@ -49,9 +49,7 @@ def run(arguments: list[str]) -> int:
     slow = [line for where, found in medians.items() for line in slower(where, found)]
     for line in slow:
         print(line)
-    facts = {
-        name: bench[name] for name in ("torch", "cores", "network", "nodes", "steps", "warmup_steps", "turn_steps")
-    }
+    facts = {name: bench[name] for name in ("torch", "cores", "network", "nodes", "steps", "warmup_steps", "turn_steps")}
     write(RESULTS / "steps.json", facts | {"median_us": medians, "slower": slow})
     return 1 if slow or failed else 0
 

@@ -71,12 +71,7 @@ class Papers:
         return msgspec.structs.replace(read, tensors=tuple(tensors))
 
     def job(
-        self,
-        profile: Profile,
-        bed: Bed,
-        algorithm: str,
-        keep: Callable[[Option], bool] = lambda option: True,
-        free: bool = False,
+        self, profile: Profile, bed: Bed, algorithm: str, keep: Callable[[Option], bool] = lambda option: True, free: bool = False
     ) -> PlanningJob:
         """All tensors may be compressed; codecs on GPUs, one decode call for all payloads, rings as in NCCL's own
         collectives (decision 11). keep: of the options."""

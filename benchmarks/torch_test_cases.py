@@ -139,9 +139,7 @@ def cases(words: Sequence[str]) -> list[unittest.TestCase]:
     for group in (Collectives, DdpUnderDistAutograd, DdpComparison, Rpc):
         for name in unittest.defaultTestLoader.getTestCaseNames(group):
             wanted = not words or any(word in name for word in words)
-            if wanted and (
-                group is not Rpc or "init_process_group" in inspect.getsource(inspect.unwrap(getattr(Rpc, name)))
-            ):
+            if wanted and (group is not Rpc or "init_process_group" in inspect.getsource(inspect.unwrap(getattr(Rpc, name)))):
                 found.append(group(name))
     return found
 

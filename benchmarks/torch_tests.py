@@ -34,10 +34,7 @@ COLUMNS = ("with", "gloo passes", "also pass", "ask for gloo by name", "lost")
 
 _MONITORED = ("distributed/distributed_c10d.py", "monitored_barrier is only implemented for GLOO backend.")
 ASK_FOR_GLOO = {
-    "test_get_backend": (
-        "testing/_internal/distributed/distributed_test.py",
-        "assertEqual(dist.get_backend(), backend_str)",
-    ),
+    "test_get_backend": ("testing/_internal/distributed/distributed_test.py", "assertEqual(dist.get_backend(), backend_str)"),
     "test_monitored_barrier_gloo": _MONITORED,
     "test_monitored_barrier_gloo_subgroup": _MONITORED,
 }
@@ -65,9 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         about = {
             "torch": torch.__version__,
             "ranks": options.ranks,
-            "counts": {
-                place: {column: len(names) for column, names in each.items()} for place, each in compared.items()
-            },
+            "counts": {place: {column: len(names) for column, names in each.items()} for place, each in compared.items()},
             "skipped with gloo": sum(how == "skipped" for how, _ in found["gloo"].values()),
             "failed with gloo": {name: why for name, (how, why) in found["gloo"].items() if how == "failed"},
             "ask for gloo by name": {name: line_of(*where) for name, where in ASK_FOR_GLOO.items()},
@@ -123,7 +118,4 @@ def outcomes(ranks: int, only: Sequence[str] = ()) -> dict[str, Outcomes]:
         lines = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
     if code or not lines:
         raise SystemExit(f"the tests ended with exit code {code} after {len(lines)} tests.")
-    return {
-        place: {line["test"]: (line["how"], line["why"]) for line in lines if line["place"] == place}
-        for place in PLACES
-    }
+    return {place: {line["test"]: (line["how"], line["why"]) for line in lines if line["place"] == place} for place in PLACES}

@@ -113,16 +113,7 @@ def random_ms(cell: dict[str, Any]) -> list[float]:
 
 def table(cells: dict[str, Any]) -> list[str]:
     """Markdown: a row for every cell."""
-    columns = [
-        "job, link",
-        "start",
-        "chosen",
-        "grid's best",
-        "chosen / best",
-        "trials",
-        "random's median / best",
-        "cost",
-    ]
+    columns = ["job, link", "start", "chosen", "grid's best", "chosen / best", "trials", "random's median / best", "cost"]
     rows = []
     for name, cell in cells.items():
         beside, least = cell["beside_ms"], min(point["step_ms"] for point in cell["grid"])
@@ -237,17 +228,14 @@ def _rank(name: str, steps: Steps) -> None:
     if training.group(chosen) == training.group(best):
         best = chosen
     compared = list(dict.fromkeys([chosen, best, START]))
-    beside_ms = dict(
-        zip(compared, training.turns(compared, steps._replace(rounds=BESIDE // steps.counted)), strict=True)
-    )
+    beside_ms = dict(zip(compared, training.turns(compared, steps._replace(rounds=BESIDE // steps.counted)), strict=True))
     found = {
         "grid": [
             {"nbytes": nbytes, "buckets": len(training.group(nbytes)), "step_ms": step_ms}
             for nbytes, step_ms in zip(sizes, grid_ms, strict=True)
         ],
         "trials": [
-            {"nbytes": tried.nbytes, "step_ms": tried.step_us / 1e3, "cost_s": tried.cost_us / 1e6}
-            for tried in decision.tried
+            {"nbytes": tried.nbytes, "step_ms": tried.step_us / 1e3, "cost_s": tried.cost_us / 1e6} for tried in decision.tried
         ],
         "cost_s": decision.cost_us / 1e6,
         "chosen_bytes": chosen,

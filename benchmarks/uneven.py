@@ -98,8 +98,7 @@ def _rank(held: int, repeats: int) -> None:
     link = Link(group, f"{group.agree_on_name()}/uneven", torch.device("cpu"), group.timeout)
     for number, word in enumerate(WORDS * ROUNDS):
         sent, received = (
-            [torch.zeros(size, dtype=torch.uint8) for size in way]
-            for way in sizes(word, group.rank, group.world_size, held)
+            [torch.zeros(size, dtype=torch.uint8) for size in way] for way in sizes(word, group.rank, group.world_size, held)
         )
         tags = range(100 * number, 100 * number + repeats + 1)
         exchanges = [link.expect(tag, received, checked=False) for tag in tags]

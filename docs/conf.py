@@ -46,9 +46,7 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 # a framework that is not installed is replaced, so that the page of its integration can still be made
-autodoc_mock_imports = [
-    name for name in ("torch", "transformers", "accelerate", "lightning") if find_spec(name) is None
-]
+autodoc_mock_imports = [name for name in ("torch", "transformers", "accelerate", "lightning") if find_spec(name) is None]
 
 linkcheck_timeout = 20
 linkcheck_retries = 2

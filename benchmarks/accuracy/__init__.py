@@ -45,9 +45,7 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("--jobs", default="transformer,tied,cnn", help=f"of {', '.join(JOBS)}")
     parser.add_argument("--ranks", default="2,4,8,16")
-    parser.add_argument(
-        "--specs", default="exact,today2", help="forms with commas between them; exact is always trained"
-    )
+    parser.add_argument("--specs", default="exact,today2", help="forms with commas between them; exact is always trained")
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, required=True, help="a file of lines of JSON, to which trainings are added")
@@ -56,9 +54,7 @@ def run(arguments: list[str]) -> int:
     forms = list(dict.fromkeys([REFERENCE, *_split(options.specs)]))
     cells = [
         dict(zip(KEYS, (job, int(ranks), form, seed, options.steps), strict=True))
-        for seed, job, ranks, form in product(
-            range(options.seeds), options.jobs.split(","), options.ranks.split(","), forms
-        )
+        for seed, job, ranks, form in product(range(options.seeds), options.jobs.split(","), options.ranks.split(","), forms)
     ]
     for cell in cells:  # mistakes come before hours of training
         form_of(cell["form"]), job_of(cell["job"], 0)
@@ -70,10 +66,7 @@ def run(arguments: list[str]) -> int:
         found = cell | train(job, form, cell["seed"], cell["ranks"], cell["steps"])
         with options.out.open("a") as file:
             file.write(json.dumps(found) + "\n")
-        print(
-            f"{cell['job']}, {cell['ranks']} ranks, seed {cell['seed']}, {cell['form']}: {found['loss']:.4f}",
-            flush=True,
-        )
+        print(f"{cell['job']}, {cell['ranks']} ranks, seed {cell['seed']}, {cell['form']}: {found['loss']:.4f}", flush=True)
     print("\n".join(table([each for each in read(options.out) if each["steps"] == options.steps])))
     return 0
 

@@ -191,9 +191,7 @@ class SmallCNNJob(DigitsJob, MeasuredJob):
     def _draw(self, rank: int, world_size: int, generator: torch.Generator) -> Batch:
         of_training = torch.arange(len(digits()[1]))
         of_training = of_training[of_training % 5 != 4][rank::world_size]
-        return self._noisy(
-            of_training[torch.randint(len(of_training), (self.batch_size,), generator=generator)], generator
-        )
+        return self._noisy(of_training[torch.randint(len(of_training), (self.batch_size,), generator=generator)], generator)
 
     def _draw_held_out(self, generator: torch.Generator) -> Batch:
         return self._noisy(torch.arange(4, len(digits()[1]), 5), generator)

@@ -74,9 +74,7 @@ def lloyd_levels(count: int) -> Tensor:
     levels = [2 * (2 * each + 1) / count - 2 for each in range(count)]
     for _ in range(3000):
         edges = [-40.0, *((a + b) / 2 for a, b in pairwise(levels)), 40.0]
-        levels = [
-            (normal.pdf(low) - normal.pdf(high)) / (normal.cdf(high) - normal.cdf(low)) for low, high in pairwise(edges)
-        ]
+        levels = [(normal.pdf(low) - normal.pdf(high)) / (normal.cdf(high) - normal.cdf(low)) for low, high in pairwise(edges)]
     return torch.tensor(levels)
 
 
@@ -105,9 +103,7 @@ class LevelsCompressor(Compressor):
         count = self.spec.of_sum or self.spec.count
         return self if count == self.spec.count else LevelsCompressor(Levels(count, 0, self.spec.block, self.spec.fits))
 
-    def encode(
-        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
+    def encode(self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor) -> None:
         given = src.float() + state[0] if state else src.float()
         values = self._in_blocks(given, segments)
         size = values.abs()
@@ -128,9 +124,7 @@ class LevelsCompressor(Compressor):
         if state:
             self._put(values - self._decoded(payload, len(values)), segments, state[0], False)
 
-    def decode(
-        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
-    ) -> None:
+    def decode(self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context) -> None:
         self.check(payload, segments, dtype)
         count = sum(-(-row.numel // self.spec.block) for row in segments.rows)
         self._put(self._decoded(payload, count), segments, dst, add)
@@ -157,11 +151,7 @@ class LevelsCompressor(Compressor):
             fitted = torch.full_like(size, self._magnitudes[0])
             for edge, low, high in zip(self._edges, self._magnitudes, self._magnitudes[1:], strict=False):
                 fitted.add_(torch.gt(size, scale * edge, out=above), alpha=high - low)
-            scale = (
-                torch.linalg.vecdot(size, fitted)
-                .div_(torch.linalg.vecdot(fitted, fitted).clamp_min_(1e-30))
-                .unsqueeze(1)
-            )
+            scale = torch.linalg.vecdot(size, fitted).div_(torch.linalg.vecdot(fitted, fitted).clamp_min_(1e-30)).unsqueeze(1)
         rounded = scale.bfloat16()
         scale, numbers = rounded.float(), torch.zeros_like(size)
         for edge in self._edges:

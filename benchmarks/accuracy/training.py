@@ -113,18 +113,14 @@ class _Kept(NamedTuple):
 class Training:
     """One model with the exchanges of all ranks."""
 
-    def __init__(
-        self, job: MeasuredJob, form: Form, seed: int, steps: int, exchanges: Sequence[Exchange], model: Any
-    ) -> None:
+    def __init__(self, job: MeasuredJob, form: Form, seed: int, steps: int, exchanges: Sequence[Exchange], model: Any) -> None:
         self.job, self.form, self.steps, self.exchanges, self.model = job, form, steps, exchanges, model
         self.optimizer = job.make_optimizer(model)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.parameters = gradients_of(model)
         encoded = {name for bucket in exchanges[0].plan.buckets for name in bucket.compressed}
         self.encoded = [name for name in self.parameters if name in encoded]
-        self.weights = (
-            ElementWeights({name: self.parameters[name] for name in self.encoded}, form) if form.weights else None
-        )
+        self.weights = ElementWeights({name: self.parameters[name] for name in self.encoded}, form) if form.weights else None
         self.witness, self.trained = Witness(), []
         self._earlier: list[dict[str, Tensor]] = []
         self._applied: dict[str, Tensor] = {}
@@ -154,9 +150,7 @@ class Training:
         first: list[Tensor] = []
         for rank in range(ranks):
             loss = self.job.loss(self.model, self.job.batch(rank, ranks, number))
-            found.append(
-                dict(zip(self.parameters, torch.autograd.grad(loss, list(self.parameters.values())), strict=True))
-            )
+            found.append(dict(zip(self.parameters, torch.autograd.grad(loss, list(self.parameters.values())), strict=True)))
             losses.append(loss.item())
             if rank == 0:
                 first = [buffer.clone() for buffer in self.model.buffers()]
@@ -172,8 +166,7 @@ class Training:
             changes = gradients
             if self._earlier:
                 changes = [
-                    {name: new[name] - old[name] for name in new}
-                    for new, old in zip(gradients, self._earlier, strict=True)
+                    {name: new[name] - old[name] for name in new} for new, old in zip(gradients, self._earlier, strict=True)
                 ]
             self._earlier, gradients = gradients, changes
         if self.weights is not None:
@@ -228,9 +221,7 @@ class Training:
 
     def _residual(self) -> float:
         """The squared norm of all residuals, as parts of the mean gradient."""
-        return sum(
-            _square(part.residual if part.weights is None else part.residual * part.weights) for part in self._parts()
-        )
+        return sum(_square(part.residual if part.weights is None else part.residual * part.weights) for part in self._parts())
 
     def _parts(self) -> list[_Kept]:
         """The residuals of all ranks, which move when an exchange goes on with other specs."""

@@ -39,17 +39,11 @@ def ceiling_tables(run: BenchRun) -> Iterator[tuple[Table, str]]:
     """Yield the table of each job and link, and its result in words."""
     for job, link in dict.fromkeys((cell.job, cell.link) for cell in run.cells):
         cells = {cell.method: cell for cell in run.cells if (cell.job, cell.link) == (job, link)}
-        table = Table(
-            title=f"{job}, {link}, {run.nodes} nodes x {run.ranks_per_node} ranks: the ceiling", title_justify="left"
-        )
+        table = Table(title=f"{job}, {link}, {run.nodes} nodes x {run.ranks_per_node} ranks: the ceiling", title_justify="left")
         for column in ("bytes", "MB sent", "step ms", "of linear scaling", "vs ddp"):
             table.add_column(column, justify="left" if column == "bytes" else "right")
         names = {"ddp": "plain DDP"} | {_fake(ratio): f"1/{ratio}" for ratio in RATIOS}
-        names |= {
-            _fake(FEW): "a few elements",
-            _same_bytes(): "as 4 bits, nothing computed",
-            _real(): "4 bits, computed",
-        }
+        names |= {_fake(FEW): "a few elements", _same_bytes(): "as 4 bits, nothing computed", _real(): "4 bits, computed"}
         for method, name in names.items():
             cell = cells[method]
             sent = "-" if cell.counted_bytes is None else f"{cell.counted_bytes / 1e6:.2f}"

@@ -12,17 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.campaigns.matrix_cells import (
-    AGGRESSIVE,
-    CANDIDATES,
-    EXACT,
-    METHODS,
-    POWERSGD,
-    RIVALS,
-    SAFE,
-    WINDOW,
-    MatrixCell,
-)
+from benchmarks.campaigns.matrix_cells import AGGRESSIVE, CANDIDATES, EXACT, METHODS, POWERSGD, RIVALS, SAFE, WINDOW, MatrixCell
 from benchmarks.campaigns.matrix_first import JUDGED_STEPS
 from gradwire.auto.trial import MOST_STEPS
 from gradwire.bench.names import UNLIMITED, check_job
@@ -114,9 +104,7 @@ def run_matrix(
     failures = []
     for nodes, job in dict.fromkeys((key.nodes, key.job) for key in _keys(request)):
         if request.again or _learning(request, nodes, job) is None:
-            say(
-                f"{job}, {nodes} nodes: DDP's {request.loss_steps} steps without a limit, for its loss and the estimate"
-            )
+            say(f"{job}, {nodes} nodes: DDP's {request.loss_steps} steps without a limit, for its loss and the estimate")
             asked = _learning_request(request, nodes, job)
             failures += _measure(asked, _learning_path(request, nodes, job), watch)
     missing = [key for key in _keys(request) if _learning(request, key.nodes, key.job) is not None]
@@ -141,9 +129,7 @@ def measured_cells(request: MatrixRequest) -> list[MatrixCell]:
     return cells
 
 
-def expected_seconds(
-    learning: BenchRun, gbps: float | None, turn_steps: int, goals: Mapping[str, int] | None = None
-) -> float:
+def expected_seconds(learning: BenchRun, gbps: float | None, turn_steps: int, goals: Mapping[str, int] | None = None) -> float:
     """The expected time of a cell, from steps without a limit. goals: by method, the number of steps in all."""
     seconds = START_S
     for name in METHODS:

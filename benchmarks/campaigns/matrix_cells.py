@@ -136,9 +136,7 @@ class MatrixCell:
     def first_steps(self) -> FirstSteps:
         """Auto "safe" from its first step."""
         candidates = [EXACT, *CANDIDATES[1:]]
-        return first_steps(
-            self.method(SAFE), *([self.method(name) for name in names] for names in (RIVALS, candidates))
-        )
+        return first_steps(self.method(SAFE), *([self.method(name) for name in names] for names in (RIVALS, candidates)))
 
     @property
     def target(self) -> float:

@@ -72,9 +72,7 @@ def _transformer(cells: Sequence[MatrixCell]) -> Iterator[Check]:
         yield Check(wanted, times, speedup.ratio >= least)
         part = cell.of_attainable(SAFE)
         wanted = f"there within {OF_ATTAINABLE} of attainable"
-        yield Check(
-            wanted, "unknown" if part is None else f"{part:.3f}", None if part is None else part <= OF_ATTAINABLE
-        )
+        yield Check(wanted, "unknown" if part is None else f"{part:.3f}", None if part is None else part <= OF_ATTAINABLE)
 
 
 def _first(cells: Sequence[MatrixCell]) -> Check:
@@ -92,9 +90,7 @@ def _first(cells: Sequence[MatrixCell]) -> Check:
 def _sooner(cells: Sequence[MatrixCell]) -> Check:
     """Check auto's most lossy class against torch's PowerSGD hook."""
     slow = [cell for cell in cells if cell.gbps in SLOW_GBPS]
-    wanted = (
-        "auto \"aggressive\" reaches DDP's loss sooner than torch's PowerSGD hook in every cell at 100 and 500 Mb/s"
-    )
+    wanted = "auto \"aggressive\" reaches DDP's loss sooner than torch's PowerSGD hook in every cell at 100 and 500 Mb/s"
     if not slow:
         return Check(wanted, "not measured", None)
     later = []
@@ -110,9 +106,7 @@ def _controls(cells: Sequence[MatrixCell]) -> Iterator[Check]:
     """Report the controls, which show how far the bench can be trusted. They have no wanted value."""
     if cells:
         ratios = [cell.speedup("ddp-again").ratio for cell in cells]
-        yield Check(
-            "control: DDP over DDP again, the same method twice", f"{min(ratios):.3f} to {max(ratios):.3f}", None
-        )
+        yield Check("control: DDP over DDP again, the same method twice", f"{min(ratios):.3f} to {max(ratios):.3f}", None)
         apart = max(cell.apart for cell in cells)
         yield Check(
             "control: losses of what should learn as DDP does, apart from DDP's without a limit by at most",

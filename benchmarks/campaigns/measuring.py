@@ -69,10 +69,7 @@ def request_from(options: argparse.Namespace, methods: Sequence[str], record: Pa
 
 
 def measure(
-    part: str,
-    arguments: Sequence[str],
-    methods: Sequence[str],
-    tables: Callable[[BenchRun], Iterable[tuple[Table, str]]],
+    part: str, arguments: Sequence[str], methods: Sequence[str], tables: Callable[[BenchRun], Iterable[tuple[Table, str]]]
 ) -> int:
     """Measure these methods as the arguments say. Print the tables, each with its text. Returns the exit status."""
     parser = options_parser(part)

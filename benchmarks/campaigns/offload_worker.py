@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
-from benchmarks.campaigns.sleeping import LayerTimes, SleepingAccelerator, SleepingModel
 from gradwire.bench.ranks import Ranks
+from gradwire.bench.sleeping import LayerTimes, SleepingAccelerator, SleepingModel
 from gradwire.core.launch import codes_on_cpu
 from gradwire.core.plan import Plan
 from gradwire.exchange.host_codec import OFFLOAD_WORKERS

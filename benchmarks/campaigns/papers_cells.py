@@ -157,15 +157,11 @@ def papers_verdict(cells: Sequence[PapersCell]) -> list[str]:
     errors = [abs(row.error) for cell in cells for row in cell.rows if row.error is not None]
     median, worst = statistics.median(errors), max(errors)
     lines = [
-        _line(
-            median <= MEDIAN_ERROR, f"median error at most {MEDIAN_ERROR:.0%}", f"{median:.1%} of {len(errors)} rows"
-        ),
+        _line(median <= MEDIAN_ERROR, f"median error at most {MEDIAN_ERROR:.0%}", f"{median:.1%} of {len(errors)} rows"),
         _line(worst <= WORST_ERROR, f"worst error at most {WORST_ERROR:.0%}", f"{worst:.1%}, {_worst_row(cells)}"),
     ]
     picked = [_predicted_fastest(cell) for cell in cells]
-    wanted = (
-        f"the system predicted fastest is within {PICKED_WITHIN - 1:.0%} of the fastest in {PICKED_CELLS:.0%} of cells"
-    )
+    wanted = f"the system predicted fastest is within {PICKED_WITHIN - 1:.0%} of the fastest in {PICKED_CELLS:.0%} of cells"
     lines.append(_share(picked, PICKED_CELLS, wanted))
     joint = [_joint_beside_fastest(cell) for cell in cells if JOINT in cell.measured]
     lines.append(_share(joint, 1.0, f"{JOINT} is the fastest, or within its interval, in every cell"))
@@ -179,9 +175,7 @@ def _line(holds: bool, wanted: str, found: str) -> str:
 def _share(picked: Sequence[_Picked], least: float, wanted: str) -> str:
     good = sum(each.within for each in picked)
     bad = "; ".join(
-        f"{each.cell}: {each.system} takes {each.over:.2f} times as long as {each.fastest}"
-        for each in picked
-        if not each.within
+        f"{each.cell}: {each.system} takes {each.over:.2f} times as long as {each.fastest}" for each in picked if not each.within
     )
     return _line(good >= least * len(picked) > 0, wanted, f"{good} of {len(picked)}{f' ({bad})' if bad else ''}")
 

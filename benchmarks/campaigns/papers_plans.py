@@ -121,8 +121,6 @@ def cd_sgd(found: Profiled) -> Plan:
 
     Ranks own the shards that the paper's parameter servers own.
     """
-    policy = Uniform(
-        OWN_SPECS[1], schedule=Delayed.cd_sgd(k=CD_SGD_PERIOD), scheme="CD-SGD", bucket_bytes=1, edge_bytes=1
-    )
+    policy = Uniform(OWN_SPECS[1], schedule=Delayed.cd_sgd(k=CD_SGD_PERIOD), scheme="CD-SGD", bucket_bytes=1, edge_bytes=1)
     infos = found.profile.tensor_infos(device_of(found.profile))
     return policy.plan(infos, found.cluster.world_size, found.cluster.ranks_per_node)

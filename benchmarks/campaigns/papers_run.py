@@ -108,17 +108,13 @@ class PapersKey(NamedTuple):
         return f"{self.nodes}x{self.ranks_per_node}-{self.job}-{self.link}{inside}.json"
 
 
-def run_papers(
-    request: PapersRequest, problem: str | None, watch: ProgressView, say: Callable[[str], None]
-) -> list[PapersCell]:
+def run_papers(request: PapersRequest, problem: str | None, watch: ProgressView, say: Callable[[str], None]) -> list[PapersCell]:
     """Measure the cells that are missing. Returns all that were asked for. `problem` is `emulation_problem()`.
 
     Raises TestbedError where no link can be emulated, or where a profiling fails, with what its ranks said.
     """
     if problem is not None:
-        raise TestbedError(
-            f"the papers' systems need links of known rates: {problem}. Run as root or allow user namespaces."
-        )
+        raise TestbedError(f"the papers' systems need links of known rates: {problem}. Run as root or allow user namespaces.")
     make_folder(request.folder)
     cells, missing = {}, []
     for key in request.cells():
@@ -162,9 +158,7 @@ def _measure(request: PapersRequest, key: PapersKey, watch: ProgressView) -> Pap
         cell = run.cell(key.job, key.link, methods[system])
         assert cell is not None
         timeline = simulate(plan, found.profile, found.cluster, found.costs)
-        rows.append(
-            _row(system, plan, timeline.step_us, timeline.sent_bytes / timeline.steps, cell, request.turn_steps)
-        )
+        rows.append(_row(system, plan, timeline.step_us, timeline.sent_bytes / timeline.steps, cell, request.turn_steps))
     return PapersCell(
         made=Made.now(),
         torch=importlib.metadata.version("torch"),

@@ -29,11 +29,7 @@ def run(arguments: list[str]) -> int:
 def phases_methods() -> list[str]:
     """The methods of the bench that `phases_tables` needs."""
     ways = [_policy(spec, schedule) for spec in SPECS for schedule in SCHEDULES]
-    return [
-        "floor",
-        "ddp",
-        *(method for way in ways for method in (_whole(way), _only("reduce", way), _only("gather", way))),
-    ]
+    return ["floor", "ddp", *(method for way in ways for method in (_whole(way), _only("reduce", way), _only("gather", way)))]
 
 
 def phases_tables(run: BenchRun) -> Iterator[tuple[Table, str]]:

@@ -120,9 +120,7 @@ def profiled(
     return Profiled(Profile.load(folder / "profile.json"), links, Costs.load(folder / "costs.json"), warned)
 
 
-def run_predict(
-    request: PredictRequest, problem: str | None, watch: ProgressView, save_to: Path | None = None
-) -> PredictRun:
+def run_predict(request: PredictRequest, problem: str | None, watch: ProgressView, save_to: Path | None = None) -> PredictRun:
     """Profile, predict and measure everything asked for. `problem` is `emulation_problem()`.
 
     With `save_to` the file is written after every group of cells. Raises TestbedError where no link can be emulated, or
@@ -150,9 +148,7 @@ def run_predict(
     return run
 
 
-def _group(
-    request: PredictRequest, job: str, link: str, folder: Path, watch: ProgressView
-) -> tuple[LinkFit, list[Predicted]]:
+def _group(request: PredictRequest, job: str, link: str, folder: Path, watch: ProgressView) -> tuple[LinkFit, list[Predicted]]:
     """One job over one link: profiled and predicted, then measured."""
     found = profiled(request.measured, job, link, request.specs, request.profile_steps, folder, watch)
     plans = {method: plan_of(method, found) for method in request.measured.methods}
@@ -161,9 +157,7 @@ def _group(
     plans[f"{GRADWIRE_PREFIX}{folder / 'plan.json'}"] = joint
     timelines = {method: simulate(plan, found.profile, found.cluster, found.costs) for method, plan in plans.items()}
     methods = tuple(plans)
-    measured = run_bench(
-        replace(request.measured, jobs=(job,), links=(link,), methods=methods, alone_steps=0), None, watch
-    )
+    measured = run_bench(replace(request.measured, jobs=(job,), links=(link,), methods=methods, alone_steps=0), None, watch)
     cells = []
     for method, timeline in timelines.items():
         cell = measured.cell(job, link, method)

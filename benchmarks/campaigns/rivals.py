@@ -27,9 +27,7 @@ def outer_of(name: str) -> tuple[int, float, float]:
     """
     library, _, every = name.removeprefix(RIVAL_PREFIX).partition("@")
     if library not in OUTER or not (every.isascii() and every.isdigit() and int(every) > 0):
-        raise FormatError(
-            f"there is no method {name[:300]!r}. Write {RIVAL_PREFIX}{TORCHFT}@30 to exchange every 30 steps."
-        )
+        raise FormatError(f"there is no method {name[:300]!r}. Write {RIVAL_PREFIX}{TORCHFT}@30 to exchange every 30 steps.")
     return int(every), *OUTER[library]
 
 

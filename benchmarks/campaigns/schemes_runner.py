@@ -97,16 +97,7 @@ def schemes_tables(run: SchemesRun) -> Iterator[Table]:
     for nbytes in dict.fromkeys(exchange.nbytes for exchange in measured.exchanges):
         title = f"{size_name(nbytes)}, {cluster.nodes} nodes x {cluster.ranks_per_node} ranks, {run.link} between nodes"
         table = Table(title=title, title_justify="left")
-        for column in (
-            "scheme",
-            "flat ms",
-            "predicted",
-            "inter MB",
-            "hierarchical ms",
-            "predicted",
-            "inter MB",
-            "hier. gains",
-        ):
+        for column in ("scheme", "flat ms", "predicted", "inter MB", "hierarchical ms", "predicted", "inter MB", "hier. gains"):
             table.add_column(column, justify="left" if column == "scheme" else "right")
         best = min(median_us(exchange) for exchange in measured.exchanges if exchange.nbytes == nbytes)
         for scheme in SCHEMES:
@@ -129,9 +120,7 @@ def schemes_tables(run: SchemesRun) -> Iterator[Table]:
 def verdict(run: SchemesRun) -> str:
     """Describe the quality of the model; '' if no bucket is large enough."""
     errors = {
-        f"{e.scheme}{' hierarchical' * e.hierarchical}, {size_name(e.nbytes)}": run.measured.predicted_us(e)
-        / median_us(e)
-        - 1
+        f"{e.scheme}{' hierarchical' * e.hierarchical}, {size_name(e.nbytes)}": run.measured.predicted_us(e) / median_us(e) - 1
         for e in run.measured.exchanges
         if e.nbytes >= LARGE
     }

@@ -70,11 +70,7 @@ def main(path: str) -> None:
     found = _measured_in_turns(work, ranks)
     if ranks.rank == 0:
         SchemesRecord(
-            cluster=fits.cluster,
-            costs=costs,
-            problems=tuple(fits.problems),
-            start_us=start_us,
-            exchanges=tuple(found.values()),
+            cluster=fits.cluster, costs=costs, problems=tuple(fits.problems), start_us=start_us, exchanges=tuple(found.values())
         ).save(work.result)
     ranks.meet()
     ranks.close()

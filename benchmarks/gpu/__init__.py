@@ -89,9 +89,7 @@ def run_section(job: Job) -> bool:
     command = [sys.executable, "-m", "benchmarks.gpu.section", job.to_json()]
     with tempfile.TemporaryFile() as output:
         # a session of its own, so that everything that it starts can be ended at once
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, cwd=ROOT, env=environment(), start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, env=environment(), start_new_session=True)
         why = "interrupted"
         try:
             code = process.wait(timeout=max(0.0, job.until - time.time()))

@@ -9,15 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.findings import MEASURED, SKIPPED, Job
-from benchmarks.gpu.training import (
-    LARGE_PLANS,
-    free_port,
-    init_group,
-    large_backward,
-    large_model,
-    parallelized,
-    synchronize,
-)
+from benchmarks.gpu.training import LARGE_PLANS, free_port, init_group, large_backward, large_model, parallelized, synchronize
 
 
 def codec_kernels() -> set[str]:

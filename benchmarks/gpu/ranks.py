@@ -34,8 +34,7 @@ GRACE = 5.0
 def tensors(rank: int, device: str) -> dict[str, torch.Tensor]:
     """One rank's tensors."""
     return {
-        f"t{n}": torch.randn(n, n + 1, generator=torch.Generator().manual_seed(10 * n + rank)).to(device)
-        for n in (3, 130, 700)
+        f"t{n}": torch.randn(n, n + 1, generator=torch.Generator().manual_seed(10 * n + rank)).to(device) for n in (3, 130, 700)
     }
 
 

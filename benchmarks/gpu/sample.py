@@ -7,15 +7,7 @@ from collections import Counter
 from types import FrameType
 
 from benchmarks.gpu.findings import MEASURED, Job
-from benchmarks.gpu.training import (
-    LARGE_PLANS,
-    free_port,
-    init_group,
-    large_backward,
-    large_model,
-    parallelized,
-    synchronize,
-)
+from benchmarks.gpu.training import LARGE_PLANS, free_port, init_group, large_backward, large_model, parallelized, synchronize
 
 KEPT = 30
 """So many of the most frequent places are kept."""

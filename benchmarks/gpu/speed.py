@@ -27,11 +27,5 @@ def run(job: Job) -> None:
                     found = {name: round(value, 3) for name, value in times._asdict().items()}
                     gbps = round(numel * 4e-3 / times.us, 1)
                     job.write(
-                        f"{entry.spec!r} {call}",
-                        MEASURED,
-                        mb=megabytes,
-                        spec=repr(entry.spec),
-                        call=call,
-                        gbps=gbps,
-                        **found,
+                        f"{entry.spec!r} {call}", MEASURED, mb=megabytes, spec=repr(entry.spec), call=call, gbps=gbps, **found
                     )

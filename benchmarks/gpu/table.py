@@ -37,11 +37,7 @@ def reason_of(row: dict[str, Any]) -> str:
 
 def ratios(rows: list[dict[str, Any]]) -> list[str]:
     """Speed as a part of a copy's, for each spec and size."""
-    speeds = {
-        (row["spec"], row["mb"], row["call"]): row["ratio"]
-        for row in rows
-        if row["section"] == "speed" and "ratio" in row
-    }
+    speeds = {(row["spec"], row["mb"], row["call"]): row["ratio"] for row in rows if row["section"] == "speed" and "ratio" in row}
     if not speeds:
         return []
     sizes = sorted({mb for _, mb, _ in speeds}, reverse=True)

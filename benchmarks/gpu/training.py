@@ -63,9 +63,7 @@ def trained(plan: Spec | gw.Policy | None, device: str, width: int, layers: int,
     watch: in the last backward, an operation for which the host would wait for the GPU raises RuntimeError.
     """
     torch.manual_seed(0)
-    parts = [
-        m for _ in range(layers) for m in (torch.nn.Linear(width, width), torch.nn.LayerNorm(width), torch.nn.GELU())
-    ]
+    parts = [m for _ in range(layers) for m in (torch.nn.Linear(width, width), torch.nn.LayerNorm(width), torch.nn.GELU())]
     model = torch.nn.Sequential(*parts).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with parallelized(model, plan, optimizer):

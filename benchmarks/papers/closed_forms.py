@@ -131,9 +131,7 @@ def all_reduce_us(world_size: int, elements: float, alpha_us: float, us_per_elem
     )
 
 
-def max_speedup(
-    world_size: int, forward_us: float, backward_us: float, reduce_scatter_us: float, all_gather_us: float
-) -> float:
+def max_speedup(world_size: int, forward_us: float, backward_us: float, reduce_scatter_us: float, all_gather_us: float) -> float:
     """Throughput of all ranks over that of one, at most, when exchanges overlap perfectly. DeAR, equation 6.
 
     The paper takes reduce-scatter and all-gather as gradient bytes over bandwidth each, without startup.
@@ -152,9 +150,7 @@ def max_speedup(
 
 def dear_us(forward_us: float, backward_us: float, reduce_scatter_us: float, all_gather_us: float) -> float:
     """DeAR: reduce-scatter under backward, all-gather under the next forward. DeAR, equation 7; the denominator of equation 6."""
-    _times(
-        forward_us=forward_us, backward_us=backward_us, reduce_scatter_us=reduce_scatter_us, all_gather_us=all_gather_us
-    )
+    _times(forward_us=forward_us, backward_us=backward_us, reduce_scatter_us=reduce_scatter_us, all_gather_us=all_gather_us)
     return max(forward_us, all_gather_us) + max(backward_us, reduce_scatter_us)
 
 

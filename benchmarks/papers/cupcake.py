@@ -73,9 +73,7 @@ def algorithm_1(
 
 def _proven(costs: FusionCosts) -> bool:
     used = (costs.encode, costs.exchange, costs.decode)
-    return all(isinstance(cost, AffineCost) for cost in used) and (
-        costs.decoding == "lumped" or costs.decode.us_per_byte == 0
-    )
+    return all(isinstance(cost, AffineCost) for cost in used) and (costs.decoding == "lumped" or costs.decode.us_per_byte == 0)
 
 
 class _Algorithm1:
@@ -101,9 +99,7 @@ class _Algorithm1:
         self.calls += 1
         start = ends[-1] if ends else 0
         delay_us = link_us - comp_us
-        whole_us = max(link_us, comp_us + self._compute_us(start, self.tensors)) + self._exchange_us(
-            start, self.tensors
-        )
+        whole_us = max(link_us, comp_us + self._compute_us(start, self.tensors)) + self._exchange_us(start, self.tensors)
         whole_us += self.costs.after(self.total_bytes[-1] - self.total_bytes[start])
         if whole_us < self.best.step_us:
             self.best = Fusion((*ends, self.tensors), whole_us)

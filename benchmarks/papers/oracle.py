@@ -29,12 +29,7 @@ def brute_force(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fu
     # each bucket's codec and link time, by start and end, so that the many partitions only add
     buckets = [
         [
-            (
-                end,
-                ready_us[end],
-                costs.of_compute(total - total_bytes[start]),
-                costs.exchange(total - total_bytes[start]),
-            )
+            (end, ready_us[end], costs.of_compute(total - total_bytes[start]), costs.exchange(total - total_bytes[start]))
             for end, total in enumerate(total_bytes)
             if end > start
         ]
@@ -67,9 +62,7 @@ def pareto(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionC
     check_tensors(backward_us, nbytes)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
     tensors = len(nbytes)
-    fronts: list[list[tuple[float, float, tuple[int, ...]]]] = [
-        [(0.0, 0.0, ())]
-    ]  # (link_us, codec_us, ends) by tensors
+    fronts: list[list[tuple[float, float, tuple[int, ...]]]] = [[(0.0, 0.0, ())]]  # (link_us, codec_us, ends) by tensors
     best = Fusion((), math.inf)
     for end in range(1, tensors + 1):
         reached = []

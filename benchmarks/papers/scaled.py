@@ -61,9 +61,7 @@ def gpt2(bert: Profile, backward_us: float) -> Profile:
     stretch = backward_us / sum(us for _, _, us in rows)
     forward = sum(t.forward_us or 0.0 for t in bert.tensors) / sum(t.backward_us for t in bert.tensors)
     tensors = tuple(
-        TensorProfile(
-            name=name, shape=(numel,), dtype="float32", backward_us=stretch * us, forward_us=forward * stretch * us
-        )
+        TensorProfile(name=name, shape=(numel,), dtype="float32", backward_us=stretch * us, forward_us=forward * stretch * us)
         for name, numel, us in rows
     )
     return msgspec.structs.replace(bert, model="GPT-2, made by scaling", tensors=tensors)

@@ -56,9 +56,7 @@ def reduced() -> dict[str, Any]:
     objects: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(objects, dist.get_rank(), group=group)
     told["objects"] = objects
-    told["specs"] = {
-        str(bucket.main_spec) for each in group._exchanges.values() if each for bucket in each.plan.buckets
-    }
+    told["specs"] = {str(bucket.main_spec) for each in group._exchanges.values() if each for bucket in each.plan.buckets}
     end(group)
     return told
 

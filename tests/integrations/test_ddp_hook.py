@@ -563,8 +563,6 @@ def planned_for_names(path: str) -> int:
 
 
 def test_a_plans_file_fits_the_model_inside_ddp(worlds: Worlds, tmp_path: Path) -> None:
-    infos = [
-        gw.TensorInfo(name, tuple(each.shape), "float32") for name, each in reversed([*plain().named_parameters()])
-    ]
+    infos = [gw.TensorInfo(name, tuple(each.shape), "float32") for name, each in reversed([*plain().named_parameters()])]
     gw.Policy(default=gw.QSGD(bits=4)).plan(infos).save(tmp_path / "plan.json")
     assert worlds.run(2, planned_for_names, str(tmp_path / "plan.json")) == [3, 3]

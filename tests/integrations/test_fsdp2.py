@@ -174,9 +174,7 @@ def gathered(parameters: gw.Spec, **options: Any) -> tuple[float, bool]:
     return error.item(), torch.equal(before, whole(model)) and torch.equal(outputs[1], other)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "limit"), [(gw.Identity(), 0.0), (gw.Cast(), 1e-3), (gw.QSGD(bits=8), 0.05)], ids=repr
-)
+@pytest.mark.parametrize(("parameters", "limit"), [(gw.Identity(), 0.0), (gw.Cast(), 1e-3), (gw.QSGD(bits=8), 0.05)], ids=repr)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_forward_weights_are_rounded_and_the_sharded_ones_exact(
     worlds: Worlds, ranks: int, parameters: gw.Spec, limit: float
@@ -280,9 +278,7 @@ class Heads(nn.Module):
 class Fsdp:
     """A model under FSDP2 with gradwire's exchanges; its gradients added up over steps."""
 
-    def __init__(
-        self, sizes: tuple[int, ...], spec: gw.Spec | None, parameters: gw.Spec | None, **options: Any
-    ) -> None:
+    def __init__(self, sizes: tuple[int, ...], spec: gw.Spec | None, parameters: gw.Spec | None, **options: Any) -> None:
         self.model = fully_shard(Heads(*sizes), **options)
         self.exchanges = fsdp2.compress(self.model, spec, parameters) if spec is not None else None
         self.sums: dict[str, torch.Tensor] = {}
@@ -346,9 +342,7 @@ def test_a_part_that_is_frozen_later_keeps_its_residuals(worlds: Worlds) -> None
 
 def resharded(parameters: gw.Spec) -> float:
     """The largest difference from FSDP2's own gradients where backward gathers from two of four ranks."""
-    runs = [
-        Fsdp((5,), spec, given, reshard_after_forward=2) for spec, given in ((None, None), (gw.Identity(), parameters))
-    ]
+    runs = [Fsdp((5,), spec, given, reshard_after_forward=2) for spec, given in ((None, None), (gw.Identity(), parameters))]
     for run in runs:
         for step in range(3):
             run.step(step, 0)

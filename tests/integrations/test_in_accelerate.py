@@ -34,9 +34,7 @@ class Run:
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-        self.accelerator = Accelerator(
-            cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=accumulate
-        )
+        self.accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=accumulate)
         self.plan, self.features = plan, features
         self.prepare()
 
@@ -57,9 +55,7 @@ class Run:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
         objects = model, optimizer, loader, schedule
-        prepared = (
-            self.accelerator.prepare(*objects) if plan is None else prepare(self.accelerator, *objects, plan=plan)
-        )
+        prepared = self.accelerator.prepare(*objects) if plan is None else prepare(self.accelerator, *objects, plan=plan)
         self.model, self.optimizer, self.loader, self.schedule = prepared
 
     def train(self, batches: int, skip: int = 0) -> float:

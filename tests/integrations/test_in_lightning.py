@@ -117,9 +117,7 @@ def learned(folder: str, plan: Any) -> float:
 
 
 def test_the_loss_is_that_of_ddp_with_4_bits(framework_worlds: Worlds, tmp_path: Path) -> None:
-    ddp, ours = (
-        framework_worlds.run(2, learned, str(tmp_path), plan, deadline_s=300.0)[0] for plan in (None, gw.QSGD(bits=4))
-    )
+    ddp, ours = (framework_worlds.run(2, learned, str(tmp_path), plan, deadline_s=300.0)[0] for plan in (None, gw.QSGD(bits=4)))
     assert ddp < 1.2
     assert ours == pytest.approx(ddp, rel=0.01)
 

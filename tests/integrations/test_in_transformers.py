@@ -67,9 +67,7 @@ def trained(folder: str, plan: Any, arguments: dict[str, Any], resume: str | Non
     told["history"] = trainer.state.log_history
     told["loss"] = trainer.evaluate()["eval_loss"]
     if callback is not None:
-        told["residuals"] = {
-            key: digest([value]) for key, value in callback.handle.state_dict().items() if "residual" in key
-        }
+        told["residuals"] = {key: digest([value]) for key, value in callback.handle.state_dict().items() if "residual" in key}
     return told
 
 

@@ -113,9 +113,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(raw(a[~a.isnan()]), raw(b[~b.isnan()]))
 
 
-def run_qsgd(
-    way: Way, x: torch.Tensor, segments: Segments, block: int, scale: str, rounding: str
-) -> dict[str, torch.Tensor]:
+def run_qsgd(way: Way, x: torch.Tensor, segments: Segments, block: int, scale: str, rounding: str) -> dict[str, torch.Tensor]:
     """Everything the kernels make of x, by name."""
     size, k = payload_bytes(segments, block, scale), way.kernels
     out = {
@@ -240,9 +238,7 @@ def test_a_cast_is_torchs_own(way: Way, wire: torch.dtype) -> None:
 @way
 @pytest.mark.parametrize("scale", ["max", "minmax", "l2"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_block_with_something_not_finite_decodes_to_nan_and_keeps_its_residual(
-    way: Way, scale: str, bad: float
-) -> None:
+def test_a_block_with_something_not_finite_decodes_to_nan_and_keeps_its_residual(way: Way, scale: str, bad: float) -> None:
     x = torch.randn(300, generator=torch.Generator().manual_seed(4))
     x[130] = bad
     out = run_qsgd(way, x, whole(300, 4), 128, scale, "stochastic")
@@ -348,9 +344,7 @@ def test_cutting_a_tensor_at_block_borders_changes_no_code(way: Way, scale: str,
     order = [2, 0, 4, 1, 3]
     flat = torch.cat([x[slice(*pieces[i])] for i in order])
     offsets = itertools.accumulate((pieces[i][1] - pieces[i][0] for i in order), initial=0)
-    rows = [
-        Segment(at, pieces[i][1] - pieces[i][0], 1, pieces[i][0], bits) for at, i in zip(offsets, order, strict=False)
-    ]
+    rows = [Segment(at, pieces[i][1] - pieces[i][0], 1, pieces[i][0], bits) for at, i in zip(offsets, order, strict=False)]
     decoded, residual, _ = encode_decode(flat, Segments.of(rows))
     back = dict(zip(order, rows, strict=True))
     for whole_one, mixed in ((at_once[0], decoded), (at_once[1], residual)):
@@ -596,9 +590,7 @@ def forgetful() -> Iterator[None]:
 
 
 @built
-def test_the_kernels_are_chosen_without_a_word_where_they_load(
-    forgetful: None, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_the_kernels_are_chosen_without_a_word_where_they_load(forgetful: None, recwarn: pytest.WarningsRecorder) -> None:
     assert kernels_for("cpu") is cpu
     assert list(recwarn) == []
 
@@ -613,9 +605,7 @@ def test_without_the_library_the_reference_runs_and_says_how_slow_it_is(
     assert torch.equal(out["decoded"], torch.ones(300))
 
 
-def test_a_library_that_does_not_load_is_not_an_error(
-    forgetful: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_library_that_does_not_load_is_not_an_error(forgetful: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "_native.so"
     broken.write_bytes(b"not a library")
     monkeypatch.setattr(native, "LIBRARY", broken)

@@ -51,9 +51,7 @@ class Method:
                 k.fp8_encode(x, residual, segments, block, self.name, payload)
         return payload
 
-    def decode(
-        self, way: Way, payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor
-    ) -> None:
+    def decode(self, way: Way, payload: torch.Tensor, segments: Segments, block: int, add: bool, dst: torch.Tensor) -> None:
         with way.chosen():
             if self.name == "natural":
                 way.kernels.natural_decode(payload, segments, block, add, dst)
@@ -81,9 +79,7 @@ class Method:
         self.decode(way, out["payload with residual"], segments, block, True, out["decoded and added"])
         return out
 
-    def __call__(
-        self, x: torch.Tensor, bits: int = 8, block: int = 128, seed: int = 3, way: Way = WAYS[-1]
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, bits: int = 8, block: int = 128, seed: int = 3, way: Way = WAYS[-1]) -> torch.Tensor:
         """x encoded and decoded as one tensor."""
         segments, decoded = whole(x.numel(), bits), torch.zeros(x.numel())
         self.decode(way, self.encode(way, x, None, segments, block, seed), segments, block, True, decoded)
@@ -278,9 +274,7 @@ def test_fp8_is_torchs_cast_of_the_scaled_block(name: str, dtype: torch.dtype, e
     normal = scaled.abs() >= torch.finfo(dtype).smallest_normal
     lost = (decoded - x).abs()
     assert bool((lost[normal] <= error * x.abs()[normal] * (1 + 1e-6)).all())
-    smallest = (
-        torch.finfo(dtype).smallest_normal * error
-    )  # half of the smallest subnormal: 2^-mantissa / 2 of the normal
+    smallest = torch.finfo(dtype).smallest_normal * error  # half of the smallest subnormal: 2^-mantissa / 2 of the normal
     assert bool((lost[~normal] <= smallest * (scale / largest)[~normal] * (1 + 1e-6)).all())
 
 
@@ -318,9 +312,7 @@ def test_wrong_sizes_are_refused_in_words() -> None:
         "block of 48": lambda: encode(block=48),
         "block of 16384": lambda: encode(block=16384),
         "impossible bits": lambda: exponential(1),
-        "residual must be": lambda: cpu.fp8_encode(
-            x, torch.ones(299), segments, 128, "e4m3", torch.zeros(right).byte()
-        ),
+        "residual must be": lambda: cpu.fp8_encode(x, torch.ones(299), segments, 128, "e4m3", torch.zeros(right).byte()),
         "sums in float32": lambda: cpu.fp8_decode(
             torch.zeros(right).byte(), segments, 128, "e5m2", True, torch.ones(300).bfloat16()
         ),

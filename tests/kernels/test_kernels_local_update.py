@@ -25,9 +25,7 @@ BY = {
 CASES = list(itertools.product(BY, DTYPES, (False, True), (False, True)))
 
 
-def run(
-    kernels: Any, by: LocalUpdate, tensors: list[torch.Tensor], squares: bool, mean: bool
-) -> dict[str, torch.Tensor]:
+def run(kernels: Any, by: LocalUpdate, tensors: list[torch.Tensor], squares: bool, mean: bool) -> dict[str, torch.Tensor]:
     weight, gradient, estimate, moment = tensors
     out = torch.full_like(weight, 7)
     kernels.local_update(weight, gradient, estimate if squares else None, moment if mean else None, by, out)

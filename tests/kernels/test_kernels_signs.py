@@ -61,9 +61,7 @@ def encode(way: Way, spec: Any, x: torch.Tensor, state: torch.Tensor | None, seg
     return payload
 
 
-def decode(
-    way: Way, spec: Any, payload: torch.Tensor, segments: Segments, add: bool, dst: torch.Tensor
-) -> torch.Tensor:
+def decode(way: Way, spec: Any, payload: torch.Tensor, segments: Segments, add: bool, dst: torch.Tensor) -> torch.Tensor:
     """dst, with what the payload holds."""
     with way.chosen():
         if isinstance(spec, SignSGD | Signum):
@@ -407,9 +405,7 @@ def test_compressors_hand_on_what_they_are_given(spec: Spec, dtype: torch.dtype)
 @pytest.mark.parametrize("spec", [SignSGD(), Signum()], ids=repr)
 def test_ranks_vote(spec: Spec) -> None:
     """As the two-phase exchange does it: decoded signs of all ranks are summed, and the sum's signs come back."""
-    votes = torch.tensor(
-        [[1.0, -1.0, -3.0, 0.5], [9.0, -1.0, 2.0, -0.5], [-2.0, -1.0, 1.0, -0.1], [-2.0, 1.0, 1.0, 0.0]]
-    )
+    votes = torch.tensor([[1.0, -1.0, -3.0, 0.5], [9.0, -1.0, 2.0, -0.5], [-2.0, -1.0, 1.0, -0.1], [-2.0, 1.0, 1.0, 0.0]])
     compressor, segments, total = compressor_for(spec), segments_of(spec, (4,)), torch.zeros(4)
     assert compressor.encodes_own_part
     payload, context = torch.zeros(1, dtype=torch.uint8), Context(STREAM)

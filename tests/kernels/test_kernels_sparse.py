@@ -186,18 +186,14 @@ def test_bytes_whatever_the_order(order: str) -> None:
     x = ORDERS[order](sum(numels))
     for dtype in DTYPES:
         for spec in (TopK(0.01), TopK(0.02, per="bucket"), DGC(0.001), BlockTopK(0.02)):
-            assert_all_alike(
-                lambda w, s=spec, d=dtype: run(w, x.to(d), one_after_another(numels), s), f"{spec} {dtype}"
-            )
+            assert_all_alike(lambda w, s=spec, d=dtype: run(w, x.to(d), one_after_another(numels), s), f"{spec} {dtype}")
     assert_all_alike(lambda w: run_random(w, x, one_after_another(numels), 0.01), "Random-k")
 
 
 @built
 @pytest.mark.parametrize(("sampled", "bad"), [(1e4, NAN), (1e4, INF), (NAN, INF), (NAN, NAN)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bytes_where_a_misleading_sample_meets_what_cannot_be_carried(
-    dtype: torch.dtype, sampled: float, bad: float
-) -> None:
+def test_bytes_where_a_misleading_sample_meets_what_cannot_be_carried(dtype: torch.dtype, sampled: float, bad: float) -> None:
     """The second search, below the sampled bound, reads the residual, which is not the sum where that is not finite."""
     x, old = heavy(20011, dtype), torch.zeros(20011)
     x[torch.arange(0, 20011, 19)[:90]] = sampled

@@ -30,9 +30,7 @@ __all__ = ["one_thread"]  # a fixture that every test here uses
 # ---- what is drawn
 
 
-def drawn(
-    way: Way, numel: int, ratio: float, stream: torch.Tensor = STREAM, segments: Segments | None = None
-) -> list[int]:
+def drawn(way: Way, numel: int, ratio: float, stream: torch.Tensor = STREAM, segments: Segments | None = None) -> list[int]:
     segments = segments or whole(numel, 0)
     payload, decoded = payload_of(RandomK(ratio, indices="own"), segments, torch.float32), torch.zeros(numel)
     with way.chosen():
@@ -91,9 +89,7 @@ def test_a_mean_of_draws_is_what_was_given(way: Way) -> None:
 # ---- indices
 
 
-@pytest.mark.parametrize(
-    ("k", "n"), [(0, 0), (1, 1), (1, 9), (3, 1000), (10, 1000), (333, 1000), (1000, 1000), (7, 70001)]
-)
+@pytest.mark.parametrize(("k", "n"), [(0, 0), (1, 1), (1, 9), (3, 1000), (10, 1000), (333, 1000), (1000, 1000), (7, 70001)])
 def test_indices_come_back_and_take_their_bytes(k: int, n: int) -> None:
     for seed in range(5):
         index = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:k].sort().values
@@ -236,9 +232,7 @@ def test_a_payload_may_begin_anywhere(way: Way) -> None:
 # ---- what is refused
 
 
-def topk(
-    x: torch.Tensor, size: int, ratio: float = 0.1, residual: torch.Tensor | None = None, numel: int = 300
-) -> None:
+def topk(x: torch.Tensor, size: int, ratio: float = 0.1, residual: torch.Tensor | None = None, numel: int = 300) -> None:
     cpu.topk_encode(x, residual, whole(numel, 0), ratio, False, 0.0, torch.zeros(size, dtype=torch.uint8))
 
 
@@ -247,9 +241,7 @@ def untopk(dst: torch.Tensor, size: int, add: bool = False) -> None:
 
 
 def dgc(residual: torch.Tensor | None, momentum: torch.Tensor | None) -> None:
-    cpu.dgc_encode(
-        torch.ones(300), residual, momentum, whole(300, 0), 0.1, 0.9, 0.0, torch.zeros(RIGHT, dtype=torch.uint8)
-    )
+    cpu.dgc_encode(torch.ones(300), residual, momentum, whole(300, 0), 0.1, 0.9, 0.0, torch.zeros(RIGHT, dtype=torch.uint8))
 
 
 def block(size: int, block: int = 64, first: int = 0) -> None:

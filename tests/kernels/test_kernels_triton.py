@@ -80,15 +80,11 @@ MEANS = list(itertools.product(DTYPES, ("max", "minmax", "l2"), (False, True)))
 
 
 @pytest.mark.parametrize(("dtype", "scale", "residual"), MEANS, ids=str)
-def test_qsgd_has_the_bytes_of_the_reference(
-    interpreter: Interpreter, dtype: torch.dtype, scale: str, residual: bool
-) -> None:
+def test_qsgd_has_the_bytes_of_the_reference(interpreter: Interpreter, dtype: torch.dtype, scale: str, residual: bool) -> None:
     which = MEANS.index((dtype, scale, residual))
     rows = [row._replace(bits=2 + (which + 3 * i) % 7) for i, row in enumerate(SPECIAL)]
     rounding = "nearest" if which % 4 == 1 else "stochastic"
-    interpreter.check(
-        run_qsgd, Case(awkward(dtype), rows, scale=scale, rounding=rounding, residual=residual, add=which % 2 == 0)
-    )
+    interpreter.check(run_qsgd, Case(awkward(dtype), rows, scale=scale, rounding=rounding, residual=residual, add=which % 2 == 0))
 
 
 @pytest.mark.parametrize("numel", [13, 64], ids=["partial blocks", "whole blocks"])

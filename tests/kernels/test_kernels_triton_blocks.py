@@ -235,9 +235,7 @@ def test_wrong_sizes_are_refused_in_words() -> None:
 def test_a_gpu_gives_the_bytes_of_the_reference(dtype: torch.dtype, method: str) -> None:
     large = torch.randn(2**20 + 1, generator=torch.Generator().manual_seed(9)).to(dtype)
     whole = [Segment(0, large.numel(), 1, 0, 6)]
-    for (x, rows), block, add in itertools.product(
-        ((awkward(dtype), SPECIAL), (large, whole)), (128, 1024), (False, True)
-    ):
+    for (x, rows), block, add in itertools.product(((awkward(dtype), SPECIAL), (large, whole)), (128, 1024), (False, True)):
         expected = run(reference, method, x, rows, block, add)
         found = run(kernels_for("cuda"), method, x.cuda(), rows, block, add)
         assert_alike(expected, {name: value.cpu() for name, value in found.items()})

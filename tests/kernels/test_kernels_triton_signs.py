@@ -52,9 +52,7 @@ MEANS = [(0, 0), (32, 1), (64, 2), (512, 1), (1024, 2), (0, 1), (0, 2)]
 
 @pytest.mark.parametrize(("block", "means"), MEANS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_signs_have_the_bytes_of_the_reference(
-    interpreter: Interpreter, dtype: torch.dtype, block: int, means: int
-) -> None:
+def test_signs_have_the_bytes_of_the_reference(interpreter: Interpreter, dtype: torch.dtype, block: int, means: int) -> None:
     with_state = (DTYPES.index(dtype) + MEANS.index((block, means))) % 2 == 0
     interpreter.check(run_signs, awkward(dtype), SPECIAL, block, means, with_state, block == 64)
 

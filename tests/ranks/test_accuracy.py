@@ -66,9 +66,7 @@ def test_weights_leave_the_applied_mean_unbiased_by_their_size() -> None:
     assert found["sixteen+weights"]["residual_norm"] < 0.3
 
 
-@pytest.mark.parametrize(
-    ("count", "error"), [(3, 0.190), (4, 0.1175), (7, 0.0440), (8, 0.0345), (15, 0.0108), (16, 0.0095)]
-)
+@pytest.mark.parametrize(("count", "error"), [(3, 0.190), (4, 0.1175), (7, 0.0440), (8, 0.0345), (15, 0.0108), (16, 0.0095)])
 def test_levels_have_the_least_error_of_so_many(count: int, error: float) -> None:
     """The errors are those of Max (1960), table I, for normal values, or a little less: each block has a scale of its own. The
     residual is orthogonal to the decoded values."""

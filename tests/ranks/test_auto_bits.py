@@ -466,9 +466,7 @@ def test_the_errors_of_both_encodes_count(worlds: Worlds, fields: dict[str, obje
     for name, row in taken.items():
         assert row == pytest.approx(found[name], rel=1e-4 if "scheme" in fields else 0.15, abs=1e-9), name
         # no number of bits looks better because it is the present one
-        assert (
-            4 < row[WIDTHS.index(3)] / row[WIDTHS.index(4)] < 7 and 4 < row[WIDTHS.index(4)] / row[WIDTHS.index(5)] < 7
-        )
+        assert 4 < row[WIDTHS.index(3)] / row[WIDTHS.index(4)] < 7 and 4 < row[WIDTHS.index(4)] / row[WIDTHS.index(5)] < 7
     if not fields:
         # where ranks cancel, the sum has little to lose; where they agree it loses as much as both
         share = {name: row[0] / row[-2] for name, row in taken.items()}

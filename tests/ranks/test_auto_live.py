@@ -141,12 +141,7 @@ def owe() -> tuple[list[float], bool, bool]:
             assert parameter.grad is not None
             received[name] += parameter.grad.double()
         for name in true:
-            held = (
-                residual_sum(handle.state_dict(), name)
-                .expand(true[name].numel())
-                .reshape(true[name].shape)
-                .contiguous()
-            )
+            held = residual_sum(handle.state_dict(), name).expand(true[name].numel()).reshape(true[name].shape).contiguous()
             dist.all_reduce(held)
             off.append(((received[name] + held - true[name]).norm() / true[name].norm()).item())
     handle.session.change_to(handle.session.plan_of(plans[0]))
@@ -415,9 +410,7 @@ def without_planner() -> tuple[bool, bool, int, int]:
             model(model.random_gradients(dist.get_rank(), number)).backward()
         means = model.mean_of(lambda r, s=number: model.random_gradients(r, s), dist.get_world_size())
         if number > 6:
-            same &= all(
-                torch.allclose(p.grad, m.float(), atol=1e-6) for p, m in zip(model.parameters(), means, strict=True)
-            )
+            same &= all(torch.allclose(p.grad, m.float(), atol=1e-6) for p, m in zip(model.parameters(), means, strict=True))
     told = same, encodes(handle.plan), len(handle.decisions), handle.plan.schedule.period
     handle.detach()
     return told

@@ -102,9 +102,7 @@ def uneven(schedule: gw.LocalSteps) -> tuple[str, int]:
     ],
     ids=repr,
 )
-def test_plans_change_to_local_steps_and_back_where_a_rank_has_no_batch(
-    worlds: Worlds, schedule: gw.LocalSteps
-) -> None:
+def test_plans_change_to_local_steps_and_back_where_a_rank_has_no_batch(worlds: Worlds, schedule: gw.LocalSteps) -> None:
     first, *others = worlds.run(3, uneven, schedule)
     assert all(other == first for other in others) and first[1] > 12
 

@@ -29,9 +29,7 @@ def engine(schedule: gw.Delayed, make_optimizer: Any, look: bool, plan: Any = No
     """Digests of W after each step, which are looked at in every step or only at the end, and of L after it."""
     model = make_model()
     optimizer = make_optimizer(model.parameters())
-    handle = gw.parallelize(
-        model, optimizer, plan=plan or gw.Uniform(gw.Identity(), schedule=schedule), process_group=here.group
-    )
+    handle = gw.parallelize(model, optimizer, plan=plan or gw.Uniform(gw.Identity(), schedule=schedule), process_group=here.group)
     after, own = [], []
     for step in range(STEPS):
         gradient(model, step, here.rank)
@@ -209,9 +207,7 @@ def clamping(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("over", "plain"), [(OverAliases, plain_sgd), (watched_by_aliases, clamping)])
-def test_who_writes_over_the_parameters_memory_writes_the_global_weights(
-    threads: Threads, over: Any, plain: Any
-) -> None:
+def test_who_writes_over_the_parameters_memory_writes_the_global_weights(threads: Threads, over: Any, plain: Any) -> None:
     for schedule in (SCHEDULES["no local step"], gw.Delayed(k=3, local_lr=0, warmup_steps=2)):
         expected = threads.run(2, engine, schedule, plain, False)
         assert threads.run(2, engine, schedule, over, False) == expected
@@ -258,9 +254,7 @@ def test_corrections_of_every_step_are_exact(threads: Threads) -> None:
     """OD-SGD with compressed buckets that are never used, and other corrections in their place."""
     schedule = gw.Delayed(k=1)
     expected = [digest(weights) for weights in reference(schedule, momentum, 2).history]
-    assert [
-        after for after, _ in threads.run(2, engine, schedule, momentum, True, gw.Uniform(FOUR_BITS, schedule=schedule))
-    ] == [
+    assert [after for after, _ in threads.run(2, engine, schedule, momentum, True, gw.Uniform(FOUR_BITS, schedule=schedule))] == [
         expected,
         expected,
     ]

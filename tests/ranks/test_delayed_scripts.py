@@ -224,9 +224,7 @@ class Odd(nn.Module):
 def odd() -> tuple[list[str], list[str], bool]:
     model = Odd()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
-    handle = gw.parallelize(
-        model, optimizer, plan=gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=4)), schedule="delayed")
-    )
+    handle = gw.parallelize(model, optimizer, plan=gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=4)), schedule="delayed"))
     rank, shown, buffers = dist.get_rank(), [], []
     unused = model.none.weight.detach().clone()
     for step in range(6):
@@ -236,9 +234,7 @@ def odd() -> tuple[list[str], list[str], bool]:
         optimizer.zero_grad()
         state = model.state_dict()
         shown.append(digest(value for name, value in state.items() if "norm.run" not in name))
-        buffers.append(
-            digest([state["norm.running_mean"], state["norm.running_var"], state["norm.num_batches_tracked"]])
-        )
+        buffers.append(digest([state["norm.running_mean"], state["norm.running_var"], state["norm.num_batches_tracked"]]))
     same = torch.equal(unused, model.none.weight) and model.none.weight not in optimizer.state
     handle.detach()
     return shown, buffers, same

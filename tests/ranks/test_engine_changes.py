@@ -134,9 +134,7 @@ def change_differently() -> str:
 def test_different_changes_are_refused_on_both(worlds: Worlds) -> None:
     first, second = worlds.run(2, change_differently)
     assert first == second
-    assert (
-        "rank 0 has ['0.weight', [9, 6], 'bfloat16', 'cpu'], rank 1 has ['0.weight', [9, 6], 'float64', 'cpu']" in first
-    )
+    assert "rank 0 has ['0.weight', [9, 6], 'bfloat16', 'cpu'], rank 1 has ['0.weight', [9, 6], 'float64', 'cpu']" in first
 
 
 def change_under_a_fixed_plan() -> str:

@@ -35,7 +35,5 @@ def step_with_a_changed_report(at_message: int) -> str:
 def test_a_report_that_was_changed_on_the_way_is_no_report(worlds: Worlds) -> None:
     first, second = worlds.run(2, step_with_a_changed_report, 2)
     assert "bytes of the control exchange at the end of backward, after bucket 0" in second
-    assert (
-        "changed on their way from rank 0 to rank 1: the checksum of what ranks tell each other does not fit" in second
-    )
+    assert "changed on their way from rank 0 to rank 1: the checksum of what ranks tell each other does not fit" in second
     assert "step 2: rank 0 waited for" in first and "rank 1 says: step 1" in first

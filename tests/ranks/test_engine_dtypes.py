@@ -32,9 +32,7 @@ def added_in_float32(dtype: torch.dtype, world_size: int, size: float = 1.0) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_identity_adds_narrow_gradients_in_float32(
-    threads: Threads, dtype: torch.dtype, scheme: str, world_size: int
-) -> None:
+def test_identity_adds_narrow_gradients_in_float32(threads: Threads, dtype: torch.dtype, scheme: str, world_size: int) -> None:
     plan = gw.Uniform(gw.Identity(), scheme=scheme, chunk_bytes=3000)
     results = threads.run(world_size, synchronise, dtype, plan)
     assert len({bits for _, bits in results}) == 1
@@ -56,9 +54,7 @@ def test_division_comes_before_the_sum(threads: Threads, scheme: str | None) -> 
     ("spec", "largest"),
     [(gw.QSGD(bits=8), 0.05), (gw.ErrorFeedback(gw.QSGD(bits=8)), 0.05), (gw.Cast("float16"), 0.01)],
 )
-def test_compressed_narrow_gradients(
-    threads: Threads, dtype: torch.dtype, scheme: str, spec: gw.Spec, largest: float
-) -> None:
+def test_compressed_narrow_gradients(threads: Threads, dtype: torch.dtype, scheme: str, spec: gw.Spec, largest: float) -> None:
     results = threads.run(3, synchronise, dtype, gw.Uniform(spec, scheme=scheme, chunk_bytes=3000))
     assert len({bits for _, bits in results}) == 1
     got = torch.cat([grad.float() for grad in results[0][0]])

@@ -97,9 +97,7 @@ def faults() -> Iterator[dict[str, list[Outcome]]]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_others_name_the_bucket_and_the_rank_within_the_timeout(
-    faults: dict[str, list[Outcome]], name: str
-) -> None:
+def test_the_others_name_the_bucket_and_the_rank_within_the_timeout(faults: dict[str, list[Outcome]], name: str) -> None:
     _, _, victim, _, step, *_ = FAULTS[name]
     for rank, outcome in enumerate(faults[name]):
         if rank == victim:
@@ -202,9 +200,7 @@ def raise_in_backward(plan: gw.Policy, buffers: bool, forward_before: bool) -> l
     [(False, False), (True, False), (False, True)],
     ids=["plain", "buffers", "forward before"],
 )
-def test_a_step_after_one_that_raised_is_refused(
-    worlds: Worlds, plan: gw.Policy, buffers: bool, forward_before: bool
-) -> None:
+def test_a_step_after_one_that_raised_is_refused(worlds: Worlds, plan: gw.Policy, buffers: bool, forward_before: bool) -> None:
     for first, second, threads in worlds.run(2, raise_in_backward, plan, buffers, forward_before):
         assert "2 of 4 gradients came" in first
         assert "an exception in it" in first

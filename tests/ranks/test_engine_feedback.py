@@ -121,9 +121,7 @@ def test_nothing_is_lost_in_steps_that_leave_a_parameter_out(
         assert max(off) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("spec", "scheme"), [(SPECS[0], "alltoall"), (gw.PowerSGD(rank=1, start_step=0), "allreduce")], ids=repr
-)
+@pytest.mark.parametrize(("spec", "scheme"), [(SPECS[0], "alltoall"), (gw.PowerSGD(rank=1, start_step=0), "allreduce")], ids=repr)
 def test_measuring_the_codec_takes_nothing_away(threads: Threads, spec: gw.Spec, scheme: str) -> None:
     for off, _ in threads.run(3, telescope, spec, scheme, torch.float32, True):
         assert max(off) < 1e-5
@@ -153,9 +151,7 @@ def resume(spec: gw.Spec, scheme: str, at: int, keep_plan: bool, residual_dtype:
                 handle.detach()
                 model = Shuffled(SIZES, seed=100 + rank)
                 model.load_state_dict(weights)
-                handle = gw.parallelize(
-                    model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, process_group=here.group
-                )
+                handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, process_group=here.group)
                 handle.load_state_dict(state)
             model.zero_grad()
             model(model.random_gradients(rank, step)).backward()
@@ -290,9 +286,7 @@ def poison(scheme: str, value: float, dtype: torch.dtype, residual_dtype: str = 
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather", "allreduce"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_stays_so_on_all_ranks(
-    threads: Threads, scheme: str, value: float, dtype: torch.dtype
-) -> None:
+def test_what_is_not_finite_stays_so_on_all_ranks(threads: Threads, scheme: str, value: float, dtype: torch.dtype) -> None:
     results = threads.run(2, poison, scheme, value, dtype)
     for found in results:
         assert found["made finite"] == found["in other steps"] == found["residuals"] == []
@@ -333,9 +327,7 @@ def scale_losses(spec: gw.Spec, scheme: str) -> tuple[list[int], str, bool]:
     ],
 )
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
-def test_a_loss_scaler_skips_the_same_steps_on_all_ranks(
-    worlds: Worlds, spec: gw.Spec, overflows: bool, scheme: str
-) -> None:
+def test_a_loss_scaler_skips_the_same_steps_on_all_ranks(worlds: Worlds, spec: gw.Spec, overflows: bool, scheme: str) -> None:
     results = worlds.run(2, scale_losses, spec, scheme)
     assert results[0] == results[1]
     skipped, _, finite = results[0]

@@ -159,9 +159,7 @@ def left_early(where: str, schedule: str) -> tuple[list[int], list[str], str, in
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("schedule", ["backward", "pipelined"])
-def test_a_step_that_was_left_before_its_first_gradient_is_void_on_all_ranks(
-    worlds: Worlds, where: str, schedule: str
-) -> None:
+def test_a_step_that_was_left_before_its_first_gradient_is_void_on_all_ranks(worlds: Worlds, where: str, schedule: str) -> None:
     """Else that rank would go on with its next batch beside others' last one, and the others would wait for it at the end."""
     (first, told, weights, steps), (second, _, others, _) = worlds.run(2, left_early, where, schedule)
     assert first == second == [0, 1, 2, 4, 5] and steps == 6

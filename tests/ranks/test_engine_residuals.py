@@ -203,9 +203,7 @@ NARROW_SOME = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("residual_dtype", NARROW)
-def test_narrow_gradients_and_other_stores_go_as_little_astray(
-    threads: Threads, dtype: torch.dtype, residual_dtype: str
-) -> None:
+def test_narrow_gradients_and_other_stores_go_as_little_astray(threads: Threads, dtype: torch.dtype, residual_dtype: str) -> None:
     for spec, scheme in NARROW_SOME:
         if not spec.owns_momentum:
             for worst, _ in threads.run(2, drift, spec, scheme, dtype, residual_dtype):
@@ -256,9 +254,7 @@ def test_a_run_may_go_on_with_another_residual_dtype(threads: Threads, before: s
 
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather", "allreduce"])
 @pytest.mark.parametrize("residual_dtype", NARROW)
-def test_what_is_not_finite_is_seen_by_all_and_remembered_by_none(
-    threads: Threads, scheme: str, residual_dtype: str
-) -> None:
+def test_what_is_not_finite_is_seen_by_all_and_remembered_by_none(threads: Threads, scheme: str, residual_dtype: str) -> None:
     for found in threads.run(2, poison, scheme, math.nan, torch.float32, residual_dtype):
         assert found["made finite"] == found["in other steps"] == found["residuals"] == []
 
@@ -283,9 +279,7 @@ def bad_step(spec: gw.Spec, scheme: str, residual_dtype: str, value: float) -> l
 
 @pytest.mark.parametrize(("spec", "scheme"), NARROW_SOME, ids=repr)
 @pytest.mark.parametrize("residual_dtype", NARROW)
-def test_a_bad_step_leaves_residuals_as_they_were(
-    threads: Threads, spec: gw.Spec, scheme: str, residual_dtype: str
-) -> None:
+def test_a_bad_step_leaves_residuals_as_they_were(threads: Threads, spec: gw.Spec, scheme: str, residual_dtype: str) -> None:
     for changed in threads.run(2, bad_step, spec, scheme, residual_dtype, math.nan):
         assert changed == []
 

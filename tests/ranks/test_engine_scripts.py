@@ -121,9 +121,7 @@ def zero_in_place_step(script: Script, step: int) -> None:
     script.optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "loop", [accumulate_with_no_sync, accumulate_without_no_sync, zero_in_place, clip, evaluate_between]
-)
+@pytest.mark.parametrize("loop", [accumulate_with_no_sync, accumulate_without_no_sync, zero_in_place, clip, evaluate_between])
 @pytest.mark.parametrize("plan", [None, gw.Uniform(gw.Identity(), scheme="alltoall", bucket_bytes=100, chunk_bytes=40)])
 def test_loops(worlds: Worlds, loop: Loop, plan: Any) -> None:
     assert_as_ddp(worlds, mlp, loop, plan)

@@ -57,9 +57,7 @@ def merged(states: list[State]) -> State:
 
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1), (1, 2)])
-def test_another_number_of_ranks_keeps_the_sum_of_residuals(
-    worlds: Worlds, scheme: str, before: int, after: int
-) -> None:
+def test_another_number_of_ranks_keeps_the_sum_of_residuals(worlds: Worlds, scheme: str, before: int, after: int) -> None:
     saved = merged(worlds.run(before, run, 3, scheme))
     ends = worlds.run(after, load, saved, scheme)
     expected, found = residuals(saved), residuals(merged([state for state, _, _ in ends]))

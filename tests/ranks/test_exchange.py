@@ -55,13 +55,9 @@ class Many(torch.nn.Module):
 
 def plans_of(spec: gw.Spec) -> dict[str, gw.Plan]:
     infos = [TensorInfo(f"t{at}", s, str(d)[6:]) for at, (s, d) in enumerate(zip(SHAPES, DTYPES, strict=True))]
-    named = {
-        name: each for name, each in COLLECTIVES.items() if (each.plain if not spec.encodes else each.carries(spec))
-    }
+    named = {name: each for name, each in COLLECTIVES.items() if (each.plain if not spec.encodes else each.carries(spec))}
     ranks = here.world_size
-    return {
-        name: gw.Uniform(spec, scheme=name, bucket_bytes=4000, chunk_bytes=2000).plan(infos, ranks) for name in named
-    }
+    return {name: gw.Uniform(spec, scheme=name, bucket_bytes=4000, chunk_bytes=2000).plan(infos, ranks) for name in named}
 
 
 def both_ways(spec: gw.Spec) -> dict[str, tuple[list[str], list[str]]]:
@@ -119,9 +115,7 @@ def vectors_in_payloads(spec: gw.Spec, scheme: str) -> tuple[bool, list[bool], s
             total = given(0)[name] * (1.0 / size)
             for other in range(1, size):
                 total = total + given(other)[name] * (1.0 / size)
-            exact.append(
-                torch.allclose(tensor, total, atol=1e-6) if scheme in ("ring", "tree") else torch.equal(tensor, total)
-            )
+            exact.append(torch.allclose(tensor, total, atol=1e-6) if scheme in ("ring", "tree") else torch.equal(tensor, total))
     return all(bucket.main_spec.encodes for bucket in plan.buckets), exact, digest(means.values())
 
 
@@ -142,9 +136,7 @@ def blocks_of_a_bucket() -> dict[str, list[str]]:
         found[blocks] = []
         for sizes in (SIZES, [sum(SIZES)]):
             parts = {f"t{at}": part.clone() for at, part in enumerate(values.split(sizes))}
-            policy = gw.Policy(
-                default=gw.QSGD(bits=3, block=32, blocks=blocks), scheme="allgather", exempt_vectors=False
-            )
+            policy = gw.Policy(default=gw.QSGD(bits=3, block=32, blocks=blocks), scheme="allgather", exempt_vectors=False)
             exchange = exchange_of(parts, plan=policy)
             exchange.average_(parts)
             assert len(exchange.plan.buckets) == 1
@@ -264,9 +256,7 @@ def whole_buckets(spec: gw.Spec) -> tuple[list[bool], list[list[int]], int]:
 
 
 @pytest.mark.parametrize("spec", [gw.Identity(), gw.ErrorFeedback(gw.QSGD(bits=4))], ids=repr)
-def test_a_caller_may_count_steps_and_fill_whole_buckets_and_observers_do_not_meet(
-    threads: Threads, spec: gw.Spec
-) -> None:
+def test_a_caller_may_count_steps_and_fill_whole_buckets_and_observers_do_not_meet(threads: Threads, spec: gw.Spec) -> None:
     for alike, ((names, tasks), (names_of_two, tasks_of_two)), last in threads.run(2, whole_buckets, spec):
         assert alike == [True] * STEPS
         assert (names, names_of_two) == (10, 20) and tasks > 0 and tasks_of_two == 2 * tasks

@@ -47,9 +47,7 @@ def test_the_last_steps_are_kept() -> None:
     assert [step.step for step in steps] == [*range(2 * STEPS + 1, 3 * STEPS + 1)]
 
 
-def test_by_default_files_lie_in_a_folder_of_this_user_and_the_last_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_by_default_files_lie_in_a_folder_of_this_user_and_the_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRADWIRE_FLIGHT_DIR")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

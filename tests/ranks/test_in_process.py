@@ -33,9 +33,7 @@ def means(scheme: str) -> list[list[torch.Tensor]]:
     """Of each spec that the scheme runs, the means of all steps."""
     specs = carried(scheme)
     rules = [(f"{index}.*", spec) for index, spec in enumerate(specs)]
-    policy = gw.Policy(
-        default=specs[0], rules=rules, scheme=scheme, bucket_bytes=2000, chunk_bytes=900, exempt_vectors=False
-    )
+    policy = gw.Policy(default=specs[0], rules=rules, scheme=scheme, bucket_bytes=2000, chunk_bytes=900, exempt_vectors=False)
 
     def given(step: int) -> dict[str, torch.Tensor]:
         generator, pairs = seeded(step, here.rank), list(enumerate(zip(SHAPES, DTYPES, strict=True)))
@@ -227,9 +225,7 @@ def stalled(group: InProcessGroup, until: threading.Event) -> None:
 def test_a_rank_that_does_not_end_is_shown_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_process, "_AFTER_S", 0.1)
     until = threading.Event()
-    with pytest.raises(
-        TimeoutError, match=r"1 of 2 ranks did not end within 0.2 s\.\nrank 1 is here:[\s\S]*until\.wait"
-    ):
+    with pytest.raises(TimeoutError, match=r"1 of 2 ranks did not end within 0.2 s\.\nrank 1 is here:[\s\S]*until\.wait"):
         run_ranks(2, stalled, until, timeout_s=0.2)
     until.set()
 

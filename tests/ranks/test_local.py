@@ -274,6 +274,4 @@ def test_a_rank_that_died_is_named(schedule: gw.LocalSteps, words: str) -> None:
     with World(3, 6.0) as world:
         world.start(until_told, schedule)
         for rank, outcome in enumerate(world.collect(40.0, needed=[0, 2])):
-            assert rank == 1 or (outcome.kind == "returned" and "rank 1" in outcome.value and words in outcome.value), (
-                outcome
-            )
+            assert rank == 1 or (outcome.kind == "returned" and "rank 1" in outcome.value and words in outcome.value), outcome

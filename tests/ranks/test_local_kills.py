@@ -159,9 +159,7 @@ def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
     optimizer.zero_grad()
 
 
-def train(
-    spec: gw.Spec, schedule: gw.LocalSteps, folder: str = "", kill: LocalKill | None = None, begin: int = 0
-) -> LocalEnd:
+def train(spec: gw.Spec, schedule: gw.LocalSteps, folder: str = "", kill: LocalKill | None = None, begin: int = 0) -> LocalEnd:
     """Train to the end or to an error: from the checkpoint of a step, and with a rank that dies."""
     rank, seen = dist.get_rank(), []
     model, optimizer, handle = training(spec, schedule)
@@ -198,9 +196,7 @@ def train(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_kill_in_an_outer_exchange_is_told_and_loses_nothing(
-    worlds: Worlds, name: str, ranks: int, tmp_path: Path
-) -> None:
+def test_a_kill_in_an_outer_exchange_is_told_and_loses_nothing(worlds: Worlds, name: str, ranks: int, tmp_path: Path) -> None:
     schedule, chance = SCHEDULES[name], random.Random(f"{name} {ranks}")
     last = sum(schedule.begins_after(number) + schedule.delay <= STEPS for number in range(STEPS)) - 1
     kills = [

@@ -56,9 +56,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize(
-    "schedule", [gw.LocalSteps(every=4, delay=2), gw.LocalSteps(every=4, delay=1, mixing=0.5)], ids=repr
-)
+@pytest.mark.parametrize("schedule", [gw.LocalSteps(every=4, delay=2), gw.LocalSteps(every=4, delay=1, mixing=0.5)], ids=repr)
 def test_a_run_resumed_after_join_goes_on_bit_for_bit(worlds: Worlds, schedule: gw.LocalSteps) -> None:
     """The last exchange inside join() lands at once, so L does not take it up again."""
     for went_on, resumed in worlds.run(2, resumed_after_join, schedule):
@@ -96,9 +94,7 @@ def parts() -> tuple[list[str], bool, list[str]]:
         warnings.simplefilter("always")
         for step in range(24):
             for part in range(2):  # gradients of two batches are added up
-                model(
-                    torch.randn(8, 6, generator=seeded(step, part, rank)), branch=rank == 0
-                ).square().mean().backward()
+                model(torch.randn(8, 6, generator=seeded(step, part, rank)), branch=rank == 0).square().mean().backward()
             assert handle.clip_grad_norm_(1e9) > 0
             for optimizer in optimizers:
                 optimizer.step()
@@ -259,9 +255,7 @@ def test_what_a_void_exchange_sent_is_sent_once(worlds: Worlds) -> None:
     (first, far, words), (second, _, _) = worlds.run(2, void)
     assert first == second and "void on all ranks" in words
     assert far[2] == far[5] > 0, "the second exchange did not count"
-    assert far[8] / far[2] == pytest.approx(8.5 / 3, rel=0.05), (
-        "rank 1 has left one of nine steps of nearly equal gradients"
-    )
+    assert far[8] / far[2] == pytest.approx(8.5 / 3, rel=0.05), "rank 1 has left one of nine steps of nearly equal gradients"
 
 
 def detached() -> tuple[bool, bool]:

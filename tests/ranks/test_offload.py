@@ -13,7 +13,7 @@ import torch.distributed as dist
 from worlds import Worlds, digest
 
 import gradwire as gw
-from benchmarks.campaigns.sleeping import LayerTimes, SleepingAccelerator, SleepingCodec, SleepingModel
+from gradwire.bench.sleeping import LayerTimes, SleepingAccelerator, SleepingCodec, SleepingModel
 from gradwire.errors import GradwireError
 from gradwire.exchange.host_codec import HostCodec
 from gradwire.exchange.plans import info_of

@@ -32,9 +32,7 @@ ONE_ENCODE = 0.166
 """Relative error of 4 bits with blocks of 128 and their maximum, on Gaussian data; of 1003 elements it
 varies by a fifth."""
 SAMPLE = OPTIONS[6::9]
-TWO_ENCODES = (
-    "reducescatter:intra comp:cpu alltoall:inter decomp:cpu comp:cpu allgather:inter decomp:cpu allgather:intra"
-)
+TWO_ENCODES = "reducescatter:intra comp:cpu alltoall:inter decomp:cpu comp:cpu allgather:inter decomp:cpu allgather:intra"
 FOUR_ENCODES = (
     "comp:cpu alltoall:intra decomp:cpu comp:cpu alltoall:inter decomp:cpu comp:cpu allgather:inter decomp:cpu comp:cpu "
     "allgather:intra decomp:cpu"
@@ -253,9 +251,7 @@ def test_no_two_encodes_or_stores_draw_the_same_random_numbers() -> None:
 
 
 @pytest.mark.parametrize(("residual_dtype", "part"), [("bfloat16", 0.501), ("int8", 0.258)])
-@pytest.mark.parametrize(
-    "tasks", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, " ".join(COLLECTIVES["ring"].on("cpu"))]
-)
+@pytest.mark.parametrize("tasks", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, " ".join(COLLECTIVES["ring"].on("cpu"))])
 def test_narrow_residuals_of_options_are_small(tasks: str, residual_dtype: str, part: float) -> None:
     def nbytes(dtype: str) -> int:
         ranks = Ranks(plan_for(tasks.split(), SPEC, (50_003,), residual_dtype=dtype), TWO_BY_TWO, (50_003,))
@@ -265,9 +261,7 @@ def test_narrow_residuals_of_options_are_small(tasks: str, residual_dtype: str, 
 
 
 @pytest.mark.parametrize("residual_dtype", LOST)
-@pytest.mark.parametrize(
-    "before", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, " ".join(COLLECTIVES["ring"].on("cpu"))]
-)
+@pytest.mark.parametrize("before", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, " ".join(COLLECTIVES["ring"].on("cpu"))])
 @pytest.mark.parametrize("after", [TWO_ENCODES, FOUR_ENCODES, ROOTED, " ".join(COLLECTIVES["tree"].on("cpu"))])
 def test_nothing_is_lost_from_one_option_to_another(before: str, after: str, residual_dtype: str) -> None:
     """Nor when the sum of some elements is void, nor by saving and loading in between."""
@@ -438,9 +432,7 @@ def test_a_resumed_run_repeats_a_hierarchical_one(threads: Threads, tasks: str, 
 PLAIN = gw.Identity()
 
 
-def train(
-    scheme: str, spec: gw.Spec = PLAIN, schedule: Any = "backward"
-) -> tuple[list[torch.Tensor], tuple[int, int, int]]:
+def train(scheme: str, spec: gw.Spec = PLAIN, schedule: Any = "backward") -> tuple[list[torch.Tensor], tuple[int, int, int]]:
     with on_grid(ranks_per_node=2):
         model = built(0, lambda: nn.Sequential(nn.Linear(30, 41), nn.Tanh(), nn.Linear(41, 3)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -477,8 +469,7 @@ def test_uncompressed_corrections_travel_by_a_hierarchical_option(threads: Threa
     """With a correction in every step nothing is compressed."""
     delayed, lossy = gw.Delayed(k=1), gw.QSGD(bits=2)
     flat, nested, usual = (
-        threads.run(4, train, *how)
-        for how in (("allreduce", gw.Identity(), delayed), (scheme, lossy, delayed), (scheme, lossy))
+        threads.run(4, train, *how) for how in (("allreduce", gw.Identity(), delayed), (scheme, lossy, delayed), (scheme, lossy))
     )
     for (weights, _), (others, _), (rough, _) in zip(flat, nested, usual, strict=True):
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(weights, others, strict=True))

@@ -177,9 +177,7 @@ def renormed(name: str) -> tuple[float, list[str]]:
             optimizer.step()
         handle.flush()
     handle.detach()
-    return float(model.weight.norm(dim=1).max()), [
-        str(each.message) for each in caught if "was changed" in str(each.message)
-    ]
+    return float(model.weight.norm(dim=1).max()), [str(each.message) for each in caught if "was changed" in str(each.message)]
 
 
 def test_weights_that_forward_changes_are_warned_of_where_they_are_lost(worlds: Worlds) -> None:

@@ -205,9 +205,7 @@ def test_an_entry_point_that_cannot_be_loaded_is_named_with_its_package(broken: 
         {group: {"half": "half_done:NOTHING"} for group in ("gradwire.specs", "gradwire.collectives")},
     )
     for error, ask in ((SpecError, lambda: spec_from_dict({"id": "half"})), (PlanError, lambda: collective("half"))):
-        with pytest.raises(
-            error, match=r"half = 'half_done:NOTHING' of gradwire\.\w+ in package half-done 0.1 .*half_done"
-        ):
+        with pytest.raises(error, match=r"half = 'half_done:NOTHING' of gradwire\.\w+ in package half-done 0.1 .*half_done"):
             ask()
     assert spec_from_dict({"id": "qsgd"}) == gw.QSGD() and collective("ring") is COLLECTIVES["ring"]
 
@@ -221,9 +219,7 @@ def test_one_name_in_two_packages_is_refused(broken: Path) -> None:
 
 def test_an_entry_point_with_another_name_is_refused(broken: Path) -> None:
     install("own_compressor", broken)
-    (broken / "gradwire_mulaw-0.1.dist-info" / "entry_points.txt").write_text(
-        "[gradwire.specs]\nlaw = gradwire_mulaw:MuLaw\n"
-    )
+    (broken / "gradwire_mulaw-0.1.dist-info" / "entry_points.txt").write_text("[gradwire.specs]\nlaw = gradwire_mulaw:MuLaw\n")
     entry_points._group.cache_clear()
     try:
         with pytest.raises(SpecError, match=r"law = 'gradwire_mulaw:MuLaw' .* differs"):
@@ -235,13 +231,9 @@ def test_an_entry_point_with_another_name_is_refused(broken: Path) -> None:
 
 def test_an_entry_point_with_another_name_than_the_collective_is_refused(broken: Path) -> None:
     lay_out(broken, "ours", {"gradwire.collectives": {"mine": "gradwire.core.collectives:COLLECTIVES"}})
-    with pytest.raises(
-        PlanError, match=r"mine = .* in package ours 0.1 .* must be a gradwire.core.collectives.Collective"
-    ):
+    with pytest.raises(PlanError, match=r"mine = .* in package ours 0.1 .* must be a gradwire.core.collectives.Collective"):
         collective("mine")
-    (broken / "renamed.py").write_text(
-        "from gradwire.core.collectives import COLLECTIVES\nRING = COLLECTIVES['ring']\n"
-    )
+    (broken / "renamed.py").write_text("from gradwire.core.collectives import COLLECTIVES\nRING = COLLECTIVES['ring']\n")
     lay_out(broken, "renamed", {"gradwire.collectives": {"round": "renamed:RING"}})
     entry_points._group.cache_clear()
     with pytest.raises(PlanError, match=r"round = 'renamed:RING' .* the collective's name is 'ring'"):
@@ -354,9 +346,7 @@ def test_words_that_nobody_has_are_refused_by_plans_and_policies() -> None:
         with pytest.raises(FormatError, match=r"option\[\d\] is 'pass:inter': .* one of comp, decomp, allreduce"):
             gw.Bucket(tensors=("w",), spec=gw.Identity(), option=option)
     absent = "No installed package has an entry point"
-    with pytest.raises(
-        FormatError, match=rf"scheme is 'rings'.*did you mean 'ring'.*{absent} 'rings' in gradwire.coll"
-    ):
+    with pytest.raises(FormatError, match=rf"scheme is 'rings'.*did you mean 'ring'.*{absent} 'rings' in gradwire.coll"):
         gw.Policy(default=gw.QSGD(), scheme="rings")
     for schedule in ("halfway", {"kind": "halfway"}):
         with pytest.raises(FormatError, match=rf"{absent} 'halfway' in gradwire.schedules"):

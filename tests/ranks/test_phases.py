@@ -175,13 +175,7 @@ def made_up() -> BenchRun:
     steps = {"floor": (100e3, 0), "ddp": (200e3, 4_000_000)}
     records = []
     for method in phases_methods():
-        usual = (
-            (112e3, None)
-            if "reduce-only" in method
-            else (145e3, None)
-            if "gather-only" in method
-            else (150e3, 8_000_000)
-        )
+        usual = (112e3, None) if "reduce-only" in method else (145e3, None) if "gather-only" in method else (150e3, 8_000_000)
         records.append(measured(method, *steps.get(method, usual)))
     record = WorkerRecord(
         job="mlp",

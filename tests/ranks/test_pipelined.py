@@ -20,9 +20,7 @@ SMALL = 2000
 
 
 def policy(spec: Any, schedule: str | gw.Pipelined) -> gw.Policy:
-    return gw.Uniform(
-        spec, schedule=schedule, scheme="alltoall", bucket_bytes=SMALL, edge_bytes=SMALL, chunk_bytes=1024
-    )
+    return gw.Uniform(spec, schedule=schedule, scheme="alltoall", bucket_bytes=SMALL, edge_bytes=SMALL, chunk_bytes=1024)
 
 
 class Tied(nn.Module):

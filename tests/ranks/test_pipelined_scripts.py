@@ -168,9 +168,7 @@ def change_groups(training: Training) -> None:
 
 
 def assign(training: Training) -> None:
-    training.model.load_state_dict(
-        {name: 0.5 * value for name, value in training.model.state_dict().items()}, assign=False
-    )
+    training.model.load_state_dict({name: 0.5 * value for name, value in training.model.state_dict().items()}, assign=False)
 
 
 # ---- between backward and step
@@ -182,9 +180,7 @@ def clip_by_torch(training: Training) -> None:
 
 def clip_a_list_of_its_own(training: Training) -> None:
     held = training.model.__dict__.setdefault("held", list(training.model.parameters()))
-    training.see(
-        nn.utils.clip_grad_norm_(held, 0.1), nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
-    )
+    training.see(nn.utils.clip_grad_norm_(held, 0.1), nn.utils.get_total_norm([p.grad for p in held if p.grad is not None]))
 
 
 def clip_by_handle(training: Training) -> None:

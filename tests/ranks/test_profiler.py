@@ -281,9 +281,7 @@ def test_the_slowest_rank_of_each_moment_counts() -> None:
 
 def test_what_codecs_leave_of_an_exchanges_cpu_time_is_shared_by_its_launches() -> None:
     tensors = [TensorProfile(name="w", shape=(4 * 2**20,), dtype="float32", backward_us=1.0)]
-    plan = gw.Uniform(gw.QSGD(bits=4)).plan(
-        Profile(model="m", batch=1, device="cpu", tensors=tensors).tensor_infos("cpu")
-    )
+    plan = gw.Uniform(gw.QSGD(bits=4)).plan(Profile(model="m", batch=1, device="cpu", tensors=tensors).tensor_infos("cpu"))
     cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 1.0), inter=Link(1.0, 1.0))
     costs = Costs(codecs=[CodecCosts(spec=gw.QSGD(bits=4), device="cpu", encode=[(0, 10.0)], decode=[(0, 5.0)])])
     assert [bucket.chunk_bytes for bucket in plan.buckets] == [8 * 2**20]
@@ -326,9 +324,7 @@ def test_a_poor_fit_is_told_with_numbers_and_a_cure_and_a_flat_one_refused() -> 
     grid, line = Grid.even(2, 1, 0), [(1e3, 10.0), (1e4, 20.0), (1e5, 120.0), (1e6, 1120.0)]
     bent = [(1e3, 10.0), (1e4, 90.0), (1e5, 300.0), (1e6, 500.0), (2e6, 9000.0)]
     problems = measured_links({"inter": bent, "allreduce": line}, grid).problems
-    assert (
-        len(problems) == 1 and "inter link" in problems[0] and "Gb/s" in problems[0] and "Profile again" in problems[0]
-    )
+    assert len(problems) == 1 and "inter link" in problems[0] and "Gb/s" in problems[0] and "Profile again" in problems[0]
     with pytest.raises(StepStateError, match="rate of the allreduce link cannot be found"):
         measured_links({"inter": line, "allreduce": [(size, 10.0 - size / 1e6) for size, _ in line]}, grid)
 
@@ -375,9 +371,7 @@ def test_a_curve_goes_between_times_that_no_curve_meets_and_needs_its_corners() 
         fitted = (low, (low + high) / 2, high)
         return sum(((us - fit) / us) ** 2 for (_, us), fit in zip(samples, fitted, strict=True))
 
-    assert errors(low, high) < min(
-        errors(low * a, high * b) for a in (0.99, 1, 1.01) for b in (0.99, 1, 1.01) if a * b != 1
-    )
+    assert errors(low, high) < min(errors(low * a, high * b) for a in (0.99, 1, 1.01) for b in (0.99, 1, 1.01) if a * b != 1)
     with pytest.raises(FormatError, match="no time was measured of"):
         fit_points(samples, [0, 70])
     with pytest.raises(FormatError, match="must be a time in microseconds"):
@@ -403,9 +397,7 @@ def test_the_errors_of_a_run_are_summed_up_and_its_file_round_trips() -> None:
         for predicted, measured in ((90.0, 100.0), (105.0, 100.0), (150.0, 100.0), (10.0, None))
     ]
     made = Made(host="h", date="d", command="c")
-    run = PredictRun(
-        made=made, torch="2", cores=2, nodes=2, ranks_per_node=1, profile_steps=5, steps=9, cells=tuple(cells)
-    )
+    run = PredictRun(made=made, torch="2", cores=2, nodes=2, ranks_per_node=1, profile_steps=5, steps=9, cells=tuple(cells))
     assert run.with_errors().median_error == pytest.approx(0.1)
     assert run.with_errors().worst_error == pytest.approx(0.5)
     assert "median 10.0 %, worst 50.0 %" in summary(run.with_errors())

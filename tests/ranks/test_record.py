@@ -181,17 +181,13 @@ def test_an_exchange_that_began_in_the_step_before_is_shown_from_the_beginning_o
 
     def times(began: float, ended: float, phase: int = 1) -> TaskTimes:
         coding = 0.1 * (ended - began)
-        return TaskTimes(
-            PhaseTask(0, 0, phase), option, began, ended, [(began, began + coding), (ended - coding, ended)]
-        )
+        return TaskTimes(PhaseTask(0, 0, phase), option, began, ended, [(began, began + coding), (ended - coding, ended)])
 
     before = [times(0.5, 0.9), times(0.99, 1.2), times(1.3, 1.5, 0)]
     own = [times(1.6, 1.8, 0), times(2.01, 2.2)]
     watched = Watched(Moments(1.0, 1.1, 1.4, [("w", 1.9)], [], 2.0), 0.0, before, own)
     timeline = measured_timeline(watched.moments(), "pipelined", 1, (0, 0, 0))
-    shown = [
-        (e.what, round(e.start_us), round(e.end_us), e.step) for e in timeline.events if e.resource == "intra link"
-    ]
+    shown = [(e.what, round(e.start_us), round(e.end_us), e.step) for e in timeline.events if e.resource == "intra link"]
     assert shown == [
         ("allgather", 11_000, 179_000, -1),
         ("alltoall", 320_000, 480_000, -1),

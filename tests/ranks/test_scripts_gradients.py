@@ -342,9 +342,7 @@ def own_gradients(average: bool, steps: int) -> list[str]:
         warnings.simplefilter("always")
         for step in range(steps):
             loss = model(batch(step)).square().mean()
-            for parameter, gradient in zip(
-                model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
-            ):
+            for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
                 if average:
                     dist.all_reduce(gradient)
                 parameter.grad = gradient

@@ -78,9 +78,7 @@ def trainings(module: ModuleType) -> list[Training]:
 
 
 SCRIPTS = [
-    training
-    for module in (test_scripts_gradients, test_scripts_loops, test_scripts_models)
-    for training in trainings(module)
+    training for module in (test_scripts_gradients, test_scripts_loops, test_scripts_models) for training in trainings(module)
 ]
 
 
@@ -321,9 +319,7 @@ def average_in_place() -> str:
     expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     with in_buckets():
         copying = gw.Exchange(expected, plan=gw.Uniform(gw.QSGD(bits=8)))
-    wrong = "buckets " * bool(exchange.stats().memory.gradient_bytes) + "none " * (
-        not copying.stats().memory.gradient_bytes
-    )
+    wrong = "buckets " * bool(exchange.stats().memory.gradient_bytes) + "none " * (not copying.stats().memory.gradient_bytes)
     exchange.average_()
     copying.average_()
     wrong += "other bits " * any(not torch.equal(tensors[name], each) for name, each in expected.items())

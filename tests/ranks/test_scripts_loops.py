@@ -146,9 +146,7 @@ def adversarial_inputs(library: Library) -> Ends:
     return everything(model)
 
 
-SECOND_FORWARD = (
-    "rank 0's buffers are written before a second forward, and autograd then refuses the first one's backward"
-)
+SECOND_FORWARD = "rank 0's buffers are written before a second forward, and autograd then refuses the first one's backward"
 
 
 @pytest.mark.parametrize(

@@ -198,9 +198,7 @@ def test_a_node_without_memory_uses_tcp_and_says_why(worlds: Worlds, how: str, r
     told = f"WARNING: ranks 2, 3 share a node and no memory, so their messages go by TCP: rank {refuser}: "
     assert words.startswith(told) and words.endswith(f". TCP takes longer. {SWITCH}=off keeps this quiet."), words
     if how == "another network":
-        assert (
-            "Connection refused by the Unix socket of rank 2. Ranks share memory inside one network namespace" in words
-        )
+        assert "Connection refused by the Unix socket of rank 2. Ranks share memory inside one network namespace" in words
     if how == "too little memory":
         need = "File too large. The 2 ranks of this node need 4.0 MiB of shared memory (2.0 MiB for each of 2 pairs"
         assert need in words
@@ -280,14 +278,8 @@ def memories(process: str) -> set[int]:
     """The inodes of memory of rings that a process has mapped, or open. Of none where it has ended."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
-        found = {
-            int(inode) for inode in re.findall(r"(\d+) +/memfd:gradwire", Path(f"/proc/{process}/maps").read_text())
-        }
-        found |= {
-            each.stat().st_ino
-            for each in Path(f"/proc/{process}/fd").iterdir()
-            if "memfd:gradwire" in os.readlink(each)
-        }
+        found = {int(inode) for inode in re.findall(r"(\d+) +/memfd:gradwire", Path(f"/proc/{process}/maps").read_text())}
+        found |= {each.stat().st_ino for each in Path(f"/proc/{process}/fd").iterdir() if "memfd:gradwire" in os.readlink(each)}
     return found
 
 
@@ -348,9 +340,7 @@ def kill_often(worlds_made: int, at_once: int, ranks: int, seed: int) -> None:
                 survivors.append(number % ranks)
                 victims = [rank for rank in range(ranks) if rank != number % ranks]
                 begin = chance.uniform(0.02, 0.2)
-                after_s = {
-                    victim: begin + place * chance.choice([0.0, 0.001, 0.02]) for place, victim in enumerate(victims)
-                }
+                after_s = {victim: begin + place * chance.choice([0.0, 0.001, 0.02]) for place, victim in enumerate(victims)}
                 world.start(trained_until_killed, plans[number % len(plans)], after_s)
             for survivor, world in zip(survivors, worlds, strict=True):
                 outcomes = world.collect(40)

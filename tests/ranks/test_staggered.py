@@ -39,9 +39,7 @@ def beside_recurrences(schedule: gw.Delayed) -> tuple[list[str], list[str], int]
     """W after each step by the recurrences and by the engine, and in how many steps of a period some bucket is corrected."""
     model = make_model()
     optimizer = momentum(model.parameters())
-    handle = gw.parallelize(
-        model, optimizer, plan=gw.Uniform(TWO_BITS, schedule=schedule, **SMALL), process_group=here.group
-    )
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(TWO_BITS, schedule=schedule, **SMALL), process_group=here.group)
     plan = handle.plan
     sent = Sent(schedule, plan, make_model)
     expected = Reference(schedule, make_model, momentum, gradient, here.world_size, sent.mean)
@@ -210,9 +208,7 @@ def void_step(flush: bool, feedback: bool) -> tuple[float, float, int]:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = gw.Delayed(k=3, flush=flush, correction=CORRECTED if feedback else None, local_update=False)
-    handle = gw.parallelize(
-        model, optimizer, plan=gw.Uniform(TWO_BITS, schedule=schedule, **SMALL), process_group=here.group
-    )
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(TWO_BITS, schedule=schedule, **SMALL), process_group=here.group)
 
     def unsent() -> torch.Tensor:
         memories = handle.session.exchange.residuals, handle.session.schedule._corrections.memory  # type: ignore[attr-defined]

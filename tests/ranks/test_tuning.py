@@ -282,8 +282,6 @@ def test_the_benchmark_sees_what_is_far_from_the_best(capsys: pytest.CaptureFixt
     assert tuning.verdict({"mlp, 100mbit": cell(85.0, 4 * MB)}) == 1
     assert tuning.verdict({"mlp, 100mbit": cell(80.0, 12 * MB)}) == 1
     assert "100 by random search's median" in capsys.readouterr().out
-    assert (
-        "| mlp, 100mbit | 120 ms | 4.0 MB, 3 buckets, 83 ms |" in tuning.table({"mlp, 100mbit": cell(83.0, 4 * MB)})[2]
-    )
+    assert "| mlp, 100mbit | 120 ms | 4.0 MB, 3 buckets, 83 ms |" in tuning.table({"mlp, 100mbit": cell(83.0, 4 * MB)})[2]
     page = tuning.PAGE.read_text()
     assert page.index(tuning.BEGIN) < page.index(tuning.END)

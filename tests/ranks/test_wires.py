@@ -50,9 +50,7 @@ def test_the_bits_are_those_of_python(scheme: str, world_size: int, spec: Spec, 
         for ranks in made:
             ranks.step(step, [gradients(rank, step) for rank in range(world_size)])
         python, in_c = (ranks.results() for ranks in made)
-        assert all(
-            torch.equal(each, in_c[0]) and torch.equal(each, mine) for each, mine in zip(in_c, python, strict=True)
-        )
+        assert all(torch.equal(each, in_c[0]) and torch.equal(each, mine) for each, mine in zip(in_c, python, strict=True))
         states = [[rank.residuals.state() for rank in ranks.ranks] for ranks in made]
         for mine, theirs in zip(*states, strict=True):
             assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)

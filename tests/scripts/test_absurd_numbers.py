@@ -15,8 +15,7 @@ PROFILE: dict[str, Any] = {
     "batch": 1,
     "device": "V100",
     "tensors": [
-        {"name": f"t{i}", "shape": [1000, 100], "dtype": "float32", "backward_us": 10.0, "forward_us": 3.0}
-        for i in range(4)
+        {"name": f"t{i}", "shape": [1000, 100], "dtype": "float32", "backward_us": 10.0, "forward_us": 3.0} for i in range(4)
     ],
 }
 CLUSTER: dict[str, Any] = {

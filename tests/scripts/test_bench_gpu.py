@@ -140,9 +140,7 @@ def test_sections_share_the_time_by_their_weights(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gpu, "run_section", run_section)
     sections = [gpu.Section("facts", 1, 1, ""), gpu.Section("ranks", 3, 1, ""), gpu.Section("marked", 1, 2, "")]
     for device, expected in (("cuda", [20, 75, 100]), ("cpu", [25, 100 / 3, 100])):
-        gpu.run_sections(
-            sections, job_for(tmp_path / "x")._replace(device=device), time.time() + 100, lambda line: None
-        )
+        gpu.run_sections(sections, job_for(tmp_path / "x")._replace(device=device), time.time() + 100, lambda line: None)
         assert list(seen.values()) == pytest.approx(expected, abs=1)
 
 

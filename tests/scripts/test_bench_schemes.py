@@ -18,9 +18,7 @@ from gradwire.testbed import permission_problem
 
 MB = 1 << 20
 CLUSTER = Cluster(nodes=2, ranks_per_node=2, intra=Link(100.0, 8.0), inter=Link(300.0, 0.2))
-COSTS = Costs(
-    codecs=[CodecCosts(spec=BITS, device="cpu", encode=[(0, 0.0), (MB, 100.0)], decode=[(0, 0.0), (MB, 200.0)])]
-)
+COSTS = Costs(codecs=[CodecCosts(spec=BITS, device="cpu", encode=[(0, 0.0), (MB, 100.0)], decode=[(0, 0.0), (MB, 200.0)])])
 
 
 def exchange(name: str, hierarchical: bool, nbytes: int, us: float) -> Exchange:

@@ -182,9 +182,7 @@ def test_loopback_refuses_a_limit():
 
 def test_ranks_train_a_model_of_the_current_directory(interpreters: Interpreters, tmp_path, monkeypatch):
     monkeypatch.setattr(POPEN, interpreters.start)
-    (tmp_path / "own_model.py").write_text(
-        "from torch import nn\n\n\ndef make(width):\n    return nn.Linear(6, width)\n"
-    )
+    (tmp_path / "own_model.py").write_text("from torch import nn\n\n\ndef make(width):\n    return nn.Linear(6, width)\n")
     monkeypatch.chdir(tmp_path)
     given = GivenModel(model="own_model:make", config="width=50", input="4x6")
     request = BenchRequest(

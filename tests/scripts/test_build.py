@@ -111,9 +111,7 @@ def test_any_levels_can_be_built_together(have: list[str]) -> None:
 
 
 def test_without_a_compiler_nothing_is_installed_and_the_cure_is_said(tmp_path: Path) -> None:
-    done = setup(
-        ["build", "--build-base", str(tmp_path), "bdist_wheel", "--dist-dir", str(tmp_path)], PATH=str(tmp_path)
-    )
+    done = setup(["build", "--build-base", str(tmp_path), "bdist_wheel", "--dist-dir", str(tmp_path)], PATH=str(tmp_path))
     assert done.returncode != 0
     assert "there is no C++ compiler" in done.stderr and "apt install g++" in done.stderr
     assert "GRADWIRE_REFERENCE_ONLY=1" in done.stderr

@@ -19,9 +19,7 @@ MISSING = [name for name in NEEDED if find_spec(name) is None]
 @pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: `make docs` installs what it needs")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(tmp_path / "trees"), "-b", "html"]
-    done = subprocess.run(
-        [*command, "docs", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run([*command, "docs", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     site = tmp_path / "site"
     api = (site / "reference" / "api.html").read_text()

@@ -240,10 +240,7 @@ def test_gloo_that_cannot_connect_names_the_ranks_on_loopback():
 
 def ring(rates):
     pairs = [pair for link in ring_links(len(rates)) for pair in (link, link[::-1])]
-    return [
-        Direction(source=a, destination=b, round_trip_us=100.0, gbps=rates[min(a, b)] if b else rates[a])
-        for a, b in pairs
-    ]
+    return [Direction(source=a, destination=b, round_trip_us=100.0, gbps=rates[min(a, b)] if b else rates[a]) for a, b in pairs]
 
 
 def test_links_are_judged_by_the_slowest():
@@ -426,9 +423,7 @@ def start(popen, *arguments, **variables):
 
 
 def start_rank(popen, rank, size, port, *arguments):
-    return start(
-        popen, *arguments, RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    return start(popen, *arguments, RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def finish(process):

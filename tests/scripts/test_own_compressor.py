@@ -57,8 +57,6 @@ def test_it_is_under_sixty_lines() -> None:
 
 def test_an_installed_package_brings_its_own_compressor(installed: Path, tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(installed)!r})\n{SCRIPT}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "store")], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "store")], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained\n"

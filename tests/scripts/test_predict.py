@@ -27,9 +27,7 @@ ORDER = ("head", "body", "stem")
 
 def files(folder: Path) -> None:
     """What a profiling leaves: three tensors of 4 MB, 10 ms of backward each, on a link of 0.1 Gb/s."""
-    tensors = [
-        TensorProfile(name=name, shape=(1024, 1024), dtype="float32", backward_us=1e4, forward_us=0.0) for name in ORDER
-    ]
+    tensors = [TensorProfile(name=name, shape=(1024, 1024), dtype="float32", backward_us=1e4, forward_us=0.0) for name in ORDER]
     curve = [(4096, 10.0), (2**24, 3000.0)]
     codecs = [CodecCosts(spec=spec, device="cpu", encode=curve, decode=curve) for spec in SPECS]
     links = {"intra": Link(100.0, 0.1), "inter": Link(100.0, 0.1), "allreduce": Link(100.0, 0.08)}

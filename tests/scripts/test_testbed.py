@@ -432,9 +432,7 @@ def nobody(clean: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir("/")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3"]
-    probe = (
-        "import sys; assert sys.version_info >= (3, 11); import gradwire.testbed as t; sys.exit(t.permission_problem())"
-    )
+    probe = "import sys; assert sys.version_info >= (3, 11); import gradwire.testbed as t; sys.exit(t.permission_problem())"
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     able = subprocess.run([*prefix, "-c", probe], env=environment, capture_output=True, text=True, check=False)
     if able.returncode != 0:

@@ -43,13 +43,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     # torch tells of every connection that a dead rank breaks, and steps that are void are warnings
     os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    os.environ["MALLOC_ARENA_MAX"] = (
-        "1"  # memory that is free at the end of a thread's own heap is never given back, up to 8 MB
-    )
+    os.environ["MALLOC_ARENA_MAX"] = "1"  # memory that is free at the end of a thread's own heap is never given back, up to 8 MB
     # a rank is forked in milliseconds from a server that has loaded what ranks and this module need
-    CONTEXT.set_forkserver_preload(
-        ["torch", "torch._dynamo", "gradwire.api", "soak.elastic", "soak.links", "soak.endurance"]
-    )
+    CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "gradwire.api", "soak.elastic", "soak.links", "soak.endurance"])
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gradwire-soak-") as folder:
         os.environ |= {"GRADWIRE_CACHE_DIR": folder, "GRADWIRE_FLIGHT_DIR": folder}

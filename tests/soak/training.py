@@ -232,9 +232,7 @@ class Training:
         """From the newest checkpoint that all ranks have, after a look at all of them. The step, and whether the run begins
         there: none of the checkpoints is its own."""
         for folder in filter(None, (self.job.folder, self.job.begins)):
-            paths = {
-                int(path.stem.rpartition("step")[2]): path for path in Path(folder).glob(f"rank{self.rank}-step*.pt")
-            }
+            paths = {int(path.stem.rpartition("step")[2]): path for path in Path(folder).glob(f"rank{self.rank}-step*.pt")}
             everybody: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everybody, set(paths))
             common = sorted(set.intersection(*everybody))
@@ -263,9 +261,7 @@ class Training:
         }
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, own)
-        if any(step != saved_step for step, (saved_step, *_) in own.items()) or any(
-            other != own for other in everybody
-        ):
+        if any(step != saved_step for step, (saved_step, *_) in own.items()) or any(other != own for other in everybody):
             self._torn = f"checkpoints of one step differ between ranks: {everybody}"
 
     @contextmanager

@@ -76,9 +76,7 @@ def stopped(stage: Stage) -> None:
         stage.told_in_time(world, victim, at)
         os.kill(pid_of(world, victim), signal.SIGCONT)
         outcome = world.collect(TIMEOUT_S + ALLOWANCE_S + 3, needed=[victim])[victim]
-        failed = (
-            outcome.kind == "raised" if stage.schedule == HOOK else ended(outcome).kind not in ("finished", "saved")
-        )
+        failed = outcome.kind == "raised" if stage.schedule == HOOK else ended(outcome).kind not in ("finished", "saved")
         expect(failed or ended(outcome).kind == "CommunicationError", f"the rank that was stopped ended: {outcome}")
     stage.resumes(job)
 
@@ -188,9 +186,7 @@ def raising(stage: Stage, kind: str, variant: str, must_go_on: bool = False) -> 
     stage.decide()
     chance, steps = stage.chance, stage.begin + 16
     caught = stage.schedule != HOOK and chance.random() < 0.8
-    fault = Fault(
-        kind, chance.randrange(stage.size), stage.begin + chance.randint(3, 9), variant, chance.random(), caught
-    )
+    fault = Fault(kind, chance.randrange(stage.size), stage.begin + chance.randint(3, 9), variant, chance.random(), caught)
     every = 5 if steps % 5 else 6
     job = replace(stage.job, steps=steps, checkpoint_every=every, drift_check_steps=2, fault=fault)
     if not caught:

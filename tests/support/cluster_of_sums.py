@@ -119,9 +119,7 @@ def everything_right(devices: Sequence[str]) -> set[tuple[str, ...]]:
         for tasks in _right(Cluster(flat="intra" not in links), links):
             places = [devices if task in ("comp", "decomp") else ("",) for task in tasks]
             for choice in product(*places):
-                found.add(
-                    tuple(f"{task}:{where}" if where else task for task, where in zip(tasks, choice, strict=True))
-                )
+                found.add(tuple(f"{task}:{where}" if where else task for task, where in zip(tasks, choice, strict=True)))
     return found
 
 

@@ -165,9 +165,7 @@ class Sent:
 
     def _compressed(self, step: int, own: Gradients) -> Gradients:
         state = self.handle.state_dict()
-        self.handle.load_state_dict(
-            state | {f"rank{here.rank}/step": torch.tensor(step)}
-        )  # random streams depend on it
+        self.handle.load_state_dict(state | {f"rank{here.rank}/step": torch.tensor(step)})  # random streams depend on it
         self.carrier.zero_grad()
         torch.stack([(p * g).sum() for p, g in zip(self.carrier.parameters(), own, strict=True)]).sum().backward()
         return [p.grad.clone() for p in self.carrier.parameters() if p.grad is not None]

@@ -30,9 +30,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-_BLOCK = re.compile(
-    r"^(?:<!-- (file|run|output)(?:: ([^>]*))? -->\n+)?```([^`\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
-)
+_BLOCK = re.compile(r"^(?:<!-- (file|run|output)(?:: ([^>]*))? -->\n+)?```([^`\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _RANKS = """
 import itertools
 import os
@@ -127,9 +125,7 @@ def _run_ranks(interpreters: Interpreters, texts: list[str], folder: Path, wrong
     script = folder / "ranks_of_the_page.py"
     script.write_text(f"BLOCKS = {texts!r}\n{_RANKS}")
     done = run_ranks(interpreters, script, **_ENVIRONMENT)
-    wrong += [
-        f"{script.name} ended with {rank.returncode}: {rank.stdout}{rank.stderr}" for rank in done if rank.returncode
-    ]
+    wrong += [f"{script.name} ended with {rank.returncode}: {rank.stdout}{rank.stderr}" for rank in done if rank.returncode]
     return done[0].stdout
 
 

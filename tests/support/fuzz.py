@@ -62,9 +62,7 @@ timelines = st.builds(
     simulated_steps=counts,
     steady=st.booleans(),
     resources=st.lists(st.builds(Resource, words, numbers, numbers), max_size=2).map(tuple),
-    bubbles=st.lists(st.builds(Bubble, numbers, numbers, st.lists(counts, max_size=2).map(tuple)), max_size=1).map(
-        tuple
-    ),
+    bubbles=st.lists(st.builds(Bubble, numbers, numbers, st.lists(counts, max_size=2).map(tuple)), max_size=1).map(tuple),
     events=st.lists(
         st.builds(Event, words, st.sampled_from(["compute", "inter link"]), numbers, numbers, st.integers(-1, 9)),
         max_size=3,
@@ -169,9 +167,9 @@ def broken_bytes(draw: st.DrawFn, document: Document) -> bytes:
     """The document's file, with one to three accidents."""
     data = document.to_json(draw(st.sampled_from([None, 2]))).encode()
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
-        data = draw(
-            st.sampled_from([_truncated, _flipped, _inserted, _spliced, _exchanged, _exchanged, _twice, _recoded])
-        )(draw, data)
+        data = draw(st.sampled_from([_truncated, _flipped, _inserted, _spliced, _exchanged, _exchanged, _twice, _recoded]))(
+            draw, data
+        )
     return data
 
 

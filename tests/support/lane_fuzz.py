@@ -110,9 +110,7 @@ def one_round(seed: int) -> str | None:
     try:
         for step in range(6):
             if ends and step == 3 and rank == 0:
-                end = threading.Timer(
-                    chance.random() * 0.01, handle.session.lanes.end, [gw.StepStateError("as ordered")]
-                )
+                end = threading.Timer(chance.random() * 0.01, handle.session.lanes.end, [gw.StepStateError("as ordered")])
                 end.start()
             for _ in range(10**6 if ends and step == 5 else 1):
                 model(model.random_gradients(rank, step)).backward()

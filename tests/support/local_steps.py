@@ -24,9 +24,7 @@ class LocalReference:
         self.whole, self.local = make_model(), [make_model() for _ in range(ranks)]
         self.inner = [make_optimizer(model.parameters()) for model in self.local]
         outer = schedule.outer
-        self.outer = torch.optim.SGD(
-            self.whole.parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=outer.momentum > 0
-        )
+        self.outer = torch.optim.SGD(self.whole.parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=outer.momentum > 0)
         self.fragments = fragments or [list(range(len(list(self.whole.parameters()))))]
         self.history: list[list[torch.Tensor]] = []
         """W as a look after each local step sees it: with an exchange that has begun."""

@@ -30,16 +30,13 @@ PROFILE = Profile(
     device="cpu",
     optimizer_us=900.0,
     tensors=tuple(
-        TensorProfile(name=name, shape=(512, 256), dtype="float32", backward_us=1500.0, forward_us=700.0)
-        for name in NAMES
+        TensorProfile(name=name, shape=(512, 256), dtype="float32", backward_us=1500.0, forward_us=700.0) for name in NAMES
     ),
 )
 CLUSTER = Cluster(nodes=2, ranks_per_node=1, intra=Link(5.0, 10.0), inter=Link(60.0, 0.5))
 COSTS = Costs(
     codecs=[
-        CodecCosts(
-            spec=spec, device="cpu", encode=[(4096, 12.0), (4194304, 1400.0)], decode=[(4096, 9.0), (4194304, 700.0)]
-        )
+        CodecCosts(spec=spec, device="cpu", encode=[(4096, 12.0), (4194304, 1400.0)], decode=[(4096, 9.0), (4194304, 700.0)])
         for spec in (QSGD(bits=4), Cast())
     ]
 )

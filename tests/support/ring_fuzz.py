@@ -87,9 +87,7 @@ def one_round(chance: random.Random, ranks: int) -> str:
     def messages(number: int) -> None:
         """Every rank sends to every other: bytes, and elements that are added."""
         dtype = chance.choice([torch.float32, torch.bfloat16, torch.float16])
-        counts = [
-            [chance.choice([1, 5, 1000, chance.randrange(1, 60_000)]) for _ in range(ranks)] for _ in range(ranks)
-        ]
+        counts = [[chance.choice([1, 5, 1000, chance.randrange(1, 60_000)]) for _ in range(ranks)] for _ in range(ranks)]
         made = [Operations() for _ in range(ranks)]
         for rank, operations in enumerate(made):
             others = [(rank + step) % ranks for step in range(1, ranks)]
@@ -137,9 +135,7 @@ def run_lists(chance: random.Random, ranks: int, lists: "list[list[Operations]]"
 
     from gradwire.transport import LinkError, Meter
 
-    connected = wires(
-        ranks, 20.0, shared=True, capacity=chance.choice([64, 128, 4096, 40_000, 2**20]), mapped_once=True
-    )
+    connected = wires(ranks, 20.0, shared=True, capacity=chance.choice([64, 128, 4096, 40_000, 2**20]), mapped_once=True)
     errors: list[LinkError] = []
 
     def live(rank: int) -> None:

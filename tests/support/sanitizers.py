@@ -34,9 +34,7 @@ def run_again(flags: str, preloaded: Sequence[str], options: Mapping[str, str]) 
             cwd=ROOT, env=flags, check=True, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         libraries = [  # the sanitizer looks for the thrower of exceptions when it starts
-            subprocess.run(
-                ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
-            ).stdout.strip()
+            subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
             for name in (*preloaded, "libstdc++.so")
         ]
         inside = {INSIDE: f"{folder}/gradwire/_native.so", "LD_PRELOAD": " ".join(libraries)}

@@ -61,9 +61,7 @@ def begin(resource, now, work, rules, at, since, ready, running, part):
         key = lambda offer: (since[offer[0]], offer[1].order)  # noqa: E731
     else:
         left = [t.order for row, tasks in enumerate(work.rows) for t in tasks[at[row] :] if t.resource == resource]
-        left = [
-            order for order in left if order not in {work.rows[r][at[r]].order for _, x, r in running if x == resource}
-        ]
+        left = [order for order in left if order not in {work.rows[r][at[r]].order for _, x, r in running if x == resource}]
         offers = [offer for offer in offers if offer[1].order == min(left)]
         key = lambda offer: offer[1].order  # noqa: E731
     if not offers:

@@ -24,9 +24,7 @@ BYTE_A_US = Link(alpha_us=0.0, gbps=0.008)  # a byte takes a microsecond
 def profile(*tensors, device="V100"):
     """Tensors as (bytes, backward_us) or (bytes, backward_us, forward_us), named t0, t1, ..."""
     rows = [
-        TensorProfile(
-            name=f"t{i}", shape=(row[0] // 4,), dtype="float32", backward_us=row[1], forward_us=(*row, None)[2]
-        )
+        TensorProfile(name=f"t{i}", shape=(row[0] // 4,), dtype="float32", backward_us=row[1], forward_us=(*row, None)[2])
         for i, row in enumerate(tensors)
     ]
     return Profile(model="made up", batch=1, device=device, tensors=rows)
@@ -44,15 +42,11 @@ def plan_of(model, options, spec=None, launch=None, groups=None, schedule="backw
     for group, option in zip(groups, options, strict=True):
         coded = any(task.startswith("comp") for task in option)
         names = [f"t{i}" for i in group]
-        buckets.append(
-            Bucket(tensors=names, spec=spec if coded else Identity(), option=option, chunk_bytes=chunk_bytes)
-        )
+        buckets.append(Bucket(tensors=names, spec=spec if coded else Identity(), option=option, chunk_bytes=chunk_bytes))
     launch = launch or [(i, word) for i, bucket in enumerate(buckets) for word in bucket.link_tasks]
     prints = fingerprint(model.tensor_infos("gpu"))
     return Plan(fingerprint=prints, buckets=buckets, launch=launch, schedule=schedule)
 
 
 def codec(encode, decode, spec=Cast(), devices=("gpu", "cpu")):  # noqa: B008
-    return Costs(
-        codecs=[CodecCosts(spec=spec, device=device, encode=[(0, encode)], decode=[(0, decode)]) for device in devices]
-    )
+    return Costs(codecs=[CodecCosts(spec=spec, device=device, encode=[(0, encode)], decode=[(0, decode)]) for device in devices])

@@ -137,9 +137,7 @@ class Device:
             timeline.follow(self.host.after)  # it is queued after what this thread has done
             self.touch_on(timeline, read, written, what)
 
-    def touch_on(
-        self, timeline: _Timeline, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], what: str
-    ) -> None:
+    def touch_on(self, timeline: _Timeline, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], what: str) -> None:
         """An operation. Raises Race."""
         with self._lock:
             timeline.after[timeline] += 1

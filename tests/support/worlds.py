@@ -37,9 +37,7 @@ from gradwire.bench.ranks import die_with
 __all__ = ["Given", "Outcome", "Place", "World", "Worlds", "digest", "gradwire_threads", "seeded"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "gradwire.api", "numpy", "pytest", "hypothesis"]
-)
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "gradwire.api", "numpy", "pytest", "hypothesis"])
 
 
 @dataclass(frozen=True)

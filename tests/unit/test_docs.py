@@ -332,11 +332,7 @@ def test_workflows_and_templates_can_be_read(path: Path) -> None:
 
 
 def test_hooks_before_a_commit_run_the_tools_of_the_project() -> None:
-    hooks = [
-        hook
-        for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-        for hook in repo["hooks"]
-    ]
+    hooks = [hook for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"] for hook in repo["hooks"]]
     assert [hook["language"] for hook in hooks] == ["system"] * len(hooks)
     assert [re.findall(r"ruff (check|format)\b", hook["entry"]) for hook in hooks] == [["check"], ["format"]]
 
@@ -400,8 +396,6 @@ def test_commands_on_the_page_exist_with_their_options(page: Path) -> None:
     for name, rest in called:
         command = group.get_command(context, name)
         assert command is not None, name
-        known = {"--help"} | {
-            option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
-        }
+        known = {"--help"} | {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         options = re.findall(r"(?<!\S)(--?[a-z][\w-]*)", rest.partition(" -- ")[0].partition("#")[0])
         assert [option for option in options if option not in known] == [], (name, rest)

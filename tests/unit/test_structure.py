@@ -132,9 +132,7 @@ def within(name: str, packages: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) in FORBIDDEN])
 def test_rooms_import_only_what_they_may(module: str) -> None:
     wrong = {
-        name: f"imported by {importer}"
-        for name, importer in reached(module).items()
-        if within(name, FORBIDDEN[room_of(module)])
+        name: f"imported by {importer}" for name, importer in reached(module).items() if within(name, FORBIDDEN[room_of(module)])
     }
     assert not wrong, f"{module} reaches {wrong}"
 
@@ -271,12 +269,8 @@ def test_integrations_are_thin() -> None:
 def own_names(tree: ast.AST) -> set[str]:
     """Private names that a module defines, as attributes, methods, functions or variables."""
     names = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    names |= {
-        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-    }
-    return names | {
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return names | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def test_no_private_attribute_of_another_package_is_used() -> None:
@@ -320,9 +314,7 @@ def test_nobody_reaches_into_an_exchange() -> None:
         for line in reaches_into_exchanges(parse(module))
     }
     assert not wrong, "ask the exchange itself"
-    bad = (
-        "reducer.running.executor.finish()\nexchange._lent\nself._exchange.buckets[0]\nsession.exchange.memory.state()"
-    )
+    bad = "reducer.running.executor.finish()\nexchange._lent\nself._exchange.buckets[0]\nsession.exchange.memory.state()"
     assert sorted(reaches_into_exchanges(ast.parse(bad))) == [1, 2, 3, 4]
     assert reaches_into_exchanges(ast.parse("stats.memory\nplan.buckets\nexchange.plan.buckets\nself._buckets")) == []
 
@@ -347,11 +339,7 @@ def test_what_a_schedule_is_like_is_asked_of_it() -> None:
         if within(module, ("gradwire.core", "gradwire.engine.schedules")):
             continue
         for node in ast.walk(parsed(path)):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in ("isinstance", "issubclass")
-            ):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
                 named = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
                 if named & set(SCHEDULES):
                     wrong.append(f"{module}:{node.lineno}")
@@ -531,9 +519,7 @@ def test_no_file_knows_this_machine() -> None:
     for path in sources():
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         wrong += [
-            f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-            for number, line in enumerate(lines, 1)
-            if home.search(line)
+            f"{path.relative_to(ROOT)}:{number}: {line.strip()}" for number, line in enumerate(lines, 1) if home.search(line)
         ]
     assert wrong == []
 

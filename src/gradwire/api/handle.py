@@ -122,9 +122,7 @@ class Handle:
             )
         return Profiling(self.session, folder, steps, specs)
 
-    def record(
-        self, folder: str | os.PathLike[str], error_steps: int = 20, decision: Decision | None = None
-    ) -> Recording:
+    def record(self, folder: str | os.PathLike[str], error_steps: int = 20, decision: Decision | None = None) -> Recording:
         """Record an ordinary training loop for `gradwire report`. See `gradwire.record.recording.Recording`.
 
         decision: the origin of the plan, if the caller knows more than gradwire does.

@@ -39,9 +39,7 @@ _DELAYED_SPECS: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=4)),)
 """The specs whose losses under `delayed` are in docs/schedules_measured.md (`python -m benchmarks convergence`)."""
 _DELAYED_RANKS = 2
 """The largest number of ranks with such rows."""
-_SAFE_DELAYED = tuple(
-    Delayed(k, correction, stagger=correction is None) for k in (2, 5) for correction in (None, _EIGHT_BITS)
-)
+_SAFE_DELAYED = tuple(Delayed(k, correction, stagger=correction is None) for k in (2, 5) for correction in (None, _EIGHT_BITS))
 """The delayed schedules with measured losses in that file. It has no losses of staggered corrections in 8 bits."""
 LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
 """The specs of outer gradients under `local`, the most accurate first (docs/local_steps.md)."""

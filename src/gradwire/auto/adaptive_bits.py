@@ -26,17 +26,7 @@ from gradwire.engine import EndsLater, Session
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
 from gradwire.plan import AdaptiveBits, Policy
-from gradwire.planner.bits import (
-    Assignment,
-    Sensitivity,
-    error_budget,
-    exact,
-    kmeans,
-    linear,
-    shortest,
-    step_times,
-    with_specs,
-)
+from gradwire.planner.bits import Assignment, Sensitivity, error_budget, exact, kmeans, linear, shortest, step_times, with_specs
 
 UNIFORM = WIDTHS.index(4)
 """Index of 4 bits among the ways. The error of 4 bits for all tensors sets the error budget."""
@@ -87,9 +77,7 @@ class Assigned:
         )
 
 
-def sensitivities(
-    adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]
-) -> list[Sensitivity]:
+def sensitivities(adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> list[Sensitivity]:
     """Return the input of the rules. rows: for each tensor the result of `measured`, summed over ranks."""
     tensors, ways = [], adaptive.ways(WIDTHS)
     for info, row in zip(infos, rows, strict=True):
@@ -299,9 +287,7 @@ class AdaptiveBitsDriver(PlanDriver):
                 bucket = bucket_of[info.name]
                 present = ways.index(bucket.spec_of(info.name))
                 kept.append(info)
-                both.append(
-                    of_both_encodes(row, bucket.option, live.group.world_size, present, not self.adaptive.feedback)
-                )
+                both.append(of_both_encodes(row, bucket.option, live.group.world_size, present, not self.adaptive.feedback))
         return kept, both
 
     def _change(self, live: Live, adapting: set[str], specs: Mapping[str, Spec]) -> None:

@@ -144,9 +144,7 @@ class BitErrors(LanesObserver):
         return measured(self._adaptive, name, values.reshape(-1), step, rank)
 
 
-def check(
-    saved: SavedBitErrors, sums: Mapping[str, torch.Tensor], adaptive: AdaptiveBits, tensors: Sequence[TensorInfo]
-) -> None:
+def check(saved: SavedBitErrors, sums: Mapping[str, torch.Tensor], adaptive: AdaptiveBits, tensors: Sequence[TensorInfo]) -> None:
     """Check a saved measurement. Raises ValueError if it does not fit the model or these adaptive bits."""
     numels = {info.name: info.numel for info in tensors}
     wrong = sorted(name for name in saved.sent if name not in numels)

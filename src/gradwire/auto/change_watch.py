@@ -102,12 +102,8 @@ class ChangeWatch:
         if live.step < self._not_before:
             return None
         if change.of == "batch":
-            return DecisionRequest(
-                f"the inputs are {change.batch:.2f} times as large as before", steps_us[-1], change.compute
-            )
-        return DecisionRequest(
-            f"computation takes {change.compute:.2f} times as long as planned", steps_us[-1], change.compute
-        )
+            return DecisionRequest(f"the inputs are {change.batch:.2f} times as large as before", steps_us[-1], change.compute)
+        return DecisionRequest(f"computation takes {change.compute:.2f} times as long as planned", steps_us[-1], change.compute)
 
     def _of_links(self, live: Live, step_us: float) -> DecisionRequest | None:
         """Measure the links. If the links are unchanged, a busy processor delayed the exchanges."""

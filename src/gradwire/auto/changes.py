@@ -59,11 +59,7 @@ class ChangeSigns:
         """Number of windows in a row in which computation took far longer, or far shorter."""
 
     def window(
-        self,
-        steps_us: Sequence[float],
-        links_us: Sequence[float],
-        computes_us: Sequence[float],
-        inputs: Sequence[float],
+        self, steps_us: Sequence[float], links_us: Sequence[float], computes_us: Sequence[float], inputs: Sequence[float]
     ) -> Change | None:
         """Add one window of steps. Returns a change if there is a sign of one.
 

@@ -100,20 +100,14 @@ class AutoDecision:
             for each in self.tried
             if each.measured_us is not None
         )
-        return Recorded(
-            by=f"plan='auto', in step {self.step}", words=tuple(str(self).split("; ")), alternatives=alternatives
-        )
+        return Recorded(by=f"plan='auto', in step {self.step}", words=tuple(str(self).split("; ")), alternatives=alternatives)
 
     @property
     def _elsewhere(self) -> str:
         own_us = self.chosen.predicted_us * self.chosen.steps_for_one
         faster = [each for each in self.elsewhere if each.predicted_us * each.steps_for_one < own_us]
         if not faster:
-            return (
-                "; the schedules that schedules= does not allow are not predicted to be faster"
-                if self.elsewhere
-                else ""
-            )
+            return "; the schedules that schedules= does not allow are not predicted to be faster" if self.elsewhere else ""
         times = "; ".join(f"{each.name} would take {each.predicted_us / 1e3:.1f} ms (predicted)" for each in faster)
         return f"; {times}, if schedules= allowed its schedule"
 

@@ -41,15 +41,7 @@ from gradwire.auto.changes import StepPace
 from gradwire.auto.decision import AutoDecision, Tried, say
 from gradwire.auto.live import Live, Stepped
 from gradwire.auto.local import EXPOSED, local_offer, worth
-from gradwire.auto.measuring import (
-    CODECS_SECONDS,
-    LONG_STEP_US,
-    LOOK_STEPS,
-    Look,
-    cluster_of,
-    codecs_of,
-    scaled,
-)
+from gradwire.auto.measuring import CODECS_SECONDS, LONG_STEP_US, LOOK_STEPS, Look, cluster_of, codecs_of, scaled
 from gradwire.auto.planning import Offer, Seen, foreseen, offers
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Backward, Costs, Identity, Latest, LocalSteps, Plan, Profile, TensorInfo, word
@@ -264,9 +256,7 @@ class Auto:
             local = [LocalSteps()] if "local" in self.schedules and self.accuracy != "exact" else []
             for schedule in [*schedules_of(self.accuracy, self.schedules, self._ranks), *local]:
                 own.setdefault(schedule.word, self._stepped.problem or live.why_not(schedule))
-        refused = [
-            msgspec.json.decode(text, type=dict[str, str]) for text in live.from_all(msgspec.json.encode(own).decode())
-        ]
+        refused = [msgspec.json.decode(text, type=dict[str, str]) for text in live.from_all(msgspec.json.encode(own).decode())]
         return {kind: why for each in reversed(refused) for kind, why in each.items() if why}
 
     # ---- try

@@ -99,9 +99,7 @@ class Live:
 
     def exchange(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Send numbers to all ranks. The returned function waits and returns the numbers of every rank."""
-        future = self.session.lanes.control.submit(
-            partial(gather_bytes, text=struct.pack(f"<{len(numbers)}d", *numbers))
-        )
+        future = self.session.lanes.control.submit(partial(gather_bytes, text=struct.pack(f"<{len(numbers)}d", *numbers)))
 
         def wait() -> list[list[float]]:
             rows = self._result("measured times", future.result)

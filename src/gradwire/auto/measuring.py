@@ -113,9 +113,7 @@ def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[
         gap = max(0.0, moments[index] - at) if math.isfinite(moments[index]) else 0.0
         at += gap
         info, part_us = infos[index], (gap / backward_us if backward_us > 0 else 1 / count) * forward_us
-        tensors.append(
-            TensorProfile(name=info.name, shape=info.shape, dtype=info.dtype, backward_us=gap, forward_us=part_us)
-        )
+        tensors.append(TensorProfile(name=info.name, shape=info.shape, dtype=info.dtype, backward_us=gap, forward_us=part_us))
     device = "cpu" if live.device.type == "cpu" else torch.cuda.get_device_name(live.device)
     return Profile(model="live", batch=1, device=device, steps=steps, optimizer_us=between_us, tensors=tuple(tensors))
 

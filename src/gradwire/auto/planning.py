@@ -21,10 +21,7 @@ _WORTH = 1.5
 _CLOSE = 1.02
 """Plans whose predictions differ by no more than this factor are tried in the order of their accuracy."""
 _DDP_BUCKET = 25 * 2**20
-_PLAIN = (
-    Uniform(Identity(), scheme=FLAT),
-    Uniform(Identity(), scheme=FLAT, bucket_bytes=_DDP_BUCKET, edge_bytes=_DDP_BUCKET),
-)
+_PLAIN = (Uniform(Identity(), scheme=FLAT), Uniform(Identity(), scheme=FLAT, bucket_bytes=_DDP_BUCKET, edge_bytes=_DDP_BUCKET))
 """The candidates for plain all-reduce. The one with the better prediction is used."""
 _FEWEST_EVALUATIONS = 20
 

@@ -191,10 +191,7 @@ class Trial:
 
     def _fits(self, turn: TrialTurn) -> bool:
         """Return whether the turn ends before the budget is spent."""
-        us = (
-            self.median_us(turn.candidate)
-            or max(1.0, self._took_of_first) * self.candidates[turn.candidate].predicted_us
-        )
+        us = self.median_us(turn.candidate) or max(1.0, self._took_of_first) * self.candidates[turn.candidate].predicted_us
         budget_us = max(LEAST_BUDGET_US, BUDGET_PLAIN_STEPS * self.plain_us)
         return self.steps + turn.steps <= MOST_STEPS and self.total_us + turn.steps * us <= budget_us
 

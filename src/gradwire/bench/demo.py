@@ -237,9 +237,7 @@ def draw_demo(summary: DemoSummary, path: Path) -> None:
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), width_ratios=(3, 2), layout="constrained")
         model = f"A 6M-parameter transformer on {summary.nodes} nodes"
         if summary.problem is None:
-            figure.suptitle(
-                f"{model}, {summary.link}:\ngradwire takes {summary.speedup:.1f} times as many steps as plain DDP"
-            )
+            figure.suptitle(f"{model}, {summary.link}:\ngradwire takes {summary.speedup:.1f} times as many steps as plain DDP")
             _draw_loss(left, summary)
             _draw_split(right, summary.methods)
         else:

@@ -312,9 +312,7 @@ class EmbeddingsJob(TextJob):
         return torch.stack(hashed, 1), following[:, -1].contiguous()
 
 
-_JOBS: dict[str, Callable[[int], Job]] = {
-    job.name: job for job in (TransformerJob, MLPJob, ResNetJob, EmbeddingsJob, BertJob)
-}
+_JOBS: dict[str, Callable[[int], Job]] = {job.name: job for job in (TransformerJob, MLPJob, ResNetJob, EmbeddingsJob, BertJob)}
 
 
 def make_job(name: str, seed: int = 0) -> Job:

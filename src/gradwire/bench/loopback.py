@@ -5,15 +5,7 @@ import signal
 from contextlib import AbstractContextManager
 
 from gradwire.errors import TestbedError
-from gradwire.testbed import (
-    Grace,
-    LineCallback,
-    RankCommand,
-    Supervisor,
-    exit_on_termination,
-    free_port,
-    rank_variables,
-)
+from gradwire.testbed import Grace, LineCallback, RankCommand, Supervisor, exit_on_termination, free_port, rank_variables
 
 LOOPBACK = "lo"
 

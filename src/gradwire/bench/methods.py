@@ -124,13 +124,9 @@ class Floor(Method):
 class DDP(Method):
     """DistributedDataParallel, with a bucket size or torch's default."""
 
-    def __init__(
-        self, job: Job, seed: int, process_group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None
-    ) -> None:
+    def __init__(self, job: Job, seed: int, process_group: dist.ProcessGroup | None, bucket_cap_mb: float | None = None) -> None:
         super().__init__(job, seed, process_group)
-        self.wrapper = DistributedDataParallel(
-            self.bare_model, process_group=process_group, bucket_cap_mb=bucket_cap_mb
-        )
+        self.wrapper = DistributedDataParallel(self.bare_model, process_group=process_group, bucket_cap_mb=bucket_cap_mb)
         self.model = self.wrapper
 
     @property

@@ -141,9 +141,7 @@ def _maker(given: GivenModel) -> Callable[[], Any]:
     except AttributeError as error:
         raise FormatError(f"--model {given.model}: {error}{near(name, dir(module))}. Check the name.") from error
     if not callable(found):
-        raise FormatError(
-            f"--model {given.model} is {show(found)}: it must be a class or function that returns a model."
-        )
+        raise FormatError(f"--model {given.model} is {show(found)}: it must be a class or function that returns a model.")
     config_class = getattr(found, "config_class", None)  # of transformers
     if config_class is None:
         return lambda: found(**keywords)

@@ -176,9 +176,7 @@ def parse_policy(text: str) -> Policy | str:
     if match := _SCHEDULED.fullmatch(text):
         policy = parse_policy(match["policy"])
         if isinstance(policy, str):
-            raise FormatError(
-                f"{text[:300]!r} sets a schedule, but the plan file already has one. Leave out the @ part."
-            )
+            raise FormatError(f"{text[:300]!r} sets a schedule, but the plan file already has one. Leave out the @ part.")
         if match["word"]:
             return msgspec.structs.replace(policy, schedule=match["word"])
         k = None if match["k"] == "none" else int(match["k"])

@@ -48,9 +48,7 @@ class ProgressView:
         )
         with Progress(*columns, console=self.console, transient=True) as self._progress:
             self._title = self._progress.add_task(f"[bold]{title}", total=None, now="starting the ranks", start=False)
-            self._tasks = {
-                name: self._progress.add_task(f"  {name}", total=steps, now="", start=False) for name in methods
-            }
+            self._tasks = {name: self._progress.add_task(f"  {name}", total=steps, now="", start=False) for name in methods}
             try:
                 yield
             finally:

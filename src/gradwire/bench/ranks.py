@@ -77,7 +77,5 @@ def sent_by_interface() -> int:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
     counters = psutil.net_io_counters(pernic=True, nowrap=False)
     if interface not in counters:
-        raise RuntimeError(
-            f"GLOO_SOCKET_IFNAME={interface} is no interface here. The interfaces are {', '.join(counters)}."
-        )
+        raise RuntimeError(f"GLOO_SOCKET_IFNAME={interface} is no interface here. The interfaces are {', '.join(counters)}.")
     return int(counters[interface].bytes_sent)

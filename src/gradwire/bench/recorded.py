@@ -12,12 +12,7 @@ from gradwire.bench.statistics import median_ratio, step_times
 from gradwire.core import Made
 from gradwire.record import Rival, Run
 
-NAMES = {
-    "ddp": "plain DDP",
-    "ddp-2mb": "DDP, 2 MB buckets",
-    "ddp-fp16": "DDP, fp16 hook",
-    "ddp-powersgd": "DDP, PowerSGD hook",
-}
+NAMES = {"ddp": "plain DDP", "ddp-2mb": "DDP, 2 MB buckets", "ddp-fp16": "DDP, fp16 hook", "ddp-powersgd": "DDP, PowerSGD hook"}
 FEWEST_STEPS = 4
 """Fewest steps of two methods that are compared."""
 

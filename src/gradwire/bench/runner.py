@@ -22,13 +22,7 @@ from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRec
 from gradwire.bench.statistics import alone_from, cells_from
 from gradwire.core import Made, Spec, make_folder
 from gradwire.errors import FormatError, TestbedError
-from gradwire.testbed import (
-    MOST_NODES,
-    EmulatedCluster,
-    parse_rate,
-    permission_problem,
-    reexec_in_user_namespace_if_needed,
-)
+from gradwire.testbed import MOST_NODES, EmulatedCluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
 
 FEWEST_WARMUP_STEPS = 3
 """Fewest warm-up steps. DDP rebuilds its buckets after the first, and torch's PowerSGD hook compresses from the third on."""
@@ -75,9 +69,7 @@ class BenchRequest:
             check_job(job)
         check_device(self.device)
         if self.model is not None and self.device != "cpu":
-            raise FormatError(
-                f"the device is {self.device}, and a given model computes on the cpu. Leave out one of them."
-            )
+            raise FormatError(f"the device is {self.device}, and a given model computes on the cpu. Leave out one of them.")
         for method in self.methods:
             self.check_method(method)
         for link in self.links:
@@ -201,9 +193,7 @@ def _measurable(request: BenchRequest, problem: str | None) -> tuple[list[str], 
 class _Runner:
     """One run in progress."""
 
-    def __init__(
-        self, request: BenchRequest, problem: str | None, notes: list[str], watch: View, save_to: Path | None
-    ) -> None:
+    def __init__(self, request: BenchRequest, problem: str | None, notes: list[str], watch: View, save_to: Path | None) -> None:
         self.request, self.problem, self.notes = request, problem, notes
         self.watch, self.save_to = watch, save_to
         self.alone: list[Alone] = []

@@ -83,9 +83,7 @@ class _SleepingLayer(nn.Module):
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, carried: Tensor, device: SleepingAccelerator, forward_us: float, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, carried: Tensor, device: SleepingAccelerator, forward_us: float, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(carried, *parameters)
         ctx.device, ctx.us = device, 2 * forward_us
         return device.compute(forward_us, carried.clone)

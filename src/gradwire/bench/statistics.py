@@ -64,9 +64,7 @@ def alone_from(record: WorkerRecord) -> Alone:
     return replace(alone, step=step_times(_over_ranks(method)[slice(*counted)]), backward_us=backward_us)
 
 
-def cells_from(
-    record: WorkerRecord, link: str, gbps: float | None, ranks_per_node: int, alone: Alone | None
-) -> list[Cell]:
+def cells_from(record: WorkerRecord, link: str, gbps: float | None, ranks_per_node: int, alone: Alone | None) -> list[Cell]:
     """Return the cells of one job over one link."""
     good = {method.method: method for method in record.methods if method.failure is None}
     ranges = {name: method.counted or (record.warmup_steps, len(method.wall_us[0])) for name, method in good.items()}

@@ -127,9 +127,7 @@ class Contest:
                 trained_s[contestant.name] = 0.0
         step_s = dict.fromkeys(trained_s, self.order.race_s)  # the first turn has one step
         while going := [
-            each
-            for each in self.contestants
-            if each.failure is None and trained_s.get(each.name, math.inf) < self.order.race_s
+            each for each in self.contestants if each.failure is None and trained_s.get(each.name, math.inf) < self.order.race_s
         ]:
             contestant = min(going, key=lambda each: trained_s[each.name])
             seconds = min(longest_turn_s, self.order.race_s - trained_s[contestant.name])

@@ -48,10 +48,7 @@ def _fields(group: Any) -> list[inspect.Parameter]:
     kinds, defaults = get_type_hints(group, include_extras=True), group._field_defaults
     return [
         inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=defaults.get(name, inspect.Parameter.empty),
-            annotation=kinds[name],
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, inspect.Parameter.empty), annotation=kinds[name]
         )
         for name in group._fields
     ]
@@ -70,8 +67,7 @@ Specs = Annotated[list[str] | None, typer.Option(help="A compressor, such as QSG
 ClusterFile = Annotated[Path, typer.Option(help="Cluster file: nodes, ranks and links.")]
 CostsFile = Annotated[Path | None, typer.Option(help="Costs file: codec times. Needed only with compression.")]
 DecodeCalls = Annotated[
-    str | None,
-    typer.Option(help="How payloads that came together are decoded: one (call), each (one by one). Default: each."),
+    str | None, typer.Option(help="How payloads that came together are decoded: one (call), each (one by one). Default: each.")
 ]
 
 
@@ -79,15 +75,13 @@ class GivenOptions(NamedTuple):
     """A model of the user's own, for `gradwire.bench.names.GivenModel`."""
 
     model: Annotated[
-        str | None,
-        typer.Option(help="Any model, as MODULE:NAME of a class or function, such as torchvision.models:resnet18."),
+        str | None, typer.Option(help="Any model, as MODULE:NAME of a class or function, such as torchvision.models:resnet18.")
     ] = None
-    config: Annotated[
-        str | None, typer.Option(help="With --model: keywords for NAME, or for its config, such as n_layer=4.")
-    ] = None
+    config: Annotated[str | None, typer.Option(help="With --model: keywords for NAME, or for its config, such as n_layer=4.")] = (
+        None
+    )
     shape: Annotated[
-        str | None,
-        typer.Option("--input", help="With --model: shape of a rank's batch, 8x3x64x64, or 8x128 for tokens."),
+        str | None, typer.Option("--input", help="With --model: shape of a rank's batch, 8x3x64x64, or 8x128 for tokens.")
     ] = None
 
 

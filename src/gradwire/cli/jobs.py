@@ -57,8 +57,7 @@ class BenchSize(NamedTuple):
     steps: Annotated[int, typer.Option(help="Measured steps of each method.")] = 30
     warmup: Annotated[int, typer.Option(help="Steps of each method before the measured steps.")] = 5
     device: Annotated[
-        str,
-        typer.Option(help="cpu, or sleeping: computation is a timed sleep, so that many nodes fit on few cores."),
+        str, typer.Option(help="cpu, or sleeping: computation is a timed sleep, so that many nodes fit on few cores.")
     ] = "cpu"
 
 
@@ -75,9 +74,7 @@ def bench(
     *,
     jobs: Annotated[
         str | None,
-        typer.Option(
-            help=f"Comma-separated: transformer, mlp, resnet, embeddings, bert. Default: {_JOBS}. Not with --model."
-        ),
+        typer.Option(help=f"Comma-separated: transformer, mlp, resnet, embeddings, bert. Default: {_JOBS}. Not with --model."),
     ] = None,
     given: GivenOptions,
     links: Annotated[
@@ -172,12 +169,9 @@ def emulate(
     ranks_per_node: Annotated[int, typer.Option(help="Ranks in each node.")] = 1,
     inter: Annotated[str | None, typer.Option(help="Rate between nodes, such as 500mbit. Default: no limit.")] = None,
     intra: Annotated[str | None, typer.Option(help="Rate inside a node, such as 10gbit. Default: no limit.")] = None,
-    sites: Annotated[
-        int, typer.Option(help="Sites with a network of their own between them; nodes are shared out.")
-    ] = 1,
+    sites: Annotated[int, typer.Option(help="Sites with a network of their own between them; nodes are shared out.")] = 1,
     wan: Annotated[
-        str | None,
-        typer.Option(help='Between sites: "50ms 2ms loss 0.1% up 20mbit down 100mbit". 50ms: the round trip.'),
+        str | None, typer.Option(help='Between sites: "50ms 2ms loss 0.1% up 20mbit down 100mbit". 50ms: the round trip.')
     ] = None,
 ) -> None:
     """Run any torchrun script on an emulated cluster: gradwire emulate --inter 500mbit -- train.py --epochs 1"""
@@ -189,12 +183,8 @@ def emulate(
 
 @app.command()
 def doctor(
-    timeout: Annotated[
-        float, typer.Option(help="Seconds that ranks wait for each other.", min=1.0, max=86400.0)
-    ] = 60.0,
-    flight: Annotated[
-        bool, typer.Option("--flight", help="Read flight records, which ranks whose step failed wrote.")
-    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds that ranks wait for each other.", min=1.0, max=86400.0)] = 60.0,
+    flight: Annotated[bool, typer.Option("--flight", help="Read flight records, which ranks whose step failed wrote.")] = False,
     files: Annotated[list[Path] | None, typer.Argument(help="The flight records, of all ranks.")] = None,
     json: Json = False,
 ) -> None:

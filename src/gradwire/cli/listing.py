@@ -20,8 +20,7 @@ class OptionFilter(NamedTuple):
     restrict: Annotated[
         str | None,
         typer.Option(
-            help="A restricted search of ByteComp: all-compressed, gpu, cpu, inter-allgather, inter-alltoall, "
-            "alltoall+alltoall."
+            help="A restricted search of ByteComp: all-compressed, gpu, cpu, inter-allgather, inter-alltoall, alltoall+alltoall."
         ),
     ] = None
     named: Annotated[bool, typer.Option("--named", help="Only options of known systems, with their names.")] = False

@@ -19,19 +19,12 @@ if TYPE_CHECKING:
 class SweepOptions(NamedTuple):
     """The clusters of a sweep, and its picture."""
 
-    inter: Annotated[str | None, typer.Option(help="Sweep over rates between nodes in Gb/s, such as 1,10,25,100.")] = (
-        None
-    )
-    nodes: Annotated[
-        str | None, typer.Option(help="Sweep over numbers of nodes, such as 1,2,4,...,512 (... doubles).")
-    ] = None
+    inter: Annotated[str | None, typer.Option(help="Sweep over rates between nodes in Gb/s, such as 1,10,25,100.")] = None
+    nodes: Annotated[str | None, typer.Option(help="Sweep over numbers of nodes, such as 1,2,4,...,512 (... doubles).")] = None
     slow_node: Annotated[
-        str | None,
-        typer.Option(help="Worst case and mean where one node's link is so many times slower, such as 1,2,5."),
+        str | None, typer.Option(help="Worst case and mean where one node's link is so many times slower, such as 1,2,5.")
     ] = None
-    picture: Annotated[
-        Path | None, typer.Option(help="With a sweep: PNG of the scaling factors. Needs matplotlib.")
-    ] = None
+    picture: Annotated[Path | None, typer.Option(help="With a sweep: PNG of the scaling factors. Needs matplotlib.")] = None
 
 
 class RuleOptions(NamedTuple):
@@ -40,8 +33,7 @@ class RuleOptions(NamedTuple):
     device: Annotated[str | None, typer.Option(help="Device of the model: gpu or cpu. Default: the profile's.")] = None
     codec_on: Annotated[str | None, typer.Option(help="Codec tasks: on compute (default) or 'own thread'.")] = None
     decode: Annotated[
-        str | None,
-        typer.Option(help="The last decodes: 'at once', 'after backward', 'with encode' or none. Default: at once."),
+        str | None, typer.Option(help="The last decodes: 'at once', 'after backward', 'with encode' or none. Default: at once.")
     ] = None
     decode_calls: DecodeCalls = None
     lanes: Annotated[int | None, typer.Option(help="Lanes; 0: launch order. Default: 2 on CPUs, 0 on GPUs.")] = None
@@ -81,9 +73,7 @@ class LimitOptions(NamedTuple):
         from gradwire.planner import Limits
 
         if self.memory_mb is not None and not 0 <= self.memory_mb < 1e12:
-            raise FormatError(
-                f"--memory-mb is {self.memory_mb}: it must be a number of megabytes from 0 to below 1e12."
-            )
+            raise FormatError(f"--memory-mb is {self.memory_mb}: it must be a number of megabytes from 0 to below 1e12.")
         return Limits(
             devices=None if self.devices is None else tuple(split_names(self.devices)),
             max_encodes=self.max_encodes,
@@ -145,9 +135,7 @@ def simulate(
         typer.echo(timeline.to_json() if json else as_table(timeline), nl=False)
 
 
-def simulate_sweep(
-    plan: "Plan", inputs: "PlanInputs", points: "Sequence[Cluster]", picture: Path | None, json: bool
-) -> None:
+def simulate_sweep(plan: "Plan", inputs: "PlanInputs", points: "Sequence[Cluster]", picture: Path | None, json: bool) -> None:
     """Simulate a plan on each cluster, and show its scaling factors with those of plain DDP."""
     from gradwire.planner import sweep_plan
 
@@ -194,9 +182,7 @@ def refuse_with_sweep(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
             option = f"--{name.replace('_', '-')}"
-            raise FormatError(
-                f"{option} {value} needs one cluster, not a sweep. Leave out {option}, or --inter and --nodes."
-            )
+            raise FormatError(f"{option} {value} needs one cluster, not a sweep. Leave out {option}, or --inter and --nodes.")
 
 
 @contextmanager
@@ -289,15 +275,11 @@ def plan_inputs(files: PlanFiles, given: GivenOptions, limits: LimitOptions, dec
 
     model = GivenModel.of(*given)
     if model is not None and files.profile is not None:
-        raise FormatError(
-            f"{files.profile} and --model {model.model} are given, and one job is planned. Leave out one of them."
-        )
+        raise FormatError(f"{files.profile} and --model {model.model} are given, and one job is planned. Leave out one of them.")
     if model is None and files.profile is None:
         raise FormatError("there is no job to plan. Name a profile file, or a model by --model and --input.")
     if files.cluster is None:
-        raise FormatError(
-            f"there is no cluster to plan for. Pass --cluster cluster.json, a file such as this: {A_CLUSTER}"
-        )
+        raise FormatError(f"there is no cluster to plan for. Pass --cluster cluster.json, a file such as this: {A_CLUSTER}")
     allowed, specs = limits.limits(), [parse_spec(each) for each in files.spec or ()]
     links = Cluster.load(files.cluster)
     codecs = Costs.load(files.costs) if files.costs is not None else Costs(codecs=())
@@ -311,18 +293,14 @@ def plan_inputs(files: PlanFiles, given: GivenOptions, limits: LimitOptions, dec
     return PlanInputs(times, links, codecs, specs, allowed, changed_rules(times, decode_calls=decode_calls))
 
 
-def plan_sweep(
-    inputs: PlanInputs, points: "Sequence[Cluster]", methods: str | None, picture: Path | None, json: bool
-) -> None:
+def plan_sweep(inputs: PlanInputs, points: "Sequence[Cluster]", methods: str | None, picture: Path | None, json: bool) -> None:
     """Plan by several methods on each cluster, and show their scaling factors."""
     from gradwire.bench.names import split_names
     from gradwire.planner import SWEPT, sweep_methods
 
     chosen = list(SWEPT) if methods is None else split_names(methods)
     with bar("Planning", len(points) * len(chosen)) as seen:
-        rows = sweep_methods(
-            inputs.profile, points, inputs.costs, inputs.specs, inputs.limits, inputs.rules, chosen, seen
-        )
+        rows = sweep_methods(inputs.profile, points, inputs.costs, inputs.specs, inputs.limits, inputs.rules, chosen, seen)
     show_sweep(rows, inputs.profile, picture, json)
 
 
@@ -358,9 +336,7 @@ def plan_once(inputs: PlanInputs, method: str, out: Path | None, json: bool) -> 
 
 @app.command()
 def import_profile(
-    source: Annotated[
-        Path, typer.Argument(help="A profile or codec times as published with ByteComp, or codec times as .csv.")
-    ],
+    source: Annotated[Path, typer.Argument(help="A profile or codec times as published with ByteComp, or codec times as .csv.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="profile.json or costs.json to write.")],
     batch: Annotated[int, typer.Option(help="Samples per rank and step. The source does not tell.")] = 32,
     device: Annotated[str, typer.Option(help="The device of the measurement. The source does not tell.")] = "V100",

@@ -152,9 +152,7 @@ class _Journey:
             units = [ParcelRun(held.start, held.end)]
             for parts in self._cuts_before_decode(following):
                 units = [unit for whole in units for unit in self._shards(whole, parts)]
-            parcels = tuple(
-                Parcel(number, rank, *unit, held.ranks, held.summed) for unit in units if unit.start < unit.end
-            )
+            parcels = tuple(Parcel(number, rank, *unit, held.ranks, held.summed) for unit in units if unit.start < unit.end)
             voice = lowest.setdefault((held.start, held.end, held.ranks), rank)
             self.held[rank] = held._replace(parcels=parcels)
             if rank == self.grid.rank:

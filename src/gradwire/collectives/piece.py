@@ -56,9 +56,7 @@ class Piece:
             return self.flat[start:end]
         return gathered(replace(self.apart[start:end], factor=1.0), self.runs.between(start, end))
 
-    def memory(
-        self, codec: Compressor, encode: int, start: int, end: int, segments: Segments, copy: bool = False
-    ) -> Memory:
+    def memory(self, codec: Compressor, encode: int, start: int, end: int, segments: Segments, copy: bool = False) -> Memory:
         """The memory of one encode of elements start..end, which are these segments."""
         store = self.store_for(segments) if "residual" in codec.state else None
         return Memory(codec.state, str(encode), start, end, store, self.store_contexts[encode].random, copy)

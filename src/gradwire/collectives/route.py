@@ -13,18 +13,7 @@ import torch
 
 from gradwire.collectives.codec_state import Memory
 from gradwire.collectives.itinerary import Encode, Leg, Parcel, ParcelMove, ParcelRun, itinerary
-from gradwire.collectives.ops import (
-    Add,
-    Copy,
-    Decode,
-    Encoding,
-    Transfer,
-    Transfers,
-    Work,
-    in_c,
-    joined,
-    payload_buffers,
-)
+from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, Work, in_c, joined, payload_buffers
 from gradwire.collectives.piece import Piece
 from gradwire.kernels import Compressor, KernelCall, Segments
 from gradwire.transport import Grid, Link, Mark, Meter, Streams
@@ -33,9 +22,7 @@ from gradwire.transport import Grid, Link, Mark, Meter, Streams
 class Route(Transfers):
     """An option's tasks, run by one rank."""
 
-    def __init__(
-        self, tasks: Sequence[str], codecs: Mapping[str, Compressor], piece: Piece, grid: Grid, root: int
-    ) -> None:
+    def __init__(self, tasks: Sequence[str], codecs: Mapping[str, Compressor], piece: Piece, grid: Grid, root: int) -> None:
         """`codecs` has the codec of each device that the tasks name; `root` is the rank that rooted schemes go through."""
         self.piece, self._packing = piece, _Packing(codecs, piece, grid)
         legs = itinerary(tasks, grid, root, piece.flat.numel(), piece.runs.cut)
@@ -47,9 +34,7 @@ class Route(Transfers):
         self.aliases = [piece.flat, *self._packing.aliases]
         used = [codecs[task.partition(":")[2]] for task in tasks if task.startswith(("comp:", "decomp:"))]
         self.remembers = used[0].state if used else ()
-        like = (
-            [piece.memory(used[0], 0, 0, 0, piece.runs.between(0, 0))] if used else []
-        )  # of ranks that encode nothing, too
+        like = [piece.memory(used[0], 0, 0, 0, piece.runs.between(0, 0))] if used else []  # of ranks that encode nothing, too
         self.runs_in_c = in_c([each for codec in used for each in (codec, codec.for_sum())], piece, like)
         self.voices = self._packing.voices
         """For each encode of this rank the lowest rank that encodes the same values: both use the random numbers of that rank."""
@@ -239,9 +224,7 @@ class _Packing:
         if move.held is None:
             self.values = self.values[:0]
             return transfer
-        total = torch.empty(
-            move.held.end - move.held.start, dtype=self.piece.reduce_dtype, device=self.piece.flat.device
-        )
+        total = torch.empty(move.held.end - move.held.start, dtype=self.piece.reduce_dtype, device=self.piece.flat.device)
         for position, source in enumerate(move.received):
             own = self._part(move.held.start, move.held.end) if source == self.grid.rank else None
             part = transfer.received[source] if own is None else own

@@ -118,9 +118,7 @@ class AllGather(Transfers, OneEncode):
         wide = dtype != piece.reduce_dtype  # then nothing lies apart
         total = torch.empty_like(piece.flat, dtype=piece.reduce_dtype) if wide else gradient
         context, own = piece.contexts[0], payloads[rank]
-        only = Transfer(
-            [Encoding(codec, gradient, self.memory[0], segments, context, own)], [own] * world_size, payloads
-        )
+        only = Transfer([Encoding(codec, gradient, self.memory[0], segments, context, own)], [own] * world_size, payloads)
         for source, payload in enumerate(payloads):
             only.arrivals[source] = [Decode(codec, payload, segments, dtype, source > 0, total, context)]
         only.after += [Copy(piece.flat, total)] if isinstance(total, torch.Tensor) and wide else []

@@ -7,27 +7,9 @@ import torch
 from torch import Tensor
 
 from gradwire.core import Spec
-from gradwire.kernels import (
-    Compressor,
-    Context,
-    KernelCall,
-    Segments,
-    WrappingCompressor,
-    cpu,
-    kernels_for,
-    refused,
-    run_calls,
-)
+from gradwire.kernels import Compressor, Context, KernelCall, Segments, WrappingCompressor, cpu, kernels_for, refused, run_calls
 
-__all__ = [
-    "Compressor",
-    "Context",
-    "KernelCompressor",
-    "ListCompressor",
-    "WrappingListCompressor",
-    "aligned",
-    "residual_in",
-]
+__all__ = ["Compressor", "Context", "KernelCompressor", "ListCompressor", "WrappingListCompressor", "aligned", "residual_in"]
 
 
 class ListCompressor(Compressor):
@@ -46,14 +28,10 @@ class ListCompressor(Compressor):
     ) -> list[KernelCall]:
         """The calls that write or add the decoded values; see `Compressor.decode`."""
 
-    def encode(
-        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
+    def encode(self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor) -> None:
         run_calls(self.encode_calls(src, state, segments, context, payload))
 
-    def decode(
-        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
-    ) -> None:
+    def decode(self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context) -> None:
         with refused(self.spec):
             run_calls(self.decode_calls(payload, segments, dtype, add, dst, context))
 

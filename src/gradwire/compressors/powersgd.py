@@ -33,9 +33,7 @@ class PowerSGDCompressor(Compressor):
         return PowerProgram(self.power, flat, state[0] if state else None, segments)
 
     def encode(self, *arguments: Any) -> None:
-        raise PlanError(
-            f"{self.spec!r} has no payload that can be gathered: its factors are summed. Use scheme='allreduce'."
-        )
+        raise PlanError(f"{self.spec!r} has no payload that can be gathered: its factors are summed. Use scheme='allreduce'.")
 
     def decode(self, *arguments: Any) -> None:
         self.encode()

@@ -54,9 +54,7 @@ class CommonRandomKCompressor(ListCompressor):
 class RandomKProgram:
     """The work on one piece in a step: draw values, and write their sum over ranks to the same places."""
 
-    def __init__(
-        self, compressor: CommonRandomKCompressor, flat: Tensor, state: Sequence[Tensor], segments: Segments
-    ) -> None:
+    def __init__(self, compressor: CommonRandomKCompressor, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> None:
         self.flat, self.residual, self.segments, self.ratio = flat, residual_in(state), segments, compressor.ratio
         numel = compressor.payload_bytes(segments, flat.dtype) // 4
         self.payloads = [torch.zeros(numel, dtype=torch.float32, device=flat.device)]

@@ -14,9 +14,7 @@ from gradwire.kernels import Compressor, Context, Segment, Segments, is_float, t
 class SoleRank:
     """A compressor with the buffers of one flat gradient, as the only rank of a group has them."""
 
-    def __init__(
-        self, compressor: Compressor, segments: Segments, dtype: torch.dtype, state: Sequence[Tensor] = ()
-    ) -> None:
+    def __init__(self, compressor: Compressor, segments: Segments, dtype: torch.dtype, state: Sequence[Tensor] = ()) -> None:
         """state: a float32 tensor for each name in `compressor.state`; empty: errors are lost."""
         self._compressor, self._segments, self.state = compressor, segments, state
         self._flat = torch.zeros(segments.numel, dtype=dtype, device=segments.device)

@@ -40,9 +40,7 @@ def near(wrong: object, known: Collection[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def number(
-    field: str, value: object, what: str, *, positive: bool = False, error: type[GradwireError] = FormatError
-) -> None:
+def number(field: str, value: object, what: str, *, positive: bool = False, error: type[GradwireError] = FormatError) -> None:
     """Refuse everything but a finite number of at least 0, or above 0 if `positive`."""
     bound = "above 0" if positive else "at least 0"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -140,9 +138,7 @@ def each(field: str, values: Iterable[object], kind: type) -> None:
     """Refuse a list that has anything but instances of `kind`."""
     for index, value in enumerate(values):
         if not isinstance(value, kind):
-            raise FormatError(
-                f"{field}[{index}] is {show(value)}, a {type(value).__name__}: it must be a {kind.__name__}."
-            )
+            raise FormatError(f"{field}[{index}] is {show(value)}, a {type(value).__name__}: it must be a {kind.__name__}.")
 
 
 _fields = functools.cache(msgspec.structs.fields)

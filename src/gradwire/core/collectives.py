@@ -216,14 +216,10 @@ _BY_WORD: dict[str, Collective] = {}
 def register_collective(added: Collective) -> Collective:
     """Register a collective by its name and by its new words. Raises PlanError if a field is wrong or the name is taken."""
     if not isinstance(added, Collective):
-        raise PlanError(
-            f"{show(added)} is a {type(added).__name__}: it must be a gradwire.core.collectives.Collective."
-        )
+        raise PlanError(f"{show(added)} is a {type(added).__name__}: it must be a gradwire.core.collectives.Collective.")
     has = f"collective {added.name!r}"
     if _REGISTRY.get(added.name, added) != added or not added.name:
-        raise PlanError(
-            f"{has} has a name that is empty or taken: a name stands for one collective. Choose another name."
-        )
+        raise PlanError(f"{has} has a name that is empty or taken: a name stands for one collective. Choose another name.")
     for task in added.tasks:
         word, _, link = task.partition(":")
         if not (task in CODEC_TASKS or (word and word not in CODEC_TASKS and link in LINKS)):
@@ -245,9 +241,7 @@ def register_collective(added: Collective) -> Collective:
             "gather or whole. The gather phases come last, after at least one other phase."
         )
     if not added.steps:
-        raise PlanError(
-            f"{has} has no `steps`: the costs of new words are unknown. Give a function that returns the costs."
-        )
+        raise PlanError(f"{has} has no `steps`: the costs of new words are unknown. Give a function that returns the costs.")
     _REGISTRY[added.name] = added
     _BY_WORD.update(dict.fromkeys(added.own_words, added))
     collective_of.cache_clear()

@@ -30,9 +30,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, private: boo
     except WriteError:
         raise
     except FileNotFoundError as error:
-        raise WriteError(
-            f"{name}: cannot be written: there is no folder {printable(str(target.parent))}. Make it."
-        ) from error
+        raise WriteError(f"{name}: cannot be written: there is no folder {printable(str(target.parent))}. Make it.") from error
     except OSError as error:
         raise WriteError(
             f"{name}: cannot be written: {error.strerror or error}. The old file is unchanged. Make room, or choose "

@@ -11,9 +11,7 @@ LIBRARY = Path(__file__).parents[1] / "_native.so"
 def library() -> ctypes.CDLL:
     """The library, loaded once. Raises OSError with the reason if the library was not built or does not load."""
     if not LIBRARY.exists():
-        raise OSError(
-            f"{LIBRARY.name} was not built: GRADWIRE_REFERENCE_ONLY=1 was set, or this checkout was never installed"
-        )
+        raise OSError(f"{LIBRARY.name} was not built: GRADWIRE_REFERENCE_ONLY=1 was set, or this checkout was never installed")
     try:
         return ctypes.CDLL(str(LIBRARY))
     except OSError as error:

@@ -36,9 +36,7 @@ from gradwire.errors import FormatError, PlanError
 RESIDUAL_DTYPES = ("float32", "bfloat16", "int8")
 """The dtypes that residuals may be stored in."""
 
-_CURE = (
-    "A plan belongs to one model: make it again for this one, as gradwire.Policy.plan(tensors) does, or pass a policy."
-)
+_CURE = "A plan belongs to one model: make it again for this one, as gradwire.Policy.plan(tensors) does, or pass a policy."
 
 if TYPE_CHECKING:
     BucketSpec = Spec | Mapping[str, Spec]
@@ -82,9 +80,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for index, task in enumerate(self.option):
             _check_task(f"option[{index}]", task)
         if not self.link_tasks:
-            raise FormatError(
-                f"option is {show(list(self.option))}: without a link task nothing is exchanged. Add one."
-            )
+            raise FormatError(f"option is {show(list(self.option))}: without a link task nothing is exchanged. Add one.")
         _check_words(self)
         whole("chunk_bytes", self.chunk_bytes, "bytes of raw gradient per chunk, 0 for not cut")
         whole("numel", self.numel, "the elements of the bucket, 0 for not recorded")
@@ -296,9 +292,7 @@ def _as_bucket_spec(value: object, tensors: tuple[str, ...]) -> Spec | dict[str,
             )
     for name, spec in specs.items():
         if name not in tensors:
-            raise FormatError(
-                f"spec[{show(name)}] is {show(spec)}, but this bucket has no such tensor{near(name, tensors)}."
-            )
+            raise FormatError(f"spec[{show(name)}] is {show(spec)}, but this bucket has no such tensor{near(name, tensors)}.")
     main = next((name for name in tensors if specs[name].encodes), tensors[0])
     for name in tensors:
         own, other = specs[name], specs[main]
@@ -327,9 +321,7 @@ def _check_task(field: str, task: object) -> None:
             f"{field} is {show(task)}: it must be task:where, the task one of {', '.join(words)}{near(what, words)}."
         )
     if where not in places:
-        raise FormatError(
-            f"{field} is {show(task)}: {what} runs on {' or '.join(places)}. Write {what}:{places[0]}, say."
-        )
+        raise FormatError(f"{field} is {show(task)}: {what} runs on {' or '.join(places)}. Write {what}:{places[0]}, say.")
 
 
 def _check_words(bucket: Bucket) -> None:

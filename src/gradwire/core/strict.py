@@ -278,9 +278,7 @@ def parse(text: str | bytes, source: str) -> object:
 def check_plain(data: object, *path: str) -> None:
     """Raise FormatError, with the path, for numbers that are not finite and for text that is not Unicode."""
     if isinstance(data, float) and not math.isfinite(data):
-        raise FormatError(
-            f"{join(*path) or 'the document'} is {data}, which is not a finite number. Correct the value."
-        )
+        raise FormatError(f"{join(*path) or 'the document'} is {data}, which is not a finite number. Correct the value.")
     if isinstance(data, str) and not data.isascii() and any("\ud800" <= char <= "\udfff" for char in data):
         raise FormatError(
             f"{join(*path) or 'the document'} is {show(data)}: half of a surrogate pair is no character, and a file cannot "

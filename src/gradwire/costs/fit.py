@@ -91,9 +91,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Fit:
             problems.append(f"the {end} sizes all lie far from the line: times bend, so keep the points themselves")
     outliers = tuple(index for index, keep in enumerate(inside) if not keep)
     if len(outliers) > _MOST_OUTLIERS * len(points):
-        problems.append(
-            f"{len(outliers)} of {len(points)} points lie far from the line: measure again, on a quiet machine"
-        )
+        problems.append(f"{len(outliers)} of {len(points)} points lie far from the line: measure again, on a quiet machine")
     r2 = 1 - sum(r * r for _, r in kept) / spread if spread else 1.0
     return Fit(*line, tuple(points), tuple(residuals), outliers, r2, worst, "; ".join(problems))
 

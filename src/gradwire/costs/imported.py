@@ -70,9 +70,7 @@ def costs_from_csv(text: str, source: str) -> Costs:
                 )
             known[nbytes] = encode_us, decode_us, line
     if not times:
-        raise FormatError(
-            f"there are no times in it. The first line must be {','.join(COLUMNS)}; a line for each size follows."
-        )
+        raise FormatError(f"there are no times in it. The first line must be {','.join(COLUMNS)}; a line for each size follows.")
     codecs = []
     for (spec, device), points in times.items():
         by_size = sorted(points.items())
@@ -152,12 +150,7 @@ def _number(column: str, written: str) -> int | float:
 
 
 _SUFFIX = "_comp_overhead"
-_SPECS: dict[str, Spec] = {
-    "random": RandomK(ratio=0.01),
-    "dgc": DGC(ratio=0.01),
-    "efsignsgd": EFSignSGD(),
-    "onebit": OneBit(),
-}
+_SPECS: dict[str, Spec] = {"random": RandomK(ratio=0.01), "dgc": DGC(ratio=0.01), "efsignsgd": EFSignSGD(), "onebit": OneBit()}
 _FP16, _ONE_LEVEL = 1, 2
 _CONSTANT_BYTES = 4 * 2**20
 _FORM = "gradwire.costs.imported describes the form. You can also write profile.json and costs.json by hand."
@@ -246,8 +239,6 @@ def _entry(value: object, row: int, column: int) -> float:
     try:
         entry = value[row][column]  # type: ignore[index]
     except (TypeError, IndexError, KeyError):
-        raise FormatError(
-            f"{show(value)} has no [{row}][{column}]: it must be lists of 4 microseconds. {_FORM}"
-        ) from None
+        raise FormatError(f"{show(value)} has no [{row}][{column}]: it must be lists of 4 microseconds. {_FORM}") from None
     number(f"[{row}][{column}]", entry, "a time in microseconds")
     return float(entry)

@@ -172,9 +172,7 @@ class Prices:
         size = Bytes(*(nbytes / pieces for nbytes in whole))
         return PricedBucket(self.tasks(bucket.option, spec.rounds, self._shares(bucket), size), pieces)
 
-    def tasks(
-        self, option: tuple[str, ...], rounds: int, shares: Mapping[Spec, float], size: Bytes
-    ) -> tuple[Price, ...]:
+    def tasks(self, option: tuple[str, ...], rounds: int, shares: Mapping[Spec, float], size: Bytes) -> tuple[Price, ...]:
         """The tasks of one piece of a bucket.
 
         rounds: the spec's rounds. shares: the part of the compressed bytes that each spec has. size: the sizes of the piece.
@@ -189,9 +187,7 @@ class Prices:
                 tasks.append(exchange(size[step.payload]))
         return tuple(tasks)
 
-    def _steps_and_exchanges(
-        self, option: tuple[str, ...], rounds: int
-    ) -> list[tuple[Step, Callable[[float], Price] | None]]:
+    def _steps_and_exchanges(self, option: tuple[str, ...], rounds: int) -> list[tuple[Step, Callable[[float], Price] | None]]:
         """The steps of an option, each exchange with the function that prices it by its bytes."""
         return [(step, self._exchange(step) if step.traffic else None) for step in self.steps(option, rounds)]
 

@@ -56,10 +56,7 @@ def differences(present: Mapping[int, Facts]) -> Iterator[Finding]:
     names = {name for facts in present.values() for name in facts.variables if name.startswith(("NCCL_", "TORCH_"))}
     names -= {"NCCL_SOCKET_IFNAME"}  # interfaces have other names on other machines
     words: tuple[Severity, str, str] = "note", "The backends are set differently.", "Export it alike on all nodes."
-    for what, value_of, severity, why, cure in (
-        *_COMPARED,
-        *((name, _variable(name), *words) for name in sorted(names)),
-    ):
+    for what, value_of, severity, why, cure in (*_COMPARED, *((name, _variable(name), *words) for name in sorted(names))):
         values: dict[str, list[int]] = {}
         for rank, facts in sorted(present.items()):
             values.setdefault(str(value_of(facts)), []).append(rank)

@@ -104,10 +104,7 @@ def _leave(code: int, stuck: bool = False) -> int:
 def _how_to_measure(facts: Facts, job: Job | None) -> Finding:
     if facts.torch_problem is not None and job is not None and job.world_size > 1:
         return problem(
-            "links",
-            f"rank {job.rank} cannot meet the others without torch",
-            "They wait for it.",
-            "Install torch on this node.",
+            "links", f"rank {job.rank} cannot meet the others without torch", "They wait for it.", "Install torch on this node."
         )
     return ok(
         "links",

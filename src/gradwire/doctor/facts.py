@@ -191,9 +191,7 @@ def gather_facts(environ: Mapping[str, str] = os.environ) -> Facts:
         core_quota=_core_quota(),
         interfaces=known,
         gloo=gloo_choice(environ.get("GLOO_SOCKET_IFNAME"), host, known),
-        variables={
-            name: value for name, value in sorted(environ.items()) if name in VARIABLES or name.startswith(PREFIXES)
-        },
+        variables={name: value for name, value in sorted(environ.items()) if name in VARIABLES or name.startswith(PREFIXES)},
     )
     try:
         return _with_torch(facts)

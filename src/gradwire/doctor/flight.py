@@ -13,16 +13,12 @@ def behind(records: Sequence[FlightRecord]) -> list[str]:
     lines = []
     if silent:
         names = ", ".join(map(str, silent))
-        lines.append(
-            f"rank {names} wrote no record: killed, stopped, or its file is not among these. Look at its log first."
-        )
+        lines.append(f"rank {names} wrote no record: killed, stopped, or its file is not among these. Look at its log first.")
     else:
         last = min(ranks, key=lambda rank: _progress(by_rank[rank]))
         same = len({_progress(record) for record in records}) == 1
         lines.append("no rank was behind the others." if same else f"rank {last} was behind: {_place(by_rank[last])}.")
-    lines += [
-        f"rank {rank}: {_place(by_rank[rank])}. Its error: {by_rank[rank].error}" for rank in ranks if rank in by_rank
-    ]
+    lines += [f"rank {rank}: {_place(by_rank[rank])}. Its error: {by_rank[rank].error}" for rank in ranks if rank in by_rank]
     return lines
 
 
@@ -40,7 +36,5 @@ def _place(record: FlightRecord) -> str:
     last = record.steps[-1]
     open_tasks = [f"{task.what} for {record.written_s - task.began_s:.1f} s" for task in last.tasks if not task.ended_s]
     ended = sum(task.ended_s > 0 for task in last.tasks)
-    where = (
-        " and ".join(open_tasks) if open_tasks else "in no task: its script computed, or it had not begun the next step"
-    )
+    where = " and ".join(open_tasks) if open_tasks else "in no task: its script computed, or it had not begun the next step"
     return f"step {last.step}, {ended} tasks done, {where}"

@@ -147,9 +147,7 @@ class Meeting:
     def read_rank_0(self, what: str, kind: type[T], patience_s: float) -> T:
         found = self.read_notes(what, [0], kind, patience_s)
         if not found:
-            raise ConnectionError(
-                f"rank {self.job.rank} received nothing from rank 0 for {patience_s:.0f} s. See its log."
-            )
+            raise ConnectionError(f"rank {self.job.rank} received nothing from rank 0 for {patience_s:.0f} s. See its log.")
         return found[0]
 
     def _ask(self, call: Callable[[], T]) -> T:

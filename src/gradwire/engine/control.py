@@ -96,10 +96,7 @@ class ControlExchange:
     def why_void(self, reports: Sequence[RankReport], leaving_is_void: bool = True) -> str | None:
         """Why the step must not count, in the same words on all ranks; None if it counts."""
         if not leaving_is_void:
-            reports = [
-                each._replace(state=BackwardState.DONE) if each.state is BackwardState.LEFT else each
-                for each in reports
-            ]
+            reports = [each._replace(state=BackwardState.DONE) if each.state is BackwardState.LEFT else each for each in reports]
         return why_void(reports, self._lanes.group.global_ranks, len(self._names))
 
     def check_drift(self, reports: Sequence[RankReport], step: int) -> None:
@@ -124,9 +121,7 @@ def used_anywhere(reports: Sequence[RankReport]) -> set[int]:
     return {index for index, bit in enumerate(reversed(bits)) if bit == "1"}
 
 
-def exchange_reports(
-    own: RankReport, parameters: int, link: Link, after: "Future[Any] | None" = None
-) -> list[RankReport]:
+def exchange_reports(own: RankReport, parameters: int, link: Link, after: "Future[Any] | None" = None) -> list[RankReport]:
     """Everybody's report, by rank of the group. `parameters` is how many bits `used` has. See `exchange_bytes`."""
     packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(-(-parameters // 8), "little")
     reports = []
@@ -243,10 +238,7 @@ class DriftWatch:
         sums = {rank: words.unpack(raw) for rank, raw in packed.items()}
         first, *others = sums
         index, other = next(
-            (index, other)
-            for index in range(len(names))
-            for other in others
-            if sums[other][index] != sums[first][index]
+            (index, other) for index in range(len(names)) for other in others if sums[other][index] != sums[first][index]
         )
         return (
             f"the weights of rank {first} and rank {other} are not the same any more, found in step {step}; the first "
@@ -282,9 +274,7 @@ class OwnSteps:
         """A synchronised backward has ended."""
         self._steps = 0
 
-    def step(
-        self, weights: "Sequence[weakref.ref[torch.nn.Parameter]]", names: Sequence[str], after: int
-    ) -> str | None:
+    def step(self, weights: "Sequence[weakref.ref[torch.nn.Parameter]]", names: Sequence[str], after: int) -> str | None:
         """An optimizer is about to step. `after`: the synchronised steps so far. Returns, once, what to warn the script of."""
         self._steps += 1
         if self._told or self._group.world_size == 1:

@@ -104,9 +104,7 @@ class Crossing:
             late = time.monotonic() - LONG_S
             if len(self._users) > 1 or not any((each.since or late) < late for each in list(self._watched)):
                 continue
-            with suppress(
-                Exception
-            ):  # the store may be gone with its rank, or not have been there: then the timeout ends it
+            with suppress(Exception):  # the store may be gone with its rank, or not have been there: then the timeout ends it
                 if store is None:
                     default: Any = distributed_c10d._get_default_store()
                     store = distributed_c10d.PrefixStore("gradwire/crossing", default.clone())
@@ -123,9 +121,7 @@ class Crossing:
                 continue
             theirs = msgspec.json.decode(store.get(str(rank)), type=dict[str, StepPlace])
             mine = places[handle.lanes.name]
-            others = [
-                name for name, at in places.items() if not at.inside and theirs.get(name) == at._replace(inside=True)
-            ]
+            others = [name for name, at in places.items() if not at.inside and theirs.get(name) == at._replace(inside=True)]
             if others and theirs.get(handle.lanes.name) == mine._replace(inside=False):
                 words = (
                     f"handles crossed: rank {own} is in step {mine.step} of {handle.label}, and rank {rank} is in step "

@@ -170,12 +170,7 @@ class LentRun:
         """Whether all are like their slots, and nothing else. Scalars are not asked whether they are negated views, as others are
         that have these strides; torch would let go of Python's lock, and a lane would take it."""
         plain = {*map(type, grads)} == {torch.Tensor} and {*map(_DTYPE, grads)} == self._dtypes
-        return (
-            plain
-            and list(map(_STRIDE, grads)) == self._strides
-            and () not in self._strides
-            and not any(map(_TRACKED, grads))
-        )
+        return plain and list(map(_STRIDE, grads)) == self._strides and () not in self._strides and not any(map(_TRACKED, grads))
 
     def _are_new(self, addresses: list[int]) -> bool:
         """Whether no two are the same tensor, in this run or in the step."""

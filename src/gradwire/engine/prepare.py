@@ -27,14 +27,10 @@ class Prepared(NamedTuple):
     """The policy from which the plan was made, and will be made again."""
 
 
-def prepare(
-    model: Any, plan: Any, ranks: int, ranks_per_node: int = 1, ours: Collection[torch.nn.Parameter] = ()
-) -> Prepared:
+def prepare(model: Any, plan: Any, ranks: int, ranks_per_node: int = 1, ours: Collection[torch.nn.Parameter] = ()) -> Prepared:
     """Raises PlanError or StepStateError where model and plan cannot be run. `ours` may belong to a handle already."""
     if not isinstance(model, torch.nn.Module):
-        raise PlanError(
-            f"model is a {type(model).__name__}: pass the torch.nn.Module whose gradients are synchronised."
-        )
+        raise PlanError(f"model is a {type(model).__name__}: pass the torch.nn.Module whose gradients are synchronised.")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise PlanError(
             "model is wrapped in DistributedDataParallel, which would send gradients too. Pass model.module, or keep DDP and "
@@ -79,9 +75,7 @@ def _check_memory(model: torch.nn.Module) -> None:
             cure = "Run a batch through the model" if is_lazy(tensor) else "Load it, or call to_empty(device=...),"
             raise PlanError(f"{name!r} has no memory yet ({type(tensor).__name__}, meta). {cure} before parallelize.")
         if tensor.is_quantized:
-            raise PlanError(
-                f"{name!r} is quantized, and gradwire cannot send such tensors from rank 0. Keep it outside."
-            )
+            raise PlanError(f"{name!r} is quantized, and gradwire cannot send such tensors from rank 0. Keep it outside.")
     for name, parameter in shared_parameters(model):
         if not parameter.requires_grad and type(parameter.data) is not torch.Tensor:
             raise PlanError(
@@ -94,9 +88,7 @@ def _check_memory(model: torch.nn.Module) -> None:
 def what_changed(model: torch.nn.Module, owned: Collection[int], buffers: ModelBuffers) -> str | None:
     """The first trainable parameter whose id is not in `owned`, or "a buffer"."""
     # in every forward: names are made where they are needed
-    if not all(
-        id(each) in owned for module in model.modules() for each in module._parameters.values() if _trains(each)
-    ):
+    if not all(id(each) in owned for module in model.modules() for each in module._parameters.values() if _trains(each)):
         for name, parameter in shared_parameters(model):
             if _trains(parameter) and id(parameter) not in owned:
                 if not isinstance(parameter, torch.nn.Parameter):
@@ -125,9 +117,7 @@ def facts(prepared: Prepared | None, problem: Exception | None, others: Sequence
     }
 
 
-def check_one_optimizer(
-    optimizers: Sequence[torch.optim.Optimizer], prepared: Prepared, many: str, others: str
-) -> None:
+def check_one_optimizer(optimizers: Sequence[torch.optim.Optimizer], prepared: Prepared, many: str, others: str) -> None:
     """Raises PlanError for more than one optimizer, and for one that steps other tensors. The words are why not."""
     if len(optimizers) > 1:
         raise PlanError(
@@ -135,9 +125,7 @@ def check_one_optimizer(
             "schedule='backward'."
         )
     ours = {id(parameter) for parameter in prepared.parameters.values()}
-    foreign = [
-        p for group in optimizers[0].param_groups for p in group["params"] if p.requires_grad and id(p) not in ours
-    ]
+    foreign = [p for group in optimizers[0].param_groups for p in group["params"] if p.requires_grad and id(p) not in ours]
     if foreign:
         raise PlanError(
             f"the optimizer steps {len(foreign)} tensors that are none of the model's trainable parameters, the first of shape "

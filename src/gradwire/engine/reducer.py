@@ -468,10 +468,7 @@ class Reducer:
         self.step += 1
 
     def hear(
-        self,
-        told: "Future[list[RankReport]]",
-        wait: "Callable[[Future[list[RankReport]]], None]",
-        leaving_is_void: bool = True,
+        self, told: "Future[list[RankReport]]", wait: "Callable[[Future[list[RankReport]]], None]", leaving_is_void: bool = True
     ) -> list[RankReport]:
         """`wait` for what all ranks tell of the step, and for what else the schedule awaits. Raises on all of them when the step
         is void; nothing is under way then. `leaving_is_void`: one that a rank left is."""

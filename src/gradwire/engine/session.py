@@ -21,13 +21,7 @@ from gradwire.engine.reducer import Observer, Reducer, announce_change, taken_in
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import PutsOff, ShardsOptimizer, TrainingJob
 from gradwire.engine.schedules.factory import make_schedule, why_not
-from gradwire.engine.torch_hooks.hooks import (
-    ModelHook,
-    leave_hooks_behind,
-    scale_of_this_backward,
-    tensors_in,
-    watch_scalers,
-)
+from gradwire.engine.torch_hooks.hooks import ModelHook, leave_hooks_behind, scale_of_this_backward, tensors_in, watch_scalers
 from gradwire.engine.torch_hooks.lazy_tensors import looking
 from gradwire.engine.torch_hooks.optimizer_step import hear, hear_no_more
 from gradwire.engine.torch_hooks.splitting import compiled_frames
@@ -90,9 +84,7 @@ class ScriptWatch:
     def __init__(self, reducer: Reducer, drift_check_steps: int) -> None:
         self._reducer = reducer
         self._own_steps = OwnSteps(drift_check_steps, reducer.group, reducer.lanes.name)
-        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, str]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, str]] = weakref.WeakKeyDictionary()
         """For each optimizer: its groups, how often the reducer got parameters, and the name of one that it steps, or ''."""
         self._loss_scale: float | None = None
         """The scale of the last step whose loss a GradScaler scaled."""

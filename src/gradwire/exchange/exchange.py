@@ -76,10 +76,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, TensorLike],
-        plan: PlanLike,
-        process_group: dist.ProcessGroup | Group | None = None,
+        self, tensors: Mapping[str, TensorLike], plan: PlanLike, process_group: dist.ProcessGroup | Group | None = None
     ) -> None:
         lanes = Lanes(process_group)
         problem, made, checked, device = None, None, {}, None
@@ -298,9 +295,7 @@ class Exchange:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's step, plan and residuals, keys `rank{r}/...`; copies. Between steps."""
         self._check_idle("state_dict")
-        return write_state(
-            self.group, self.step, range(len(self.slots)), self.plan.state_digest(), self.residuals.state()
-        )
+        return write_state(self.group, self.step, range(len(self.slots)), self.plan.state_digest(), self.residuals.state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where `state_dict` was made: this rank's own state, or with another number of ranks the states of all ranks
@@ -708,8 +703,7 @@ class Executor:
         by_lane = tasks_by_lane(order, count - lanes.offload, offloaded, lanes.offload)
         self.tasks = [[PhaseTask(*task) for task in tasks] for tasks in by_lane]
         self._lanes_of = [
-            {lane for lane, tasks in enumerate(self.tasks) for task in tasks if task.bucket == bucket.index}
-            for bucket in buckets
+            {lane for lane, tasks in enumerate(self.tasks) for task in tasks if task.bucket == bucket.index} for bucket in buckets
         ]
         """The lanes that have tasks of each bucket."""
         self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
@@ -737,8 +731,7 @@ class Executor:
         self._at = [tasks[0].task if tasks else None for tasks in planned.lists]
         times = [kept for observer in self.lanes.observers if (kept := observer.task_times()) is not None]
         self.running = [
-            lane.submit(partial(self._run, number, planned, progress, times))
-            for number, lane in enumerate(self.lanes.data)
+            lane.submit(partial(self._run, number, planned, progress, times)) for number, lane in enumerate(self.lanes.data)
         ]
         for future in self.running:
             future.add_done_callback(progress.lane_done)

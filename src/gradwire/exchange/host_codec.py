@@ -47,12 +47,7 @@ class HostCodec(WrappingCompressor):
         return HostCodec(inner, self._staging)
 
     def encode(
-        self,
-        src: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        segments: Segments,
-        context: Context,
-        payload: torch.Tensor,
+        self, src: torch.Tensor, state: Sequence[torch.Tensor], segments: Segments, context: Context, payload: torch.Tensor
     ) -> None:
         """Gradient and state to the host, encode there, payload and state back."""
         host_src = self._fetched("source", src)
@@ -68,13 +63,7 @@ class HostCodec(WrappingCompressor):
         _wait_for(payload)
 
     def decode(
-        self,
-        payload: torch.Tensor,
-        segments: Segments,
-        dtype: torch.dtype,
-        add: bool,
-        dst: torch.Tensor,
-        context: Context,
+        self, payload: torch.Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: torch.Tensor, context: Context
     ) -> None:
         """Payload to the host (and what it is added to), decode there, values back."""
         host_payload = self._fetched("payload", payload)

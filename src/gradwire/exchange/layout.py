@@ -318,9 +318,7 @@ def _check(index: int, bucket: Bucket, first: torch.Tensor, codec: Compressor, a
         )
     keeps = RESIDUAL_DTYPES if codec.spec.feedback else ("float32",)
     if bucket.residual_dtype not in keeps:
-        why = (
-            "residuals are stored as one of these" if codec.spec.feedback else "nothing of what it sends is carried on"
-        )
+        why = "residuals are stored as one of these" if codec.spec.feedback else "nothing of what it sends is carried on"
         raise PlanError(
             f"bucket {index} with spec {bucket.main_spec!r} has residual_dtype {bucket.residual_dtype!r}, but {why}. Write "
             f"{' or '.join(keeps)}."

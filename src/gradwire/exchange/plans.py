@@ -18,9 +18,7 @@ PlanLike: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str] | Callable[[
 """A plan or its path, a policy, a spec for all tensors, or what makes a policy of the tensors and the number of ranks."""
 
 
-def plan_for(
-    plan: PlanLike, tensors: Sequence[TensorInfo], ranks: int, ranks_per_node: int = 1
-) -> tuple[Plan, Policy | None]:
+def plan_for(plan: PlanLike, tensors: Sequence[TensorInfo], ranks: int, ranks_per_node: int = 1) -> tuple[Plan, Policy | None]:
     """The plan, and the policy that it was made of. `tensors` in the order in which they become ready.
 
     Raises PlanError where it does not fit the tensors, and for what is no plan; FormatError for a wrong file.
@@ -47,9 +45,7 @@ def plan_for(
     if isinstance(plan, Spec):
         plan = Uniform(plan)
     if not isinstance(plan, Policy):
-        raise PlanError(
-            f"plan is a {type(plan).__name__}: it must be a spec, a Policy, a Plan or the path of a plan file."
-        )
+        raise PlanError(f"plan is a {type(plan).__name__}: it must be a spec, a Policy, a Plan or the path of a plan file.")
     made = plan.plan(tensors, ranks, ranks_per_node)
     made.check_against(tensors)
     return made, plan

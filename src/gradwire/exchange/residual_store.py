@@ -67,9 +67,7 @@ class Remembered:
         for buffers in self._buckets:
             for chunk in buffers.chunks:
                 sizes |= {f"{SHARED}/{name}": value.numel() for name, value in chunk.shared.items()}
-                sizes |= {
-                    f"{what}/{slot.name}": slot.view.numel() for what in chunk.remembers for slot in buffers.compressed
-                }
+                sizes |= {f"{what}/{slot.name}": slot.view.numel() for what in chunk.remembers for slot in buffers.compressed}
         return sizes
 
     def _taken_sizes(self) -> dict[str, int]:
@@ -109,9 +107,7 @@ class Remembered:
         left = {key: numel for key in state if _is_left(key) and (numel := sizes.get(_carried(key)))}
         for key in sorted(expected.keys() ^ (state.keys() - left.keys())):
             where = "the state has no" if key in expected else "this plan keeps no"
-            raise ValueError(
-                f"{where} {printable(key)}: it was saved under another plan. Use the plan it was saved with."
-            )
+            raise ValueError(f"{where} {printable(key)}: it was saved under another plan. Use the plan it was saved with.")
         _check_sizes({key: value.numel() for key, value in state.items()}, expected | left)
 
     def load(self, state: State) -> None:
@@ -141,9 +137,7 @@ class Remembered:
         for name, value in total.items():
             if not name.startswith(f"{SHARED}/"):
                 total[name] = slots[name.partition("/")[2]].by_element(value)
-        owed = {
-            _carried(key): slot.by_element(slot.owed).clone() for key, slot in self._owing() if slot.owed is not None
-        }
+        owed = {_carried(key): slot.by_element(slot.owed).clone() for key, slot in self._owing() if slot.owed is not None}
         return total | owed
 
     def names(self) -> list[str]:
@@ -211,9 +205,7 @@ class Remembered:
                     yield from memory.held
 
 
-def _carried_parts(
-    carried: State, what: str, buffers: BucketBuffers, start: int, end: int
-) -> Iterator[tuple[int, torch.Tensor]]:
+def _carried_parts(carried: State, what: str, buffers: BucketBuffers, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
     """The carried values of a chunk that covers the bucket's elements from `start` to `end`, each with its place in the chunk."""
     for slot in buffers.compressed:
         low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
@@ -262,9 +254,7 @@ def added_up(states: Iterable[State]) -> dict[str, torch.Tensor]:
                 total[name] = flat
                 continue
             if total[name].numel() != flat.numel():
-                raise ValueError(
-                    f"{printable(key)} has {flat.numel()} elements, and another rank's {total[name].numel()}."
-                )
+                raise ValueError(f"{printable(key)} has {flat.numel()} elements, and another rank's {total[name].numel()}.")
             if what != SHARED:
                 total[name] = total[name] + flat
     return total

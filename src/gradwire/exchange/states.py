@@ -160,9 +160,7 @@ class _Fields:
         self.order = self._numbers("order", torch.int64)
         self.ranks = tuple(self._numbers("ranks", torch.int64))
         if rank not in self.ranks or len(set(self.ranks)) != len(self.ranks):
-            raise ValueError(
-                f"rank{rank}/ranks is {_short(self.ranks)}: it must hold {rank} and each rank once. {_CURE}"
-            )
+            raise ValueError(f"rank{rank}/ranks is {_short(self.ranks)}: it must hold {rank} and each rank once. {_CURE}")
         digest = self._numbers("plan", torch.uint8)
         if len(digest) != _DIGEST_BYTES:
             raise ValueError(f"rank{rank}/plan has {len(digest)} bytes: a plan's digest has {_DIGEST_BYTES}. {_CURE}")
@@ -178,9 +176,7 @@ class _Fields:
             raise ValueError(f"rank{rank}/{printable(unknown[0])} is not a field of a handle's state. {_CURE}")
         for field, value in self.memory.items():
             if not _is_whole(value, torch.float32) and not (field.startswith((LOCAL, OUTER)) and _is_of_weights(value)):
-                raise ValueError(
-                    f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}"
-                )
+                raise ValueError(f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}")
             self.memory[field] = value.detach()
         self.measured = {field: self.memory.pop(field) for field in list(self.memory) if field.startswith(MEASURED)}
 

@@ -28,9 +28,7 @@ class BucketStats:
     """The part of `wire_bytes` that leaves the node."""
 
     @staticmethod
-    def of(
-        buffers: BucketBuffers, grid: Grid, correcting: BucketBuffers | None = None, part: float = 0.0
-    ) -> "BucketStats":
+    def of(buffers: BucketBuffers, grid: Grid, correcting: BucketBuffers | None = None, part: float = 0.0) -> "BucketStats":
         """Add up the schemes of its chunks, and those of its corrections, which are this part of all steps."""
         intra, inter = _sent(buffers, grid)
         if correcting is not None:
@@ -70,10 +68,7 @@ class ExchangeStats:
 
     @staticmethod
     def of(
-        exchange_steps: int,
-        of_buckets: tuple[BucketStats, ...],
-        buckets: Sequence[BucketBuffers],
-        codec_us: float,
+        exchange_steps: int, of_buckets: tuple[BucketStats, ...], buckets: Sequence[BucketBuffers], codec_us: float
     ) -> "ExchangeStats":
         """The sums over buckets."""
         return ExchangeStats(

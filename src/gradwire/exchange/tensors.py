@@ -46,9 +46,7 @@ def checked_tensors(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
         if not isinstance(tensor, (torch.Tensor, TensorMeta)):
             raise PlanError(f"tensors[{name!r}] is a {type(tensor).__name__}: pass a torch.Tensor or a gw.TensorMeta.")
         if isinstance(tensor, torch.Tensor) and overlaps(tensor):
-            raise PlanError(
-                f"tensors[{name!r}] has elements that share memory (an expanded view). Pass a copy: clone()."
-            )
+            raise PlanError(f"tensors[{name!r}] has elements that share memory (an expanded view). Pass a copy: clone().")
         if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
             raise PlanError(f"tensors[{name!r}] has no dense memory ({tensor.layout}, {tensor.device}).")
     devices = {str(like(tensor).device) for tensor in tensors.values()}
@@ -65,9 +63,7 @@ def tensor_facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: 
     return {
         "gradwire version": __version__,
         "torch version": torch.__version__,
-        "names, shapes and dtypes of the tensors": [
-            [name, list(t.shape), str(t.dtype), t.device.type] for name, t in rows
-        ],
+        "names, shapes and dtypes of the tensors": [[name, list(t.shape), str(t.dtype), t.device.type] for name, t in rows],
         "memory formats of the tensors": [[name, list(t.stride())] for name, t in rows],
         "plan": f"{plan.digest()[:16]} {plan.buckets[0].main_spec!r}",
         KERNELS: golden_digests(plan, [tensor.dtype for _, tensor in rows], rows[0][1].device),
@@ -93,9 +89,7 @@ def fitting(name: str, tensor: TensorLike | None, view: torch.Tensor, device: to
             f"{tuple(view.shape)} and {view.dtype}, dense. Make another exchange for it."
         )
     if overlaps(tensor):
-        raise StepStateError(
-            f"tensor {name!r} has elements that share memory (an expanded view). Pass a copy: clone()."
-        )
+        raise StepStateError(f"tensor {name!r} has elements that share memory (an expanded view). Pass a copy: clone().")
     if tensor.device != device:
         raise StepStateError(f"tensor {name!r} is on {tensor.device}, and the exchange works on {device}.")
     return tensor

@@ -21,9 +21,7 @@ from gradwire.plan import Policy
 from gradwire.transport import Group
 
 __all__ = ["DDPState", "bucket_sizes", "ddp_hook"]
-_ONE_EACH = (
-    "Call model.register_comm_hook(gw.DDPState(plan), gw.ddp_hook) once, with a state of its own for each model."
-)
+_ONE_EACH = "Call model.register_comm_hook(gw.DDPState(plan), gw.ddp_hook) once, with a state of its own for each model."
 PlanForDDP: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str]
 
 
@@ -153,9 +151,7 @@ class DDPState:
         models = (each for each in all_objects() if issubclass(type(each), DistributedDataParallel))
         found = [each for each in models if any(state is self for _, state in vars(each).get("_comm_hooks", ()))]
         if len(found) != 1:
-            raise StepStateError(
-                f"this DDPState is registered with {len(found)} DDP models, and belongs to one. {_ONE_EACH}"
-            )
+            raise StepStateError(f"this DDPState is registered with {len(found)} DDP models, and belongs to one. {_ONE_EACH}")
         self._group = found[0].process_group
         self._parameters = _averaged(found[0].module, found[0].parameters_to_ignore)
         self._names = {parameter: name for name, parameter in self._parameters.items()}

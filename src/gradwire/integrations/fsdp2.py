@@ -100,9 +100,7 @@ class ModuleExchanges:
         self._lanes: dict[tuple[int, ...], Lanes] = {}  # by the ranks of a group
         self._packs = {f"{what} of {module}": ModulePacks() for what in self._policies for module in self.modules}
 
-    def exchange_of(
-        self, module: str, tensors: Mapping[str, Tensor], group: ProcessGroup, what: str = _GRADIENTS
-    ) -> Exchange:
+    def exchange_of(self, module: str, tensors: Mapping[str, Tensor], group: ProcessGroup, what: str = _GRADIENTS) -> Exchange:
         """The exchange of a module's buffer. All ranks of the group ask for it at the same point, inside a call of FSDP2."""
         pack = pack_of(next(iter(tensors.values())), group)
 

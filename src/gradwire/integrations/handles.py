@@ -92,9 +92,7 @@ def _saved_together(folder: str | os.PathLike[str], states: Mapping[Path, Mappin
     """The files of one save: all files, unless those of one save are whole and others are left of an earlier one."""
     sets: dict[Any, list[Path]] = {}
     for path, state in states.items():
-        step = next(
-            (int(value) for key, value in state.items() if key.startswith("rank") and key.endswith("/step")), -1
-        )
+        step = next((int(value) for key, value in state.items() if key.startswith("rank") and key.endswith("/step")), -1)
         job = bytes(state[SET].tolist()) if SET in state else b""
         sets.setdefault((_ranks_of(state), step, job), []).append(path)
     whole = [(key, paths) for key, paths in sets.items() if key[0] is not None and len(paths) == len(key[0])]

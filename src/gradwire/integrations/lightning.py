@@ -110,6 +110,4 @@ class GradwireStrategy(DDPStrategy):
         self._attached = False
 
 
-StrategyRegistry.register(
-    "gradwire", GradwireStrategy, description="gradwire's exchange of gradients in place of DDP's"
-)
+StrategyRegistry.register("gradwire", GradwireStrategy, description="gradwire's exchange of gradients in place of DDP's")

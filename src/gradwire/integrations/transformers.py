@@ -73,9 +73,7 @@ class GradwireCallback(TrainerCallback):
         finally:
             self._detach()  # after an error, too: another Trainer may train the model
 
-    def _prepare_model(
-        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
+    def _prepare_model(self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Replaces Accelerate's method, which wraps a model that trains in DDP."""
         prepared: Any = self._plain_prepare(model, device_placement, evaluation_mode=True)
         if dist.is_initialized() and not evaluation_mode:
@@ -101,9 +99,7 @@ class GradwireCallback(TrainerCallback):
             self._decision = decision
             self._trainer.state.log_history[-1]["gradwire_decision"] = str(decision)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Load the states that ranks saved with the checkpoint from which the Trainer resumes."""
         if dist.is_initialized() and self._model is None:
             raise StepStateError(

@@ -89,9 +89,7 @@ class Compressor(ABC):
         return found
 
     @abstractmethod
-    def encode(
-        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
+    def encode(self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor) -> None:
         """Write the payload (uint8, `payload_bytes` long) of src.
 
         `state` has a tensor (float32, as long as src) for each name in `self.state`, in that order. If `state` is empty, the
@@ -99,9 +97,7 @@ class Compressor(ABC):
         """
 
     @abstractmethod
-    def decode(
-        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
-    ) -> None:
+    def decode(self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context) -> None:
         """Write the decoded values to dst, or add them. `dtype` is the dtype of the gradient that was encoded.
 
         Raises PayloadError for a payload of another size.
@@ -127,9 +123,7 @@ class Compressor(ABC):
 
     def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> Program:
         """The rounds of one flat buffer, which holds the gradient before and the sum after, for specs with `rounds`."""
-        raise PlanError(
-            f"{self.spec!r} has no rounds: its payloads are gathered. Use scheme='allgather' or 'alltoall'."
-        )
+        raise PlanError(f"{self.spec!r} has no rounds: its payloads are gathered. Use scheme='allgather' or 'alltoall'.")
 
     def check(self, payload: Tensor, segments: Segments, dtype: torch.dtype) -> None:
         """Raise PayloadError unless the payload has the size that the segments take."""

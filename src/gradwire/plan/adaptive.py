@@ -134,9 +134,7 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
 
     def policy_of(self, specs: Mapping[str, Spec]) -> Policy:
         """The policy that gives tensors the specs in `specs`, by name, and all other tensors the specs of `policy`."""
-        return msgspec.structs.replace(
-            self.policy, rules=(*((escape(name), spec) for name, spec in specs.items()), *self.rules)
-        )
+        return msgspec.structs.replace(self.policy, rules=(*((escape(name), spec) for name, spec in specs.items()), *self.rules))
 
     def rules_match(self, tensor: TensorInfo) -> bool:
         """Whether a rule gives the tensor its spec."""

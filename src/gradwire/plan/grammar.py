@@ -66,9 +66,7 @@ COMPRESSED = (Action.COMM_COMP, Action.COMM1_COMP, Action.COMM2_COMP)
 
 WORDS = {
     action: tuple(
-        routine.word
-        for routine in ROUTINES.values()
-        if step in (routine.payloads if action in COMPRESSED else routine.gradients)
+        routine.word for routine in ROUTINES.values() if step in (routine.payloads if action in COMPRESSED else routine.gradients)
     )
     for action, step in STEPS.items()
 }
@@ -161,9 +159,7 @@ def refusal(tasks: Sequence[str]) -> str:
     for index, name in enumerate(tasks):
         reached = tuple(following for task, following in _alive(places) if task.name == name)
         if not reached:
-            return (
-                f"option[{index}] is {show(name)} {before}: {_reason(name, places)}. Possible there: {_names(places)}."
-            )
+            return f"option[{index}] is {show(name)} {before}: {_reason(name, places)}. Possible there: {_names(places)}."
         places, before = reached, f"after {name}"
     return (
         f"option is {show(list(tasks))}: it ends before all ranks have the whole sum, uncompressed. Possible after that: "

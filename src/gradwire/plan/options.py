@@ -45,9 +45,7 @@ class Option(msgspec.Struct, frozen=True):
     @property
     def exchanges(self) -> tuple[ExchangeChoice, ...]:
         """The link tasks, in order."""
-        named = (
-            (*task.split(":"), action) for task, action in zip(self.tasks, self.actions, strict=True) if action in STEPS
-        )
+        named = ((*task.split(":"), action) for task, action in zip(self.tasks, self.actions, strict=True) if action in STEPS)
         return tuple(ExchangeChoice(word, link, action in COMPRESSED) for word, link, action in named)
 
     @property

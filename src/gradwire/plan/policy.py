@@ -127,9 +127,7 @@ def useless(which: str | Where, spec: Spec, matched: Sequence[str], tensors: Seq
     """The message about a rule without effect; `matched` are the tensors that the rule matches."""
     rule = f"rule ({which!r}, {spec!r})"
     if matched:
-        return (
-            f"{rule} has no effect: earlier rules take all {len(matched)} tensors that it matches. Put it before them."
-        )
+        return f"{rule} has no effect: earlier rules take all {len(matched)} tensors that it matches. Put it before them."
     names = [tensor.name for tensor in tensors]
     pattern = which if isinstance(which, str) else which.names
     close = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]

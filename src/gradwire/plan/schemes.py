@@ -198,9 +198,7 @@ def carries(option: tuple[str, ...], spec: Spec, device: str) -> bool:
     named = collective_of(option)
     if named is not None and option == named.on(device, spec.rounds):
         return named.carries(spec)
-    return set(spec.schemes) >= {"alltoall", "allgather"} and (
-        not set(spec.state) - {"residual"} or codes_own_gradient(option)
-    )
+    return set(spec.schemes) >= {"alltoall", "allgather"} and (not set(spec.state) - {"residual"} or codes_own_gradient(option))
 
 
 def correction_plan(plan: Plan, schedule: Delayed, tensors: Sequence[TensorInfo]) -> Plan:

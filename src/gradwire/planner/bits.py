@@ -64,9 +64,7 @@ def error_budget(tensors: Sequence[Sensitivity], uniform: int, alpha: float = 2.
     alpha: 1.5 to 3 in the paper. Raises PlanError for an alpha below 1: not even uniform bits would keep the budget.
     """
     if not alpha >= 1:
-        raise PlanError(
-            f"alpha is {alpha}: the error allowed, over that of uniform bits, must be 1 or more (2 is usual)."
-        )
+        raise PlanError(f"alpha is {alpha}: the error allowed, over that of uniform bits, must be 1 or more (2 is usual).")
     return alpha * alpha * math.fsum(tensor.errors[uniform] for tensor in tensors)
 
 
@@ -92,9 +90,7 @@ def exact(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
     # regrets of each tensor's other ways; tensors with the least regret first
     others = []
     for index, (tensor, way) in enumerate(zip(tensors, base, strict=True)):
-        regrets = [
-            (_priced(tensor, w, price) - _priced(tensor, way, price), w) for w in range(len(tensor.sizes)) if w != way
-        ]
+        regrets = [(_priced(tensor, w, price) - _priced(tensor, way, price), w) for w in range(len(tensor.sizes)) if w != way]
         regrets = [(regret, w) for regret, w in regrets if regret < slack]
         if regrets:
             others.append((min(regrets)[0], index, regrets))
@@ -413,9 +409,7 @@ def _prices(
     """
 
     def moved(bucket: int, by: int) -> list[int]:
-        changed = [
-            max(0, min(len(hulls[i]) - 1, place + by * (buckets[i] == bucket))) for i, place in enumerate(places)
-        ]
+        changed = [max(0, min(len(hulls[i]) - 1, place + by * (buckets[i] == bucket))) for i, place in enumerate(places)]
         return [ways[place] for ways, place in zip(hulls, changed, strict=True)]
 
     def nbytes(choices: Sequence[int]) -> int:

@@ -40,9 +40,7 @@ def bytecomp(job: PlanningJob) -> Moved:
         return whole
     found = {whole.draft: whole.way}
     for name, moved in [("the search without offload", Moved(selected, "Nothing is offloaded.")), *_simpler(job)]:
-        found.setdefault(
-            moved.draft, f"The whole search ends with a longer step than {name}, which is taken. {moved.way}"
-        )
+        found.setdefault(moved.draft, f"The whole search ends with a longer step than {name}, which is taken. {moved.way}")
     best = best_of(job, iter(found))
     return whole if best is None else Moved(best, found[best])
 

@@ -165,9 +165,7 @@ class PlanningJob:
         restrict = self.limits.restrict
         devices = (restrict,) if restrict in DEVICES else self.limits.devices or tuple(measured)
         main = own if own in devices else next(iter(devices), own)
-        self.options = options or options_within(
-            cluster, main, self.limits.max_encodes, restrict, must_compress=bool(self.specs)
-        )
+        self.options = options or options_within(cluster, main, self.limits.max_encodes, restrict, must_compress=bool(self.specs))
         self.offloads = main == "gpu" and "cpu" in devices
         self.plain = [Choice(Identity(), o.tasks) for o in self.options if not o.compresses]
         given = None if options is None else [option.tasks for option in options if option.compresses]

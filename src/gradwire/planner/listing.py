@@ -161,11 +161,7 @@ def options_json(options: Sequence[Option]) -> str:
     """A JSON list with all properties of each option, one option a line."""
     return rows_as_json(
         [
-            {
-                "index": _indices()[option],
-                **{field: getattr(option, field) for field in _PROPERTIES},
-                "names": names_of(option),
-            }
+            {"index": _indices()[option], **{field: getattr(option, field) for field in _PROPERTIES}, "names": names_of(option)}
             for option in options
         ]
     )

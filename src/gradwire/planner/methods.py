@@ -67,12 +67,8 @@ def explain_plan(job: PlanningJob, made: MadePlan) -> str:
         gain = "" if step is None else f"{_gain_ms(job, made.draft, index, step):.3f}"
         size = job.size(part.tensors, part.choice.spec).raw / 1e6
         decided = f"{part.choice.spec!r} " if part.choice.encodes else ""
-        lines.append(
-            f"{index:>6} {len(part.tensors):>7} {size:>9.3f} {gain:>9}  {decided}{' '.join(part.choice.option)}"
-        )
-    lines.append(
-        "Gain: how much longer the step would be with this bucket uncompressed, by the best uncompressed option."
-    )
+        lines.append(f"{index:>6} {len(part.tensors):>7} {size:>9.3f} {gain:>9}  {decided}{' '.join(part.choice.option)}")
+    lines.append("Gain: how much longer the step would be with this bucket uncompressed, by the best uncompressed option.")
     return "\n".join([*lines, "", *_summary(job, made)]) + "\n"
 
 
@@ -90,9 +86,7 @@ def _gain_ms(job: PlanningJob, draft: Draft, index: int, step: int) -> float:
 def _summary(job: PlanningJob, made: MadePlan) -> list[str]:
     prediction = made.plan.prediction
     assert prediction is not None
-    step, baseline, least = (
-        us / 1e3 for us in (prediction.step_us, prediction.baseline_step_us, prediction.lower_bound_us)
-    )
+    step, baseline, least = (us / 1e3 for us in (prediction.step_us, prediction.baseline_step_us, prediction.lower_bound_us))
     lines = [made.note] if made.note else []
     lines.append(
         f"step {step:.3f} ms, plain DDP {baseline:.3f} ms, no plan below {least:.3f} ms; a rank sends "

@@ -75,9 +75,7 @@ Strategy: TypeAlias = Callable[[Sequence[float], Sequence[float], FusionCosts], 
 """Function from (backward_us, nbytes, costs) to boundaries."""
 
 
-def evaluate(
-    boundaries: Sequence[int], backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts
-) -> float:
+def evaluate(boundaries: Sequence[int], backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> float:
     """Microseconds of the step, counted from the start of backward, when the tensors travel in these buckets.
 
     `backward_us` and `nbytes` are by tensor in gradient-ready order: the gap to the previous gradient, and the gradient's

@@ -145,9 +145,7 @@ def least_step_us(
         for tensor, exempt in tensors:
             key = (tensor.shape, tensor.dtype, exempt)
             if key not in known:
-                allowed = [
-                    spec for spec in (Identity(), *specs) if not exempt or not spec.encodes or spec.carries_uncompressed
-                ]
+                allowed = [spec for spec in (Identity(), *specs) if not exempt or not spec.encodes or spec.carries_uncompressed]
                 sizes = {spec: _least_bytes(tensor, spec, exempt) for spec in allowed}
                 known[key] = min(load.us(sizes[spec]) for spec, load in ways if spec in sizes)
             least.append(known[key])

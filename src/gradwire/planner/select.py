@@ -70,9 +70,7 @@ def select_options(
 
 def by_own_times(tables: Sequence[Sequence[ReplayProgram]]) -> tuple[int, ...]:
     """ByteComp's myopic search (section 5.3): each tensor gets the option with the least sum of its own tasks."""
-    chosen = {
-        id(table): min(range(len(table)), key=lambda i: (sum(table[i].busy), table[i].codecs)) for table in tables
-    }
+    chosen = {id(table): min(range(len(table)), key=lambda i: (sum(table[i].busy), table[i].codecs)) for table in tables}
     return tuple(chosen[id(table)] for table in tables)
 
 
@@ -170,9 +168,7 @@ class _Search:
             if not program.codecs or option == self.chosen[tensor]:
                 continue
             more_encode = _first_encode(program) - encode
-            bound = max(
-                encoded[tensor] - encode + sum(program.busy), chain_later + more_encode, compute + program.busy[COMPUTE]
-            )
+            bound = max(encoded[tensor] - encode + sum(program.busy), chain_later + more_encode, compute + program.busy[COMPUTE])
             for link, tail, (before, own, later) in links:
                 more = program.busy[link] - now.busy[link]
                 most = max(before + more, own + more + more_encode, later + more_encode)

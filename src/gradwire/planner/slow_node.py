@@ -61,9 +61,7 @@ class SlowAnswer(NamedTuple):
             values = "".join(f" {us / 1e3:>10.3f}" for us in (*row.steps_us, row.mean_us, row.worst_us))
             lines.append(f"{row.name:<{width}}{values}")
         lines.append("")
-        lines.append(
-            "Columns of factors: the mean over which node it is. mean: of these. worst: of all factors and nodes."
-        )
+        lines.append("Columns of factors: the mean over which node it is. mean: of these. worst: of all factors and nodes.")
         lines.append(f"Least mean: {self.best.name}.")
         return "\n".join(lines) + "\n"
 

@@ -98,8 +98,7 @@ def by_lines(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fusio
 def along_lines(costs: FusionCosts, low: float = _MIB, high: float = 64 * _MIB) -> FusionCosts:
     """The costs as lines through the times at two sizes, with no start or rate below 0."""
     lines = [
-        cost.line(low, high) if isinstance(cost, CurveCost) else cost
-        for cost in (costs.encode, costs.exchange, costs.decode)
+        cost.line(low, high) if isinstance(cost, CurveCost) else cost for cost in (costs.encode, costs.exchange, costs.decode)
     ]
     return FusionCosts(encode=lines[0], exchange=lines[1], decode=lines[2], decoding=costs.decoding)
 

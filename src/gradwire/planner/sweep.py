@@ -63,9 +63,7 @@ def _read(option: str, text: str, what: str, convert: Callable[[str], float], li
     for place, written in enumerate(words):
         if written == "...":
             if not values or place != len(words) - 2:
-                raise FormatError(
-                    f"{option} is {show(text)}: '...' stands between what it continues and the last value. {cure}"
-                )
+                raise FormatError(f"{option} is {show(text)}: '...' stands between what it continues and the last value. {cure}")
             continue
         try:
             value = convert(written)
@@ -81,18 +79,14 @@ def _read(option: str, text: str, what: str, convert: Callable[[str], float], li
             )
         values.append(value)
     if len(values) > MOST_VALUES:
-        raise FormatError(
-            f"{option} has {len(values)} values, and a sweep takes at most {MOST_VALUES}: each is planned. {cure}"
-        )
+        raise FormatError(f"{option} has {len(values)} values, and a sweep takes at most {MOST_VALUES}: each is planned. {cure}")
     return tuple(values)
 
 
 def _doubled(option: str, before: Sequence[float], last: float, cure: str) -> list[float]:
     """The values that '...' stands for: those between the value before it and the value after it."""
     if len(before) > 1 and before[-1] != 2 * before[-2]:
-        raise FormatError(
-            f"{option} has {before[-2]:g},{before[-1]:g},...: '...' continues a doubling, and this is none. {cure}"
-        )
+        raise FormatError(f"{option} has {before[-2]:g},{before[-1]:g},...: '...' continues a doubling, and this is none. {cure}")
     found = [before[-1]]
     while found[-1] < last:
         found.append(2 * found[-1])

@@ -41,11 +41,7 @@ _COLUMNS = 1024
 
 
 def measure_codecs(
-    specs: Sequence[Spec],
-    device: torch.device,
-    sizes: Sequence[int] = SIZES,
-    seconds: float = SECONDS,
-    offload: bool = False,
+    specs: Sequence[Spec], device: torch.device, sizes: Sequence[int] = SIZES, seconds: float = SECONDS, offload: bool = False
 ) -> Costs:
     """Measure each spec except Identity. The curves are fitted through medians by least squares.
 

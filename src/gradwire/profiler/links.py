@@ -89,9 +89,7 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
             if unknown_gbps is not None:
                 links[name] = ClusterLink(min(us for _, us in points), unknown_gbps)
                 continue
-            raise StepStateError(
-                f"latency and rate of the {name} link cannot be found from its times: {error}"
-            ) from error
+            raise StepStateError(f"latency and rate of the {name} link cannot be found from its times: {error}") from error
         if fits[name].problem:
             fit = fits[name]
             problems.append(
@@ -122,9 +120,7 @@ class _Exchanges:
     def announce(self, nbytes: int, messages: int) -> None:
         """Announce `messages` messages of `nbytes` bytes."""
         received, self._sent = self._parts(nbytes), self._parts(nbytes)
-        self._exchanges = iter(
-            [self._link.expect(_TAG + number, received, checked=False) for number in range(messages)]
-        )
+        self._exchanges = iter([self._link.expect(_TAG + number, received, checked=False) for number in range(messages)])
 
     def _parts(self, nbytes: int) -> list[torch.Tensor]:
         link, member = self._link, self._link.rank in self._group
@@ -183,9 +179,7 @@ def _sweep(
     return points, cpu_points
 
 
-def _run(
-    link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torch.device
-) -> tuple[list[float], list[float]]:
+def _run(link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torch.device) -> tuple[list[float], list[float]]:
     """Return a message's elapsed and processor microseconds in each batch, on the slowest rank, without the first message."""
     clock = Clock(device)
     traffic.announce(nbytes, 1 + BATCHES * messages)

@@ -85,9 +85,7 @@ def model_times(
     )
 
 
-def launch_time_us(
-    plan: Plan, tensors: Sequence[TensorProfile], cluster: Cluster, costs: Costs, exchange_cpu_us: float
-) -> float:
+def launch_time_us(plan: Plan, tensors: Sequence[TensorProfile], cluster: Cluster, costs: Costs, exchange_cpu_us: float) -> float:
     """Return the CPU time of one exchange in microseconds: the time of a step's exchanges without codecs, divided by
     their number. All-reduces over a link with a measured CPU time are left out."""
     prices = Prices(tensors, cluster, costs, "direct", launch_us=0.0)
@@ -101,9 +99,7 @@ def launch_time_us(
     return max(0.0, exchange_cpu_us - other_us) / exchanges if exchanges else 0.0
 
 
-def _places(
-    modules: Sequence[Sequence[int]], order: Sequence[int], entered: Sequence[int]
-) -> Iterator[tuple[int, int]]:
+def _places(modules: Sequence[Sequence[int]], order: Sequence[int], entered: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Return for each module the place of the tensor that forward uses last, without tensors of earlier modules. If
     there is none, return the place of the module before."""
     place, seen = 0, set[int]()

@@ -101,9 +101,7 @@ class Profiling:
         try:
             times = lane.submit(lambda link: measure_links(link, grid, device)).result()
         except LinkError as error:
-            raise self._session.lanes.broken(
-                "the exchanges that measure links", error, self._session.reducer.step
-            ) from error
+            raise self._session.lanes.broken("the exchanges that measure links", error, self._session.reducer.step) from error
         self.cluster, self.fits, problems = measured_links(times, grid)
         for problem in problems if self._group.rank == 0 else ():
             warnings.warn(problem, stacklevel=3)
@@ -127,14 +125,10 @@ class Profiling:
         try:
             return self._session.lanes.control.submit(gather).result()
         except LinkError as error:
-            raise self._session.lanes.broken(
-                "the times that ranks recorded", error, self._session.reducer.step
-            ) from error
+            raise self._session.lanes.broken("the times that ranks recorded", error, self._session.reducer.step) from error
 
 
-def profile_from(
-    recorder: Recorder, session: Session, quiet: torch.Tensor, loaded: torch.Tensor
-) -> tuple[Profile, float]:
+def profile_from(recorder: Recorder, session: Session, quiet: torch.Tensor, loaded: torch.Tensor) -> tuple[Profile, float]:
     """Return the profile, and the CPU time of a quiet step's exchange. quiet, loaded: rows, slowest over ranks."""
     infos = [info_of(name, parameter) for name, parameter in session.parameters.items()]
     found = model_times(infos, recorder.modules, quiet, loaded, recorder.entered)

@@ -132,9 +132,7 @@ class Recording(Observer, LanesObserver):
         if self._group.rank != 0:
             return
         if self._forward is None:
-            raise StepStateError(
-                "loss was logged before the first forward inside record(). Log the loss after a forward."
-            )
+            raise StepStateError("loss was logged before the first forward inside record(). Log the loss after a forward.")
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
                 raise ValueError(f"loss has shape {tuple(loss.shape)}: log one number a step, such as loss.mean().")
@@ -154,9 +152,7 @@ class Recording(Observer, LanesObserver):
         Raises StepStateError if there is no measured step.
         """
         if not self._watched:
-            raise StepStateError(
-                "no step has a timeline. Train a whole step inside record(), on a CPU, and ask on rank 0."
-            )
+            raise StepStateError("no step has a timeline. Train a whole step inside record(), on a CPU, and ask on rank 0.")
         watched = [each for each in self._watched if each.step.ended < each.step.forward] or list(self._watched)
         chosen = sorted(watched, key=lambda each: each.step.length_us)[(len(watched) - 1) // 2]
         stats = self._stats()

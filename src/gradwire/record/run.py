@@ -133,9 +133,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 number(f"{field}[{index}][1]", value, "a value")
             for index, (before, after) in enumerate(pairwise(points)):
                 if before[0] >= after[0]:
-                    raise FormatError(
-                        f"{field}[{index + 1}] is {show(after)} behind {show(before)}: steps must ascend."
-                    )
+                    raise FormatError(f"{field}[{index + 1}] is {show(after)} behind {show(before)}: steps must ascend.")
 
 
 class Rival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,9 +159,7 @@ class Rival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             whole("sent_bytes", self.sent_bytes, "a number of bytes")
         freeze(self, "end_s", "loss")
         if len(self.end_s) != len(self.loss):
-            raise FormatError(
-                f"loss (and end_s) has {len(self.loss)} (and {len(self.end_s)}) values: each step has one of both."
-            )
+            raise FormatError(f"loss (and end_s) has {len(self.loss)} (and {len(self.end_s)}) values: each step has one of both.")
 
 
 class Run(Document, frozen=True, kw_only=True):

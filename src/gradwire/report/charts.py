@@ -42,9 +42,7 @@ def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve]) 
     if len(curves) > len(STYLES):
         raise ValueError(f"{len(curves)} curves in {title!r}: there are only {len(STYLES)} styles.")
     strides = [max(1, -(-len(curve.x) // MOST_POINTS)) for curve in curves]
-    curves = [
-        Curve(c.label, c.x[::-1][::by][::-1], c.y[::-1][::by][::-1]) for c, by in zip(curves, strides, strict=True)
-    ]
+    curves = [Curve(c.label, c.x[::-1][::by][::-1], c.y[::-1][::by][::-1]) for c, by in zip(curves, strides, strict=True)]
     x_low, x_high = _range([value for curve in curves for value in curve.x])
     y_low, y_high = _range([value for curve in curves for value in curve.y])
     drawing = tag("svg", viewBox=f"0 0 {_BOX} {_BOX}", preserveAspectRatio="none", aria_hidden="true")

@@ -44,16 +44,12 @@ def check_picture(path: Path, panels: int = 1) -> None:
     if path.suffix.lower() != ".png":
         raise FormatError(f"--picture is {show(str(path))}: a picture is a PNG file. Use a name that ends with .png.")
     if not path.parent.is_dir():
-        raise FormatError(
-            f"--picture is {show(str(path))}: there is no folder {show(str(path.parent))}. Create the folder."
-        )
+        raise FormatError(f"--picture is {show(str(path))}: there is no folder {show(str(path.parent))}. Create the folder.")
     if find_spec("matplotlib") is None:
         raise GradwireError(f"--picture {path} needs matplotlib, which is not installed. Run: pip install matplotlib")
 
 
-def draw_lines(
-    path: Path, title: str, panels: Sequence[Panel], x_label: str, y_label: str, logarithmic: bool = False
-) -> None:
+def draw_lines(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_label: str, logarithmic: bool = False) -> None:
     """Draw curves over a logarithmic x axis and a y axis from 0, or a logarithmic one. Raises FormatError for too many panels."""
     looks = looks_of(panels)
     with canvas(path, title, panels, x_label, y_label) as grid:
@@ -131,9 +127,7 @@ def canvas(path: Path, title: str, panels: Sequence[Panel], x_label: str, y_labe
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 labels.setdefault(label, handle)
         columns = max(1, int(size[0] / (0.5 + 0.085 * max(map(len, labels)))))
-        figure.legend(
-            labels.values(), labels.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=10
-        )
+        figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
         save(figure, path, dpi=100, colours=64)
         pyplot.close(figure)
 

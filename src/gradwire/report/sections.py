@@ -125,9 +125,7 @@ def decision(run: Run, predicted: Predicted) -> Iterator[Element]:
     if (predicted_times := run.plan.prediction) is not None:
         plain, least = milliseconds(predicted_times.baseline_step_us), milliseconds(predicted_times.lower_bound_us)
         bounds = f"{plain} with plain all-reduce, at least {least}"
-        yield tag(
-            "p", f"The planner predicted {milliseconds(predicted_times.step_us)} per step ({bounds} with any plan)."
-        )
+        yield tag("p", f"The planner predicted {milliseconds(predicted_times.step_us)} per step ({bounds} with any plan).")
 
 
 def speed(run: Run, predicted: Predicted) -> Iterator[Element]:
@@ -164,9 +162,7 @@ def one_step(run: Run, predicted: Predicted) -> Iterator[Element]:
     if predicted.timeline is None:
         yield _left_out(predicted.why_not)
     if run.timeline is None:
-        where = (
-            "no whole step was recorded" if run.device == "cpu" else f"lanes on {run.device} queue work without waiting"
-        )
+        where = "no whole step was recorded" if run.device == "cpu" else f"lanes on {run.device} queue work without waiting"
         yield _left_out(f"The step has no measured timeline: {where}.")
 
 
@@ -226,9 +222,7 @@ def errors(run: Run, predicted: Predicted) -> Iterator[Element]:
         return
     measured = [tensor for tensor in run.tensors if tensor.error and tensor.name in compressed]
     if not measured:
-        yield _left_out(
-            "No error was measured. Record with error_steps above 0. Specs that sum in rounds have no error."
-        )
+        yield _left_out("No error was measured. Record with error_steps above 0. Specs that sum in rounds have no error.")
         return
     rows = []
     for tensor in sorted(measured, key=lambda each: -_mean_error(each)):
@@ -242,9 +236,7 @@ def errors(run: Run, predicted: Predicted) -> Iterator[Element]:
     )
     yield from _folded(rows, "tensors")
     if without := len(compressed) - len(measured):
-        yield _left_out(
-            f"{without} compressed tensors were not measured: the run was short, or their spec sums in rounds."
-        )
+        yield _left_out(f"{without} compressed tensors were not measured: the run was short, or their spec sums in rounds.")
 
 
 def bits(run: Run, predicted: Predicted) -> Iterator[Element]:

@@ -86,9 +86,7 @@ class EventLoop:
     gradients are ready. workers: number of tasks that the CPU pool does at once. record: whether to keep spans.
     """
 
-    def __init__(
-        self, works: Sequence[SimWork], steps: int, *, lag: int, lanes: bool, workers: int, record: bool
-    ) -> None:
+    def __init__(self, works: Sequence[SimWork], steps: int, *, lag: int, lanes: bool, workers: int, record: bool) -> None:
         self.steps, self.lag, self.lanes, self.record = steps, lag, lanes, record
         self.cycle = works
         self.works = [works[step % len(works)] for step in range(steps)]
@@ -115,9 +113,7 @@ class EventLoop:
         if self.lanes or link not in (INTRA, INTER):
             return []
         span = 1 << 32
-        orders = {
-            id(work): sorted(t.order for row in work.rows for t in row if t.resource == link) for work in self.cycle
-        }
+        orders = {id(work): sorted(t.order for row in work.rows for t in row if t.resource == link) for work in self.cycle}
         return [step * span + order for step, work in enumerate(self.works) for order in orders[id(work)]]
 
     def run(self) -> EventRun:

@@ -127,9 +127,7 @@ class Native:
         until = _ints(list(accumulate(map(len, members))))
         counts, begins, ends, simulated = _ints([0] * groups), _longs([0] * count), _longs([0] * count), _longs([0])
         found = (counts, begins, ends, simulated)
-        step: int = self._library.gw_offload(
-            self._line, numbers, elsewhere, count, flat, until, groups, skew, exhaustive, *found
-        )
+        step: int = self._library.gw_offload(self._line, numbers, elsewhere, count, flat, until, groups, skew, exhaustive, *found)
         if step == _TOO_LONG:
             raise TooLongError
         return list(counts), step, list(begins), list(ends), simulated[0]
@@ -144,9 +142,7 @@ class Native:
                 raise TooLongError
             tasks = _longs([value for task in program.tasks for value in task])
             links = _longs(program.links)
-            number = self._library.gw_add(
-                self._line, tasks, len(program.tasks), links, len(program.links), program.codecs
-            )
+            number = self._library.gw_add(self._line, tasks, len(program.tasks), links, len(program.links), program.codecs)
             self._numbers[id(program)] = number
             self._kept.append(program)
         return number

@@ -63,9 +63,7 @@ class Replayer:
         """Time at which each gradient would be ready if computation ran without interruption."""
         self.native = native_line(self.after, workers) if native else None
 
-    def step(
-        self, programs: Sequence[ReplayProgram], releases: Sequence[int], skew: int, limit: int = NEVER
-    ) -> int | None:
+    def step(self, programs: Sequence[ReplayProgram], releases: Sequence[int], skew: int, limit: int = NEVER) -> int | None:
         """Femtoseconds of one step, or None if it takes longer than `limit`; arguments as of `run`."""
         if self.native is not None:
             try:
@@ -75,9 +73,7 @@ class Replayer:
         replayed = self.run(programs, releases, skew, limit)
         return None if replayed is None else replayed.step
 
-    def run(
-        self, programs: Sequence[ReplayProgram], releases: Sequence[int], skew: int, limit: int = NEVER
-    ) -> Replayed | None:
+    def run(self, programs: Sequence[ReplayProgram], releases: Sequence[int], skew: int, limit: int = NEVER) -> Replayed | None:
         """Simulate one step. Returns None if the step takes longer than `limit`.
 
         releases: for each bucket the number of ready gradients that makes the bucket ready, ascending, from 1 on.
@@ -86,9 +82,7 @@ class Replayer:
 
 
 class _ReplayStep:
-    def __init__(
-        self, line: Replayer, programs: Sequence[ReplayProgram], releases: Sequence[int], skew: int, limit: int
-    ) -> None:
+    def __init__(self, line: Replayer, programs: Sequence[ReplayProgram], releases: Sequence[int], skew: int, limit: int) -> None:
         self.after, self.programs, self.releases, self.skew, self.limit = line.after, programs, releases, skew, limit
         self.last_key = launch_key(len(programs) - 1, _MOST_PHASES, max(1, skew))
         self.left = [sum(resource) for resource in zip(*(program.busy for program in programs), strict=True)]

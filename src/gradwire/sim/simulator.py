@@ -11,18 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.core import (
-    LINKS,
-    Bucket,
-    Cluster,
-    Costs,
-    Plan,
-    Profile,
-    Schedule,
-    codes_on_cpu,
-    lanes_of_pieces,
-    launch_tasks,
-)
+from gradwire.core import LINKS, Bucket, Cluster, Costs, Plan, Profile, Schedule, codes_on_cpu, lanes_of_pieces, launch_tasks
 from gradwire.costs import Price, PricedBucket, Prices
 from gradwire.errors import PlanError
 from gradwire.sim.events import (
@@ -100,9 +89,7 @@ class Simulator:
     def __init__(self, profile: Profile, cluster: Cluster, costs: Costs, rules: Rules | None = None) -> None:
         self.profile, self.rules = profile, rules or Rules()
         launch_us = (cluster.launch_us or 0.0) if self.rules.lanes else None
-        self.prices = Prices(
-            profile.tensors, cluster, costs, self.rules.routing, self.rules.decode_calls, launch_us=launch_us
-        )
+        self.prices = Prices(profile.tensors, cluster, costs, self.rules.routing, self.rules.decode_calls, launch_us=launch_us)
         self._one_link = INTRA if cluster.nodes == 1 else INTER
         self.resource = cache(self._resource)
         """The resource of a task, such as comp:gpu or allgather:inter."""
@@ -138,9 +125,7 @@ class Simulator:
             steps = cycle * cycles
             done = EventLoop(works, steps, lag=lag, lanes=lanes, workers=workers, record=record).run()
             if not overlaps:
-                return SimulatedSteps(
-                    layouts, done, steps, (0, max(done.computed[-1], done.exchanged[-1])), cycle, True
-                )
+                return SimulatedSteps(layouts, done, steps, (0, max(done.computed[-1], done.exchanged[-1])), cycle, True)
             ends, exchanged = done.computed[cycle - 1 :: cycle], done.exchanged[cycle - 1 :: cycle]
             # exchanges must repeat too: they may fall behind for many steps before the computation has to wait. The last
             # exchange differs from the others, as no further step runs during it
@@ -173,9 +158,7 @@ class Simulator:
         if schedule.correction is None:
             corrected = [self.prices.uncompressed(bucket) for bucket in plan.buckets]
         else:
-            changed = [
-                msgspec.structs.replace(bucket, spec=bucket.specs_with(schedule.correction)) for bucket in plan.buckets
-            ]
+            changed = [msgspec.structs.replace(bucket, spec=bucket.specs_with(schedule.correction)) for bucket in plan.buckets]
             corrected = [self.prices.of(bucket) for bucket in changed]
         nbytes = [sum(self._nbytes[name] for name in bucket.compressed) for bucket in plan.buckets]
         chosen_in = schedule.corrected(nbytes)
@@ -185,9 +168,7 @@ class Simulator:
         }
         return [of_chosen[chosen] for chosen in chosen_in]
 
-    def _layout(
-        self, plan: Plan | LightPlan, priced: list[PricedBucket], chosen: Collection[int] | None = None
-    ) -> Layout:
+    def _layout(self, plan: Plan | LightPlan, priced: list[PricedBucket], chosen: Collection[int] | None = None) -> Layout:
         """The layout of one step that exchanges these buckets; None: all."""
         sent = range(len(priced)) if chosen is None else chosen
         count = len(self._position)
@@ -214,9 +195,7 @@ class Simulator:
         segments = [_segments(bucket.tasks) for bucket in priced]
         lanes = self.rules.lanes
         order = launch_tasks(
-            _launched(launch, [len(phases) for phases in segments]),
-            [bucket.pieces for bucket in priced],
-            skew=not lanes,
+            _launched(launch, [len(phases) for phases in segments]), [bucket.pieces for bucket in priced], skew=not lanes
         )
         places = {entry: place for place, entry in enumerate(order)}
         if lanes:

@@ -35,9 +35,7 @@ def as_table(timeline: Timeline) -> str:
     bubbles_us = sum(bubble.end_us - bubble.start_us for bubble in timeline.bubbles)
     lines.append(f"Bubbles on the links: {len(timeline.bubbles)}, {_ms(bubbles_us)} ms.")
     if not timeline.steady:
-        lines.append(
-            f"The steps did not settle within {timeline.simulated_steps}; all numbers are means of the later half."
-        )
+        lines.append(f"The steps did not settle within {timeline.simulated_steps}; all numbers are means of the later half.")
     return "\n".join(lines) + "\n"
 
 
@@ -74,8 +72,7 @@ def as_trace(timeline: Timeline) -> str:
     if timeline.bubbles:
         names[bubble_row] = "bubbles"
     row_names = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
-        for row, name in sorted(names.items())
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}} for row, name in sorted(names.items())
     ]
     step = {"step_us": timeline.step_us, "schedule": timeline.schedule}
     document = {"displayTimeUnit": "ms", "otherData": step, "traceEvents": row_names + events}

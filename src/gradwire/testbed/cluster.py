@@ -76,12 +76,7 @@ class EmulatedCluster:
                 f"sites is {sites} and wan is {wan!r}. Two sites or more have a network between them, and one has none. Write, "
                 'for example, sites=2, wan="50ms rate 100mbit".'
             )
-        self.nodes, self.sites, self.ranks_per_node, self.world_size = (
-            nodes,
-            sites,
-            ranks_per_node,
-            nodes * ranks_per_node,
-        )
+        self.nodes, self.sites, self.ranks_per_node, self.world_size = (nodes, sites, ranks_per_node, nodes * ranks_per_node)
         self.grace = Grace()
         self._inter = None if inter is None else parse_rate(inter)
         self._intra = None if intra is None else parse_rate(intra)
@@ -231,9 +226,7 @@ class EmulatedCluster:
             for rank in range(self.world_size):
                 entering = self._entering(rank // self.ranks_per_node)
                 variables = {
-                    **rank_variables(
-                        rank, self.nodes, self.ranks_per_node, network.address_of(0), port, network.INTERFACE
-                    ),
+                    **rank_variables(rank, self.nodes, self.ranks_per_node, network.address_of(0), port, network.INTERFACE),
                     "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
                     namespaces.OWNER_VARIABLE: namespaces.this_owner(),
                     **({} if self._intra is None else {"GRADWIRE_SHARED_MEMORY": "off"}),
@@ -299,9 +292,7 @@ def _checked(command: list[str]) -> list[str]:
         raise TestbedError("no script was given. Add it after `--`: gradwire emulate --nodes 2 -- train.py --epochs 1")
     if command[0] in ("-m", "-c"):
         if len(command) < 2:
-            raise TestbedError(
-                f"nothing follows {command[0]}. Write, for example: gradwire emulate -- -m package.train"
-            )
+            raise TestbedError(f"nothing follows {command[0]}. Write, for example: gradwire emulate -- -m package.train")
         return command
     if not Path(command[0]).exists():
         raise TestbedError(

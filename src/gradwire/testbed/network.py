@@ -56,9 +56,7 @@ def parse_rate(text: str) -> float:
     if not math.isfinite(bits_per_second) or bits_per_second < _SLOWEST_BITS_PER_SECOND:
         raise TestbedError(f"link rate {text!r} is below the minimum of 1kbit. Write, for example, {_EXAMPLES}.")
     if bits_per_second > _FASTEST_BITS_PER_SECOND:
-        raise TestbedError(
-            f"link rate {text!r} is above 1000gbit, the limit of tc. Leave out the rate for an unlimited link."
-        )
+        raise TestbedError(f"link rate {text!r} is above 1000gbit, the limit of tc. Leave out the rate for an unlimited link.")
     return bits_per_second
 
 

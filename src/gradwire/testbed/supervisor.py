@@ -99,9 +99,7 @@ def free_port() -> int:
             return port
 
 
-def rank_variables(
-    rank: int, nodes: int, ranks_per_node: int, address: str, port: int, interface: str
-) -> dict[str, str]:
+def rank_variables(rank: int, nodes: int, ranks_per_node: int, address: str, port: int, interface: str) -> dict[str, str]:
     """Return torchrun's variables of a rank, and the network interface for each backend."""
     node, local_rank = divmod(rank, ranks_per_node)
     world_size = str(nodes * ranks_per_node)
@@ -137,9 +135,7 @@ class ProcessEnd:
 class Supervisor:
     """Runs all ranks once. on_line: `print_with_prefix` by default. `end_leftovers` kills what ranks leave behind."""
 
-    def __init__(
-        self, on_line: LineCallback | None, grace: Grace, end_leftovers: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, on_line: LineCallback | None, grace: Grace, end_leftovers: Callable[[], object] = lambda: None) -> None:
         self._on_line = on_line or print_with_prefix
         self._end_leftovers = end_leftovers
         self._grace = grace

@@ -87,9 +87,7 @@ def parse_wide_area(text: str) -> WideArea:
             )
     if not times:
         raise TestbedError(f"wan is {text!r}, without the round trip between sites. Write, for example, {_EXAMPLE}.")
-    return WideArea(
-        times[0], times[1] if len(times) > 1 else 0.0, values.get("loss", 0.0), values.get("up"), values.get("down")
-    )
+    return WideArea(times[0], times[1] if len(times) > 1 else 0.0, values.get("loss", 0.0), values.get("up"), values.get("down"))
 
 
 def _seconds(word: str) -> float | None:
@@ -100,9 +98,7 @@ def _seconds(word: str) -> float | None:
 def _share(word: str, text: str) -> float:
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)%", word)
     if match is None or not 0 <= float(match[1]) < 100:
-        raise TestbedError(
-            f"wan is {text!r}, and the loss {word!r} is no share of segments. Write, for example, loss 0.1%."
-        )
+        raise TestbedError(f"wan is {text!r}, and the loss {word!r} is no share of segments. Write, for example, loss 0.1%.")
     return float(match[1]) / 100
 
 
@@ -145,12 +141,7 @@ class Relay:
         """Change a site's way to the others. Frames that are on their way keep theirs."""
         rates = [rate for rate in (wide_area.up, wide_area.down) if rate is not None]
         queue_s = wide_area.round_trip_s + max(_ROUTER_SECONDS, 8 * 128 * 1024 / min(rates) if rates else 0.0)
-        numbers = [
-            (wide_area.up or 0) / 8,
-            (wide_area.down or 0) / 8,
-            wide_area.round_trip_s / 4,
-            wide_area.jitter_s / 2,
-        ]
+        numbers = [(wide_area.up or 0) / 8, (wide_area.down or 0) / 8, wide_area.round_trip_s / 4, wide_area.jitter_s / 2]
         self._ask(" ".join(map(repr, [site, *numbers, wide_area.loss, queue_s])), f"changed {site}")
 
     def counts(self) -> RelayCounts:

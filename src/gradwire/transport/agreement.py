@@ -24,8 +24,7 @@ def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -
     failed = [(rank, other["error"]) for rank, other in zip(global_ranks, others, strict=True) if other.get("error")]
     if failed:
         raise DisagreementError(
-            "all ranks stop, because some of them failed: "
-            + "; ".join(f"rank {rank}: {error}" for rank, error in failed)
+            "all ranks stop, because some of them failed: " + "; ".join(f"rank {rank}: {error}" for rank, error in failed)
         ).about(rank for rank, _ in failed)
     for rank, other in zip(global_ranks, others, strict=True):
         for key, value in others[0].items():

@@ -35,11 +35,7 @@ _AFTER_S = 5.0
 
 
 def run_ranks(
-    world_size: int,
-    function: Callable[..., T],
-    *arguments: Any,
-    timeout_s: float = 60.0,
-    nodes: Sequence[str] | None = None,
+    world_size: int, function: Callable[..., T], *arguments: Any, timeout_s: float = 60.0, nodes: Sequence[str] | None = None
 ) -> list[T]:
     """Run `function(group, *arguments)` in a thread for each rank. Return what each returned, in rank order.
 
@@ -62,9 +58,7 @@ def run_ranks(
     """
     names = ["node"] * world_size if nodes is None else list(nodes)
     if len(names) != world_size:
-        raise ValueError(
-            f"nodes names the nodes of {len(names)} ranks, and there are {world_size}. Name one for each rank."
-        )
+        raise ValueError(f"nodes names the nodes of {len(names)} ranks, and there are {world_size}. Name one for each rank.")
     shared = _Shared(world_size, timeout_s)
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
@@ -77,9 +71,7 @@ def run_ranks(
         finally:
             shared.end(rank)
 
-    threads = [
-        threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
-    ]
+    threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     until = time.monotonic() + timeout_s + _AFTER_S  # the waits of ranks end first, with errors that say more

@@ -287,9 +287,7 @@ class Lanes:
     def failed_here(self, what: str, cause: BaseException, step: int, bucket: int | None = None) -> GradwireError:
         """The error to raise when this rank could not do its part. All other ranks get its words."""
         kind: type[GradwireError] = type(cause) if isinstance(cause, GradwireError) else StepStateError
-        sizes = (
-            " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in str(cause) else ""
-        )
+        sizes = " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in str(cause) else ""
         error = kind(
             f"step {step}: rank {self._own_rank} could not do its part of {what}: {type(cause).__name__}: {cause}. The network "
             f"is not at fault.{sizes} All other ranks fail in this step too; restart all from a checkpoint."

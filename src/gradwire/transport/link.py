@@ -278,9 +278,7 @@ class _Checked(AllToAll):
 
     def send(self, sent: Sequence[torch.Tensor]) -> None:
         super().send(sent)
-        sums = {
-            id(part): torch.tensor([crc32c(part)]) for part in {id(sent[to]): sent[to] for to in self._sends}.values()
-        }
+        sums = {id(part): torch.tensor([crc32c(part)]) for part in {id(sent[to]): sent[to] for to in self._sends}.values()}
         self._checks.send([sums.get(id(part), self._told[0][:0]) for part in sent])
 
     def wait(self, source: int) -> None:

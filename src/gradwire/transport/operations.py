@@ -22,12 +22,7 @@ _MOST_ARGUMENTS = 10
 class Operation(ctypes.Structure):
     """Twin of `Operation` in csrc/phase.hpp."""
 
-    _fields_ = (
-        ("kind", c_int64),
-        ("peer", c_int64),
-        ("target", c_void_p),
-        ("arguments", c_int64 * _MOST_ARGUMENTS),
-    )
+    _fields_ = (("kind", c_int64), ("peer", c_int64), ("target", c_void_p), ("arguments", c_int64 * _MOST_ARGUMENTS))
 
 
 class Outcome(ctypes.Structure):

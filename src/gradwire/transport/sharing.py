@@ -134,9 +134,7 @@ class MemoryOffer:
             for number in numbers:
                 os.close(number)
             if told.startswith(self.token):  # else it was somebody else
-                raise OSError(
-                    errno.EMFILE, f"rank {peer} sent {count} descriptors and {len(numbers)} came. {self._needs}"
-                )
+                raise OSError(errno.EMFILE, f"rank {peer} sent {count} descriptors and {len(numbers)} came. {self._needs}")
 
     def _heard(self, connection: socket.socket) -> tuple[bytes, list[int]]:
         with connection, suppress(OSError):

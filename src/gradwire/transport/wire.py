@@ -120,8 +120,6 @@ os.register_at_fork(after_in_child=_close_in_child)
 @cache
 def _run() -> Any:
     function = native.library()["gw_run_operations"]
-    function.argtypes = (
-        *(ctypes.c_void_p, c_int64, c_double, ctypes.c_void_p, c_int64, ctypes.c_void_p, ctypes.c_void_p),
-    )
+    function.argtypes = (*(ctypes.c_void_p, c_int64, c_double, ctypes.c_void_p, c_int64, ctypes.c_void_p, ctypes.c_void_p),)
     function.restype = c_int64
     return function

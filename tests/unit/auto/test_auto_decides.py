@@ -170,9 +170,7 @@ def test_the_choice_is_never_clearly_slower_than_plain(plain: float, others: lis
     spent=st.floats(0, 2e6),
     wrong=st.floats(0.3, 3.0),
 )
-def test_deciding_takes_no_more_steps_and_time_than_it_may(
-    plain: float, others: list[float], spent: float, wrong: float
-) -> None:
+def test_deciding_takes_no_more_steps_and_time_than_it_may(plain: float, others: list[float], spent: float, wrong: float) -> None:
     """The first turn always runs; a turn that seemed to fit may take longer than was predicted."""
     guess = {f"c{index}": plain * factor for index, factor in enumerate(others)} | {"plain": plain}
     guess = dict(sorted(guess.items(), key=lambda item: item[1]))
@@ -231,9 +229,7 @@ def test_what_deciding_takes_beside_steps_is_in_its_cost() -> None:
 class Run:
     """A run of which each step has the values that `values` says at the time: of steps, links, computation and inputs."""
 
-    def __init__(
-        self, values: Callable[[int], tuple[float, float, float, float]], seed: int = 0, spread: float = 0.0
-    ) -> None:
+    def __init__(self, values: Callable[[int], tuple[float, float, float, float]], seed: int = 0, spread: float = 0.0) -> None:
         self.values, self.chance, self.spread = values, random.Random(seed), spread
         self.signs, self.step = ChangeSigns(), 0
         self.noticed: list[tuple[int, Change]] = []

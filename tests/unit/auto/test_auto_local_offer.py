@@ -77,9 +77,7 @@ def test_ranks_may_share_nodes() -> None:
         (110.0, 60.0, 2.0, True),  # they are, for the same progress
     ],
 )
-def test_local_steps_are_the_last_resort(
-    took_us: float, exposed_us: float, steps_for_one: float, is_worth: bool
-) -> None:
+def test_local_steps_are_the_last_resort(took_us: float, exposed_us: float, steps_for_one: float, is_worth: bool) -> None:
     trial = Trial([Candidate("A", 90.0, steps_for_one=steps_for_one)])
     while trial.turn is not None:
         trial.took(took_us)

@@ -21,9 +21,7 @@ TENSORS = [TensorInfo(f"w{index}", (300, 500), "float32") for index in range(8)]
 
 
 def profile(dtype: str = "float32") -> Profile:
-    tensors = [
-        TensorProfile(name=t.name, shape=t.shape, dtype=dtype, backward_us=2000.0, forward_us=900.0) for t in TENSORS
-    ]
+    tensors = [TensorProfile(name=t.name, shape=t.shape, dtype=dtype, backward_us=2000.0, forward_us=900.0) for t in TENSORS]
     return Profile(model="made up", batch=1, device="cpu", optimizer_us=10_000.0, tensors=tensors)
 
 
@@ -129,9 +127,7 @@ def test_what_compressors_cannot_take_is_never_compressed() -> None:
     mixed = [*wide[:4], *TENSORS[4:]]
     plan = first_policy("safe", mixed, 2).plan(mixed)
     assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float64" or len(t.shape) < 2} == {Identity()}
-    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {
-        ErrorFeedback(QSGD(bits=2))
-    }
+    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {ErrorFeedback(QSGD(bits=2))}
 
 
 def plan_spec(plan, name: str) -> Spec:

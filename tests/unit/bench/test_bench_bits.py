@@ -58,9 +58,7 @@ def test_the_verdict_wants_less_on_the_transformer(capsys: pytest.CaptureFixture
     assert bits.too_large({"resnet": steps}) == 0
     assert bits.too_large({"transformer": steps}) == 1
     assert "0.975 of the bytes of kmeans" in capsys.readouterr().out
-    assert (
-        bits.too_large({"resnet": {"10": {"kmeans": 1.001, "linear": 0.9}, "30": {"kmeans": 0.9, "linear": 0.9}}}) == 1
-    )
+    assert bits.too_large({"resnet": {"10": {"kmeans": 1.001, "linear": 0.9}, "30": {"kmeans": 0.9, "linear": 0.9}}}) == 1
 
 
 def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:

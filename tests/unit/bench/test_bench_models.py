@@ -178,9 +178,7 @@ def test_models_that_cannot_be_trained_are_refused(module, model, shape, config,
 def gradwire(folder, *arguments):
     """The program, started as an installed script is: without the current directory on the path."""
     code = "import sys; from gradwire.cli import main; sys.path = [p for p in sys.path if p]; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=folder, check=False
-    )
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=folder, check=False)
 
 
 def test_bench_refuses_the_model_before_ranks_start(module):

@@ -44,9 +44,7 @@ def found_of(nodes=4, ranks_per_node=1) -> Profiled:
     ]
     curves = {"encode": [(4096, 20.0), (2**24, 5000.0)], "decode": [(4096, 15.0), (2**24, 3500.0)]}
     codecs = [CodecCosts(spec=spec, device="cpu", **curves) for spec in dict.fromkeys([*SPECS, *OWN_SPECS])]
-    cluster = Cluster(
-        nodes=nodes, ranks_per_node=ranks_per_node, intra=Link(20.0, 10.0), inter=Link(100.0, 0.2), launch_us=300.0
-    )
+    cluster = Cluster(nodes=nodes, ranks_per_node=ranks_per_node, intra=Link(20.0, 10.0), inter=Link(100.0, 0.2), launch_us=300.0)
     return Profiled(Profile(model="m", batch=1, device="cpu", tensors=rows), cluster, Costs(codecs=codecs), ())
 
 
@@ -113,14 +111,9 @@ def test_rows_are_compared_by_pairs_of_blocks():
 
 def test_the_page_has_every_cell_and_what_papers_claim_beside_it():
     slower = cell_of([row("DDP", 210, [200] * 3), row("Cupcake", 90, [100] * 3), row(JOINT, 9, [], "it broke")])
-    faster = msgspec.structs.replace(
-        slower, link="500mbit", rows=(row("DDP", 90, [300] * 3), row("Cupcake", 90, [75] * 3))
-    )
+    faster = msgspec.structs.replace(slower, link="500mbit", rows=(row("DDP", 90, [300] * 3), row("Cupcake", 90, [75] * 3)))
     page = side_by_side_page([slower, faster])
-    assert (
-        "| Cupcake over DDP | 2.03 | abstract: BERT-base, 8 x 8 GPUs, 25 Gb/s | 4.00 | " + faster.name + " | 3.00 |"
-        in page
-    )
+    assert "| Cupcake over DDP | 2.03 | abstract: BERT-base, 8 x 8 GPUs, 25 Gb/s | 4.00 | " + faster.name + " | 3.00 |" in page
     assert "| ByteComp over HiPress | 1.77 | section 5.2.3: LSTM, PCIe | - | - | - |" in page
     assert "| Cupcake | 90 | 75 | 75 to 75 | +20 % | 4.00 | - | - |" in page
     assert f"| {JOINT} | 9 | failed | - | - | - | - | - |" in page
@@ -161,12 +154,8 @@ def made_run(request, broken=None) -> BenchRun:
             Cell(job=request.jobs[0], link=request.links[0], gbps=0.1, method=method, step=step_times(us), step_us=us,
                  counted=(request.warmup_steps, len(us)), failure=broken if method == "ddp" else None)
         )  # fmt: skip
-    sizes = {
-        name: getattr(request, name) for name in ("nodes", "ranks_per_node", "steps", "warmup_steps", "turn_steps")
-    }
-    return BenchRun(
-        made=CELL.made, torch="2", cores=2, network="namespaces", seed=request.seed, cells=tuple(cells), **sizes
-    )
+    sizes = {name: getattr(request, name) for name in ("nodes", "ranks_per_node", "steps", "warmup_steps", "turn_steps")}
+    return BenchRun(made=CELL.made, torch="2", cores=2, network="namespaces", seed=request.seed, cells=tuple(cells), **sizes)
 
 
 def test_only_what_is_missing_or_failed_is_measured(tmp_path, monkeypatch):

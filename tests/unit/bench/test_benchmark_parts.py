@@ -51,9 +51,7 @@ def test_wrong_values_are_one_message(words: list[str], said: str, capsys: pytes
 
 
 @pytest.mark.parametrize("part", ["methods", "ceiling", "phases", "predict", "schemes"])
-def test_a_file_in_no_folder_is_refused_before_anything_is_measured(
-    part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_in_no_folder_is_refused_before_anything_is_measured(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([part, "--json", "nowhere/x.json"])
     assert "the folder nowhere does not exist" in capsys.readouterr().err

@@ -29,9 +29,7 @@ def falling(to: float, after: int) -> list[float]:
 
 def measured(after: int, reference: int = 25) -> dict[str, Any]:
     arms = {REFERENCE: (reference, 2.0), ARM: (after, 2.1)}
-    return {
-        name: {"0": {"loss": loss, "accuracy": 0.5, "curve": falling(1.0, at)}} for name, (at, loss) in arms.items()
-    }
+    return {name: {"0": {"loss": loss, "accuracy": 0.5, "curve": falling(1.0, at)}} for name, (at, loss) in arms.items()}
 
 
 def test_steps_until_a_loss() -> None:

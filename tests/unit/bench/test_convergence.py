@@ -12,9 +12,7 @@ NEAR, BROKEN = "k=5", "k=5, skipped (broken on purpose)"
 
 def measured(**losses: list[float]) -> dict[str, Any]:
     arms = {"reference": REFERENCE, "near": NEAR, "broken": BROKEN}
-    found = {
-        arms[arm]: {str(s): {"loss": loss, "accuracy": 0.5} for s, loss in enumerate(v)} for arm, v in losses.items()
-    }
+    found = {arms[arm]: {str(s): {"loss": loss, "accuracy": 0.5} for s, loss in enumerate(v)} for arm, v in losses.items()}
     return {"resnet": found}
 
 
@@ -28,9 +26,7 @@ def test_differences_are_paired_by_seed() -> None:
 
 def test_staggered_arms_are_beside_those_that_correct_at_once() -> None:
     finals = measured(reference=[1.0, 2.0], near=[2.0, 4.0])
-    finals["resnet"]["k=5, staggered"] = {
-        seed: {"loss": loss, "accuracy": 0.51} for seed, loss in (("0", 2.02), ("1", 4.04))
-    }
+    finals["resnet"]["k=5, staggered"] = {seed: {"loss": loss, "accuracy": 0.51} for seed, loss in (("0", 2.02), ("1", 4.04))}
     assert table(finals)[-4:] == [
         "",
         "| job | arm | seeds | loss against unstaggered | accuracy, points |",

@@ -89,9 +89,7 @@ def test_a_run_with_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch
             watch.step(StepEvent(method, 0, 1e5, 3.0, held_out=3.0))
         failed = "it broke" if len(links) == 1 else None
         cells = [
-            ended(name, failed if name == OURS else None)
-            for name in local.METHODS
-            if name == local.AUTO or "4 bits" in name
+            ended(name, failed if name == OURS else None) for name in local.METHODS if name == local.AUTO or "4 bits" in name
         ]
         return type("Done", (), {"cells": cells})
 
@@ -147,10 +145,7 @@ def test_rivals_are_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_at_equal_samples() -> None:
     arm = local_equal.arm_of("4 bits", 30)
     losses = {REFERENCE: (2.0, 2.2, 2.1), arm: (2.1, 2.31, 2.205)}
-    finals = {
-        name: {str(seed): {"loss": loss, "accuracy": 0.5} for seed, loss in enumerate(of)}
-        for name, of in losses.items()
-    }
+    finals = {name: {str(seed): {"loss": loss, "accuracy": 0.5} for seed, loss in enumerate(of)} for name, of in losses.items()}
     made = local_equal.equal_table({"steps": 300, "finals": {"transformer": finals}})
     assert "300 steps each, 3 seeds" in made
     assert "| transformer, 4 bits | - | - | +5.0% ± 0.0% | - |" in made

@@ -33,8 +33,7 @@ def test_the_page_is_made_from_the_results():
 
 def profile_of(*rows: tuple[str, int, float]) -> Profile:
     tensors = [
-        TensorProfile(name=name, shape=(numel,), dtype="float32", backward_us=us, forward_us=us / 2)
-        for name, numel, us in rows
+        TensorProfile(name=name, shape=(numel,), dtype="float32", backward_us=us, forward_us=us / 2) for name, numel, us in rows
     ]
     return Profile(model="published", batch=32, device="V100", tensors=tuple(tensors))
 

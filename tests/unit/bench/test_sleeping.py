@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from benchmarks.campaigns.sleeping import LayerTimes, SleepingAccelerator, SleepingCodec, SleepingModel
 from benchmarks.offload import offload_page, verdict
+from gradwire.bench.sleeping import LayerTimes, SleepingAccelerator, SleepingCodec, SleepingModel
 from gradwire.compressors import compressor_for
 from gradwire.compressors.base import Compressor, Context
 from gradwire.errors import StepStateError

@@ -26,9 +26,7 @@ def files(tmp_path):
     ]
     profile = Profile(model="two layers", batch=1, device="V100", tensors=tensors)
     link = Link(30.0, 10.0)
-    codec = CodecCosts(
-        spec=QSGD(), device="gpu", encode=[(4096, 12.0), (4194304, 40.0)], decode=[(4096, 9.0), (4194304, 25.0)]
-    )
+    codec = CodecCosts(spec=QSGD(), device="gpu", encode=[(4096, 12.0), (4194304, 40.0)], decode=[(4096, 9.0), (4194304, 25.0)])
     profile.save(tmp_path / "profile.json")
     Cluster(nodes=4, ranks_per_node=1, intra=link, inter=link).save(tmp_path / "cluster.json")
     Costs(codecs=[codec]).save(tmp_path / "costs.json")

@@ -14,9 +14,7 @@ from gradwire.kernels.segments import Segment, Segments, tensor_key
 NUMELS = (1, 300, 7, 4097, 128)
 UNCOMPRESSED = (0, 2, 4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CARRIERS = [
-    spec for spec in (*example_specs(), Truncate(4.0, True)) if spec.carries_uncompressed and spec != Truncate(4.0)
-]
+CARRIERS = [spec for spec in (*example_specs(), Truncate(4.0, True)) if spec.carries_uncompressed and spec != Truncate(4.0)]
 
 
 def segments_of(numels: tuple[int, ...], bits: int, uncompressed: tuple[int, ...] = ()) -> Segments:

@@ -89,9 +89,7 @@ class Codec:
         self.compressor = compressor_for(spec)
         inner = getattr(spec, "inner", spec)
         offsets, bits = itertools.accumulate(numels, initial=0), spec.element_bits
-        rows = [
-            Segment(at, n, tensor_key(f"t{i}"), 0, bits) for i, (at, n) in enumerate(zip(offsets, numels, strict=False))
-        ]
+        rows = [Segment(at, n, tensor_key(f"t{i}"), 0, bits) for i, (at, n) in enumerate(zip(offsets, numels, strict=False))]
         self.segments = Segments(tuple(rows), torch.device("cpu"), (), tuple(shapes or ()))
         self.random = torch.zeros(4, dtype=torch.int64)
         self.random[0] = getattr(inner, "seed", 0)

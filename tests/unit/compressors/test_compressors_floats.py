@@ -78,10 +78,7 @@ def test_natural_compression_has_an_eighth_of_the_squares_as_variance_at_most() 
 
 def test_exponential_levels_are_the_better_ones_for_long_tails() -> None:
     x = gradient(1 << 16) ** 3
-    errors = [
-        squared(Codec(QSGD(bits=4, block=1024, levels=levels), (1 << 16,))(x) - x)
-        for levels in ("uniform", "exponential")
-    ]
+    errors = [squared(Codec(QSGD(bits=4, block=1024, levels=levels), (1 << 16,))(x) - x) for levels in ("uniform", "exponential")]
     assert errors[1] < errors[0] / 2
 
 

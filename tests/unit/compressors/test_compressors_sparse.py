@@ -51,9 +51,7 @@ def test_payloads_have_the_declared_size_and_decode_alike_in_every_way(spec: Spe
 def test_nothing_at_all(spec: Spec) -> None:
     for numels in ((), (0,), (0, 0)):
         codec = Codec(spec, numels)
-        assert codec.payload.numel() == (
-            8 if RandomK(0.05, indices="own") in (spec, getattr(spec, "inner", spec)) else 0
-        )
+        assert codec.payload.numel() == (8 if RandomK(0.05, indices="own") in (spec, getattr(spec, "inner", spec)) else 0)
         assert codec(torch.empty(0)).numel() == 0
 
 

@@ -313,9 +313,7 @@ def test_payloads_are_as_large_as_declared_and_wholly_written(spec: Spec, dtype:
     if spec.rounds and not hasattr(spec, "indices"):
         codec = codec_of(spec, (48 * 80, 7), dtype)
         assert codec.program is not None
-        assert sum(4 * p.numel() for p in codec.program.payloads) == codec.compressor.payload_bytes(
-            codec.segments, dtype
-        )
+        assert sum(4 * p.numel() for p in codec.program.payloads) == codec.compressor.payload_bytes(codec.segments, dtype)
         return
     for numels in ((1,), (7,), (123,), (4097,), (1, 7, 123, 300, 4097), (128, 256)):
         x, seen = gradient(sum(numels), dtype), []

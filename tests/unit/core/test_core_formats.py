@@ -165,9 +165,7 @@ def plans(draw: st.DrawFn) -> Plan:
         size = draw(st.integers(1, len(pool)))
         tensors, pool = pool[:size], pool[size:]
         family = draw(qsgd)
-        mixed = {
-            t: QSGD(draw(st.integers(2, 8)), family.block, family.scale, family.rounding, family.seed) for t in tensors
-        }
+        mixed = {t: QSGD(draw(st.integers(2, 8)), family.block, family.scale, family.rounding, family.seed) for t in tensors}
         buckets.append(
             Bucket(
                 tensors=tuple(tensors),

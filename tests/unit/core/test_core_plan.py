@@ -29,8 +29,7 @@ def test_the_fingerprint_hashes_the_documented_bytes() -> None:
     lines = b'["fc.bias",[1000],"float32"]\n["fc.weight",[1000,8],"float32"]\n'
     assert fingerprint(MODEL) == hashlib.sha256(lines).hexdigest()
     assert (
-        fingerprint([TensorInfo("größe", (), "bfloat16")])
-        == hashlib.sha256(b'["gr\\u00f6\\u00dfe",[],"bfloat16"]\n').hexdigest()
+        fingerprint([TensorInfo("größe", (), "bfloat16")]) == hashlib.sha256(b'["gr\\u00f6\\u00dfe",[],"bfloat16"]\n').hexdigest()
     )
 
 

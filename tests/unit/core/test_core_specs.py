@@ -49,9 +49,7 @@ qsgd = st.builds(
 lossy = st.one_of(
     qsgd,
     st.builds(QSGD, bits=st.integers(2, 8), levels=st.just("exponential"), scale=st.sampled_from(["max", "l2"])),
-    st.builds(
-        QSGD, bits=st.integers(2, 4), block=blocks, scale=st.just("ls"), levels=st.sampled_from(["uniform", "lloyd"])
-    ),
+    st.builds(QSGD, bits=st.integers(2, 4), block=blocks, scale=st.just("ls"), levels=st.sampled_from(["uniform", "lloyd"])),
     st.builds(Cast, dtype=st.sampled_from(["float16", "bfloat16"])),
     st.builds(FP8, format=st.sampled_from(["e4m3", "e5m2"]), block=blocks),
     st.builds(Natural, block=blocks, seed=seeds),

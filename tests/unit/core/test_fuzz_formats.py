@@ -148,9 +148,7 @@ def is_named(names: set[str], what: str) -> bool:
         ("2", ["version is 2", "reads version 1", "a later release wrote the file", "Update gradwire"]),
     ],
 )
-def test_other_versions_are_refused_with_the_cure(
-    cls: type[Document], version: str | None, words: list[str], file: Path
-) -> None:
+def test_other_versions_are_refused_with_the_cure(cls: type[Document], version: str | None, words: list[str], file: Path) -> None:
     """Before what else is wrong, since another version may have other fields."""
     data: Any = json.loads(EXAMPLES[cls])
     del data["version"]

@@ -84,9 +84,7 @@ class TestCollectives:
         traffic = flat_traffic(word, nodes=3, ranks_per_node=4, routing="direct")
         assert (traffic.inter, traffic.intra) == ((8, 8.0), (3, 3.0))
 
-    @pytest.mark.parametrize(
-        ("nodes", "local", "inside", "between"), [(2, 1, 0, 1), (2, 2, 1, 1), (4, 2, 1, 2), (1, 8, 3, 0)]
-    )
+    @pytest.mark.parametrize(("nodes", "local", "inside", "between"), [(2, 1, 0, 1), (2, 2, 1, 1), (4, 2, 1, 2), (1, 8, 3, 0)])
     def test_trees_have_ceil_log2_hops(self, nodes, local, inside, between):
         """CGX's: a hop is a whole payload; the busiest path encodes and decodes once more than it has hops."""
         steps = steps_of(("comp:cpu", "reduce:inter", "broadcast:inter", "decomp:cpu"), nodes, local)
@@ -99,15 +97,11 @@ class TestCollectives:
         assert [(step.share, step.parts) for step in steps] == [(1.0, 1), (1.0, 1), (0.25, 1), (0.75, 2)]
         assert [step.traffic.inter for step in steps[1:3]] == [(3, 0.75), (3, 3.0)]
 
-    @pytest.mark.parametrize(
-        "word", ["allreduce", "reducescatter", "allgather", "alltoall", "gather", "reduce", "broadcast"]
-    )
+    @pytest.mark.parametrize("word", ["allreduce", "reducescatter", "allgather", "alltoall", "gather", "reduce", "broadcast"])
     def test_one_rank_has_nobody_to_exchange_with(self, word):
         assert flat_traffic(word, 1, 1).time_us(1e6, INTRA, INTER) == 0.0
 
-    @pytest.mark.parametrize(
-        "word", ["allreduce", "reducescatter", "allgather", "alltoall", "gather", "reduce", "broadcast"]
-    )
+    @pytest.mark.parametrize("word", ["allreduce", "reducescatter", "allgather", "alltoall", "gather", "reduce", "broadcast"])
     def test_on_one_node_the_flat_link_is_the_intra_link(self, word):
         traffic = flat_traffic(word, 1, 4)
         assert traffic.inter == (0, 0.0)
@@ -254,8 +248,7 @@ class TestPrices:
     def test_tensors_with_several_widths_share_one_call(self):
         narrow, wide = QSGD(bits=2), QSGD(bits=8)
         codecs = [
-            CodecCosts(spec=spec, device="gpu", encode=[(0, us)], decode=[(0, us)])
-            for spec, us in ((narrow, 4.0), (wide, 8.0))
+            CodecCosts(spec=spec, device="gpu", encode=[(0, us)], decode=[(0, us)]) for spec, us in ((narrow, 4.0), (wide, 8.0))
         ]
         tensors = [TensorInfo("a", (3000,), "float32"), TensorInfo("b", (1000,), "float32")]
         bucket = Bucket(tensors=("a", "b"), spec={"a": narrow, "b": wide}, option=GRACE)
@@ -284,9 +277,7 @@ class TestPrices:
         random_state = torch.zeros(len(plan.buckets), 8, 4, dtype=torch.int64)
         sent = [
             sum(
-                sum(chunk.bytes_to)
-                for built in build_buckets(plan, parameters, group, random_state, 0)
-                for chunk in built.chunks
+                sum(chunk.bytes_to) for built in build_buckets(plan, parameters, group, random_state, 0) for chunk in built.chunks
             )
             for group in groups
         ]
@@ -300,9 +291,7 @@ class TestPrices:
 class TestCodecTimes:
     POINTS = ((1000, 10.0), (2000, 30.0), (4000, 40.0))
 
-    @pytest.mark.parametrize(
-        ("nbytes", "us"), [(0, 10), (1000, 10), (1500, 20), (2000, 30), (3000, 35), (4000, 40), (6000, 50)]
-    )
+    @pytest.mark.parametrize(("nbytes", "us"), [(0, 10), (1000, 10), (1500, 20), (2000, 30), (3000, 35), (4000, 40), (6000, 50)])
     def test_piecewise_linear(self, nbytes, us):
         assert time_at(self.POINTS, nbytes) == pytest.approx(us)
 
@@ -417,9 +406,7 @@ class TestFold:
     @settings(max_examples=30, deadline=None)
     @given(st.sampled_from([GRACE, TWO_PHASE]), st.integers(2, 9), st.sampled_from([Cast(), QSGD(), TopK(0.01)]))
     def test_folded_costs_are_the_prices_of_any_size(self, option, nodes, spec):
-        codec = CodecCosts(
-            spec=spec, device="gpu", encode=[(0, 5.0), (10**9, 405.0)], decode=[(0, 2.0), (10**9, 102.0)]
-        )
+        codec = CodecCosts(spec=spec, device="gpu", encode=[(0, 5.0), (10**9, 405.0)], decode=[(0, 2.0), (10**9, 102.0)])
         costs = Costs(codecs=[codec])
         encode, link, busiest, decode = fold(option, spec, Prices([], cluster(nodes), costs))
         assert busiest == link

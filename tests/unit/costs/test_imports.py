@@ -136,13 +136,9 @@ def test_files_that_do_not_make_a_cluster_are_refused(tmp_path):
     shared, again, inside = write(
         tmp_path, shared=output(2, 4, 20.0, 25.0), again=output(2, 4, 20.0, 25.0), inside=output(1, 4, 2.0, 400.0)
     )
-    with pytest.raises(
-        FormatError, match=r"no file measures the link inside a node\. Add the output of a run on one host"
-    ):
+    with pytest.raises(FormatError, match=r"no file measures the link inside a node\. Add the output of a run on one host"):
         cluster_from([shared])
-    with pytest.raises(
-        FormatError, match=r"again.txt: it measures all_reduce between nodes, and .*shared.txt measures"
-    ):
+    with pytest.raises(FormatError, match=r"again.txt: it measures all_reduce between nodes, and .*shared.txt measures"):
         cluster_from([shared, again, inside])
     with pytest.raises(FormatError, match="there is no file"):
         cluster_from([])

@@ -61,12 +61,8 @@ def test_one_rank_a_node_shares_nothing():
 def job(intra: Link) -> PlanningJob:
     rows = [TensorProfile(name=f"t{i}", shape=(500, 1000), dtype="float32", backward_us=900.0) for i in range(6)]
     profile = Profile(model="made up", batch=1, device="V100", tensors=tuple(rows))
-    costs = Costs(
-        codecs=[CodecCosts(spec=QSGD(), device="gpu", encode=[(2**20, 60.0), (2**22, 90.0)], decode=[(2**20, 40.0)])]
-    )
-    return PlanningJob(
-        profile, Cluster(nodes=2, ranks_per_node=4, intra=intra, inter=Link(30.0, 25.0)), costs, [QSGD()]
-    )
+    costs = Costs(codecs=[CodecCosts(spec=QSGD(), device="gpu", encode=[(2**20, 60.0), (2**22, 90.0)], decode=[(2**20, 40.0)])])
+    return PlanningJob(profile, Cluster(nodes=2, ranks_per_node=4, intra=intra, inter=Link(30.0, 25.0)), costs, [QSGD()])
 
 
 def test_plans_know_of_the_switch():

@@ -64,9 +64,7 @@ def test_groups_of_a_node_share_its_directions_and_flows(word: str):
     together = group_traffic(word, 4, "inter", "direct", flows=3)
     for one, three in ((alone.up, together.up), (alone.down, together.down)):
         assert one is not None and three == (3 * one.factor, 3 * one.at_once)
-    limits = [
-        max(3 * way.factor / gbps, way.factor / way.at_once) for way, gbps in ((alone.up, 6.0), (alone.down, 8.0))
-    ]
+    limits = [max(3 * way.factor / gbps, way.factor / way.at_once) for way, gbps in ((alone.up, 6.0), (alone.down, 8.0))]
     assert together.time_us(1000.0, FAST, link) == pytest.approx(8 * max(limits))
 
 
@@ -218,9 +216,7 @@ def test_sweeps_keep_directions_slow_nodes_and_processor_times():
     given = job(Link(10.0, 40.0))
     measured = msgspec.structs.replace(given.cluster, allreduce=own, launch_us=100.0)
     expected = make_plan(PlanningJob(given.profile, measured, given.simulator.prices.costs), "ddp").plan.prediction
-    (row,) = sweep_methods(
-        given.profile, clusters(measured, [25.0], None), given.simulator.prices.costs, methods=["ddp"]
-    )
+    (row,) = sweep_methods(given.profile, clusters(measured, [25.0], None), given.simulator.prices.costs, methods=["ddp"])
     assert expected is not None and row.step_us == expected.step_us
 
 
@@ -257,9 +253,7 @@ class TestSlowNode:
     def test_mean_and_worst_of_a_known_plan(self):
         """4 MB of all-reduce among 4 nodes after 100 us of backward, at 8, 4 and 0.8 Gb/s."""
         given = job(Link(10.0, 40.0))
-        (tensor,) = [
-            msgspec.structs.replace(t, shape=(1000, 1000), backward_us=100.0) for t in given.profile.tensors[:1]
-        ]
+        (tensor,) = [msgspec.structs.replace(t, shape=(1000, 1000), backward_us=100.0) for t in given.profile.tensors[:1]]
         profile = msgspec.structs.replace(given.profile, tensors=(tensor,))
         cluster = Cluster(nodes=4, ranks_per_node=1, intra=FAST, inter=GBPS)
         plans = plans_for_slow_node(profile, cluster, Costs(codecs=()), [])
@@ -271,9 +265,7 @@ class TestSlowNode:
 
     def test_the_mean_is_over_nodes_too(self):
         given = job(Link(10.0, 40.0))
-        (tensor,) = [
-            msgspec.structs.replace(t, shape=(1000, 1000), backward_us=100.0) for t in given.profile.tensors[:1]
-        ]
+        (tensor,) = [msgspec.structs.replace(t, shape=(1000, 1000), backward_us=100.0) for t in given.profile.tensors[:1]]
         profile = msgspec.structs.replace(given.profile, tensors=(tensor,))
         cluster = Cluster(nodes=4, ranks_per_node=1, intra=FAST, inter=GBPS, slow_nodes=[Link(0.0, 4.0)])
         plans = plans_for_slow_node(profile, cluster, Costs(codecs=()), [])

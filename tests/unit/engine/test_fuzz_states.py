@@ -49,8 +49,7 @@ def seen(model: nn.Module, handle: gw.Handle) -> dict[str, torch.Tensor]:
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
-        a.dtype == other[key].dtype and a.shape == other[key].shape and raw(a) == raw(other[key])
-        for key, a in one.items()
+        a.dtype == other[key].dtype and a.shape == other[key].shape and raw(a) == raw(other[key]) for key, a in one.items()
     )
 
 
@@ -191,9 +190,7 @@ def test_a_broken_state_is_refused_by_key_and_leaves_no_trace(
     model, handle, state, after = here.model, here.handle, here.state, here.after
     handle.load_state_dict(state)
     before, plan = seen(model, handle), handle.plan
-    saved = data.draw(
-        st.sampled_from([state] * 3 + [of_another_group(state, ranks) for ranks in ([3], [0, 3], [3, 0])])
-    )
+    saved = data.draw(st.sampled_from([state] * 3 + [of_another_group(state, ranks) for ranks in ([3], [0, 3], [3, 0])]))
     wrong, words = data.draw(broken(saved))
     message, peak = load(handle, wrong)
     if peak >= STATE_BYTES:  # a table of Python's own may have grown just then
@@ -253,9 +250,7 @@ def test_what_is_no_state_is_refused(handles: dict[str, Trained], kind: str) -> 
         ("1", ["rank0/version is", "str"]),
     ],
 )
-def test_other_versions_are_refused_with_the_cure(
-    handles: dict[str, Trained], kind: str, version: Any, words: list[str]
-) -> None:
+def test_other_versions_are_refused_with_the_cure(handles: dict[str, Trained], kind: str, version: Any, words: list[str]) -> None:
     model, handle, state = handles[kind].model, handles[kind].handle, handles[kind].state
     handle.load_state_dict(state)
     before = seen(model, handle)
@@ -281,9 +276,7 @@ def test_an_order_that_is_none_is_refused(handles: dict[str, Trained], kind: str
 
 @pytest.mark.parametrize("kind", ["policy", "plan"])
 @pytest.mark.parametrize("number", [-1, -(2**63), 2**63 - 1])
-def test_a_step_from_which_no_step_can_be_counted_is_refused(
-    handles: dict[str, Trained], kind: str, number: int
-) -> None:
+def test_a_step_from_which_no_step_can_be_counted_is_refused(handles: dict[str, Trained], kind: str, number: int) -> None:
     model, handle, state = handles[kind].model, handles[kind].handle, handles[kind].state
     handle.load_state_dict(state)
     before = seen(model, handle)

@@ -38,9 +38,7 @@ def test_only_the_same_step_is_compared(store: dist.Store) -> None:
     second.weight.data.fill_(1.0)
     assert second.step() is None, "the other rank has gone on"
     words = second.step()
-    assert (
-        words is not None and "the weights of this rank and rank 0 are not the same, after 2 optimizer steps" in words
-    )
+    assert words is not None and "the weights of this rank and rank 0 are not the same, after 2 optimizer steps" in words
     assert second.step() is None, "said once"
 
 

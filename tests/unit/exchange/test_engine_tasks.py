@@ -16,9 +16,7 @@ def task_lists(
     launch: list[tuple[int, str]], chunks: list[int], lanes: int, skew: bool, gate: int | None = None
 ) -> list[list[PhaseTask]]:
     """The tasks of each lane."""
-    return [
-        [PhaseTask(*task) for task in tasks] for tasks in tasks_by_lane(launch_tasks(launch, chunks, skew, gate), lanes)
-    ]
+    return [[PhaseTask(*task) for task in tasks] for tasks in tasks_by_lane(launch_tasks(launch, chunks, skew, gate), lanes)]
 
 
 LINK_TASKS = [("allreduce",), ("allgather",), ("alltoall", "allgather")]
@@ -130,9 +128,7 @@ def test_a_cut_is_at_block_borders_in_order_and_even(numels: list[int], granular
 
 
 @given(TENSORS, st.sampled_from([1, 32, 128]), st.integers(1, 5), st.integers(1, 4))
-def test_shards_of_chunks_are_cut_the_same_way(
-    numels: list[int], granularity: int, chunks: int, world_size: int
-) -> None:
+def test_shards_of_chunks_are_cut_the_same_way(numels: list[int], granularity: int, chunks: int, world_size: int) -> None:
     for start, end in pairwise(cut(numels, granularity, 0, sum(numels), chunks)):
         shards = cut(numels, granularity, start, end, world_size)
         assert (shards[0], shards[-1]) == (start, end)

@@ -14,16 +14,12 @@ USUAL = {
     "memory": MemoryRecord(gradient_bytes=0, residual_bytes=0, payload_bytes=0),
     "buckets": (BUCKET,),
 }
-LINE = (
-    "7 steps in 1 bucket; this rank sends 0.130 MB a step for tensors of 1.000 MB; encoding and decoding take 0.25 ms"
-)
+LINE = "7 steps in 1 bucket; this rank sends 0.130 MB a step for tensors of 1.000 MB; encoding and decoding take 0.25 ms"
 
 
 def test_statistics_are_one_line() -> None:
     assert str(ExchangeStats(**USUAL)) == LINE
-    assert str(Stats(**USUAL, exposed_us=1500.0, before_first_gradient=0.1)) == (
-        f"{LINE}; the end of backward waits 1.50 ms"
-    )
+    assert str(Stats(**USUAL, exposed_us=1500.0, before_first_gradient=0.1)) == (f"{LINE}; the end of backward waits 1.50 ms")
 
 
 def test_their_repr_has_every_field() -> None:

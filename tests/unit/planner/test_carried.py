@@ -77,9 +77,7 @@ def test_what_is_added_on_the_wire_is_priced_by_its_rounds() -> None:
 
 
 def test_a_spec_that_no_option_allowed_carries_is_named() -> None:
-    with pytest.raises(
-        PlanError, match=r"payloads of PowerSGD\(rank=4\): they travel only by allreduce. max_encodes is 1"
-    ):
+    with pytest.raises(PlanError, match=r"payloads of PowerSGD\(rank=4\): they travel only by allreduce. max_encodes is 1"):
         job_with(gw.PowerSGD(rank=4), limits=Limits(max_encodes=1))
     with pytest.raises(PlanError, match="restrict is 'inter-allgather'"):
         job_with(gw.SignSGD(), ranks_per_node=2, limits=Limits(restrict="inter-allgather"))

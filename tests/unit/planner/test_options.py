@@ -132,9 +132,7 @@ def test_every_payload_list_is_forwarded_by_a_skip():
 
 
 def test_what_an_option_says_of_itself():
-    option = option_of(
-        ["comp:gpu", "alltoall:intra", "alltoall:inter", "decomp:cpu", "allgather:inter", "allgather:intra"]
-    )
+    option = option_of(["comp:gpu", "alltoall:intra", "alltoall:inter", "decomp:cpu", "allgather:inter", "allgather:intra"])
     assert (option.intra, option.inter, option.schemes) == ("alltoall+allgather",) * 2 + (("alltoall+allgather",) * 2,)
     assert (option.flat, option.compresses, option.encodes, option.decodes) == (False, True, 1, 1)
     assert option.devices == ("gpu", "cpu")

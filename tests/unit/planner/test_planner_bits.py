@@ -27,9 +27,7 @@ def layers(count: int, chance: random.Random) -> list[Sensitivity]:
         numel, scale = int(math.exp(chance.uniform(4, 12))), math.exp(chance.gauss(0, 1.5))
         norm = scale * math.sqrt(numel)
         sizes = tuple(numel * bits // 8 + 4 * (numel // 128 + 1) for bits in range(2, 9))
-        tensors.append(
-            Sensitivity(str(index), sizes, tuple(norm**2 * 4.0**-bits for bits in range(2, 9)), numel, norm, norm / 3)
-        )
+        tensors.append(Sensitivity(str(index), sizes, tuple(norm**2 * 4.0**-bits for bits in range(2, 9)), numel, norm, norm / 3))
     return tensors
 
 

@@ -27,9 +27,7 @@ def on_a_link(
     def step_us(choices: Sequence[int]) -> float:
         now = 0.0
         for bucket, ready_us in enumerate(ready):
-            size = sum(
-                tensor.sizes[way] for tensor, way, own in zip(tensors, choices, buckets, strict=True) if own == bucket
-            )
+            size = sum(tensor.sizes[way] for tensor, way, own in zip(tensors, choices, buckets, strict=True) if own == bucket)
             now = max(now, ready_us) + us_per_byte * size
         return now
 

@@ -88,9 +88,7 @@ def test_decode_counts_where_it_is_said_to(decoding: Any) -> None:
         times, sizes, encode, exchange, decode = case
         costs = FusionCosts(encode=encode, exchange=exchange, decode=decode, decoding=decoding)
         found = optimal(times, sizes, encode, exchange, decode, decoding)
-        assert (
-            found.step_us == brute_force(times, sizes, costs).step_us == evaluate(found.boundaries, times, sizes, costs)
-        )
+        assert found.step_us == brute_force(times, sizes, costs).step_us == evaluate(found.boundaries, times, sizes, costs)
         if decoding == "lumped":
             both = (encode[0] + decode[0], encode[1] + decode[1])
             assert found.step_us == optimal(times, sizes, both, exchange).step_us
@@ -100,9 +98,7 @@ def test_decode_counts_where_it_is_said_to(decoding: Any) -> None:
 def test_the_two_truths_agree_and_so_does_the_search_on_longer_lists(make: Any) -> None:
     for case in cases(make, 200, most=9, seed=2):
         costs = FusionCosts(encode=case[2], exchange=case[3], decode=case[4])
-        assert pareto(case[0], case[1], costs).step_us == pytest.approx(
-            brute_force(case[0], case[1], costs).step_us, rel=1e-12
-        )
+        assert pareto(case[0], case[1], costs).step_us == pytest.approx(brute_force(case[0], case[1], costs).step_us, rel=1e-12)
     rng = random.Random(3)
     for _ in range(30):
         case = make(rng, 45)
@@ -113,9 +109,7 @@ def test_the_two_truths_agree_and_so_does_the_search_on_longer_lists(make: Any) 
 def test_the_truth_tries_every_partition() -> None:
     times, sizes, encode, exchange, decode = whole_case(random.Random(7), 6)
     costs = FusionCosts(encode=encode, exchange=exchange, decode=decode)
-    partitions = [
-        (*inner, 6) for count in range(6) for inner in itertools.combinations(range(1, 6), count)
-    ]  # 2^5 of them
+    partitions = [(*inner, 6) for count in range(6) for inner in itertools.combinations(range(1, 6), count)]  # 2^5 of them
     assert len(partitions) == 32
     assert brute_force(times, sizes, costs).step_us == min(evaluate(ends, times, sizes, costs) for ends in partitions)
 
@@ -173,9 +167,7 @@ def test_cupcakes_prunings_prune() -> None:
         for flags in itertools.product((True, False), repeat=2)
     }
     assert calls[False, False] == 2**11  # every partition once, by its last bucket
-    assert (
-        calls[True, True] <= min(calls[True, False], calls[False, True]) <= max(calls[True, False], calls[False, True])
-    )
+    assert calls[True, True] <= min(calls[True, False], calls[False, True]) <= max(calls[True, False], calls[False, True])
     assert calls[True, True] < 2**11
 
 

@@ -260,8 +260,7 @@ def test_hipress_compresses_between_nodes_what_is_then_sooner_exchanged(nodes, r
     gathered = (*inside, "comp:gpu", "allgather:inter", "decomp:gpu", *(("allgather:intra",) if inside else ()))
     for part in draft.parts:
         own, *others = (
-            sum(job.program(part._replace(choice=choice)).busy)
-            for choice in (part.choice, Choice(SPEC, gathered), *job.plain)
+            sum(job.program(part._replace(choice=choice)).busy) for choice in (part.choice, Choice(SPEC, gathered), *job.plain)
         )
         assert own <= min(others)
         assert not part.choice.encodes or (part.choice.option[:1] == inside or not inside)
@@ -290,6 +289,5 @@ def test_byteps_compress_needs_times_of_cpus():
     draft = make_plan(job_of(3, 6, gbps=1.0, nodes=4, ranks_per_node=1, limits=limits), "byteps-compress").draft
     assert not any(part.choice.encodes for part in draft.parts)
     assert any(
-        part.choice.encodes
-        for part in make_plan(job_of(3, 6, gbps=1.0, nodes=4, limits=limits), "hitopkcomm").draft.parts
+        part.choice.encodes for part in make_plan(job_of(3, 6, gbps=1.0, nodes=4, limits=limits), "hitopkcomm").draft.parts
     )

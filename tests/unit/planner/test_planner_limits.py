@@ -114,7 +114,5 @@ def test_times_that_fall_do_not_lift_the_bound():
     size = odd.size((0,), SPEC)
     larger = size._replace(raw=2**22)
     for option in odd.coded[SPEC]:
-        assert (
-            odd.pricer.sequence_us(option, SPEC, size) <= sum(odd.pricer.program(option, SPEC, larger).busy) / FS_PER_US
-        )
+        assert odd.pricer.sequence_us(option, SPEC, size) <= sum(odd.pricer.program(option, SPEC, larger).busy) / FS_PER_US
     assert odd.pricer.sequence_us(odd.plain[0].option, Identity(), size) > 0

@@ -52,9 +52,7 @@ def cpu_job(launch_us, limits=None):
 
 
 def test_fusion_knows_of_launches():
-    planned_us, rule_us = (
-        make_plan(cpu_job(6411.0), method).plan.prediction.step_us for method in ("fusion", "bucket")
-    )
+    planned_us, rule_us = (make_plan(cpu_job(6411.0), method).plan.prediction.step_us for method in ("fusion", "bucket"))
     assert planned_us < rule_us
     unaware = cpu_job(6411.0).step(make_plan(cpu_job(0.0), "fusion").draft) / FS_PER_US
     assert planned_us < 0.95 * unaware

@@ -47,9 +47,7 @@ def case(seed, rules=None, most=9):
     ]
     profile = Profile(model="made up", batch=1, device="V100", tensors=tensors)
     inter = Link(10.0, rng.choice([1.0, 10.0, 100.0]))
-    cluster = Cluster(
-        nodes=rng.choice([1, 2, 4]), ranks_per_node=rng.choice([2, 4]), intra=Link(2.0, 100.0), inter=inter
-    )
+    cluster = Cluster(nodes=rng.choice([1, 2, 4]), ranks_per_node=rng.choice([2, 4]), intra=Link(2.0, 100.0), inter=inter)
     codecs = [
         CodecCosts(
             spec=SPEC,

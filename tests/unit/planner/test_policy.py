@@ -220,9 +220,7 @@ def test_vectors_that_no_payload_carries_travel_together(policy: Policy, ranks: 
 @pytest.mark.parametrize("shape", [(64, 64), (1024, 1024)])
 def test_fragments_get_buckets_enough_and_nearly_equal_parts(shape: tuple[int, int]) -> None:
     schedule = LocalSteps.streaming(fragments=6)
-    layers = [
-        TensorInfo(f"{i}.{kind}", s, "float32") for i in range(24) for kind, s in (("w", shape), ("b", shape[:1]))
-    ]
+    layers = [TensorInfo(f"{i}.{kind}", s, "float32") for i in range(24) for kind, s in (("w", shape), ("b", shape[:1]))]
     plan = Policy(default=QSGD(), schedule=schedule).plan(layers)
     numels = [bucket.numel for bucket in plan.buckets]
     parts = [sum(numels[index] for index in fragment) for fragment in schedule.fragments_of(numels)]
@@ -395,9 +393,7 @@ def test_residuals_are_narrow_where_there_are_any() -> None:
     assert [bucket.residual_dtype for bucket in plan.buckets] == ["int8", "float32"]
     assert Plan.from_json(plan.to_json()) == plan
     assert Policy.from_json(policy.to_json()) == policy
-    assert Uniform(QSGD(), residual_dtype="bfloat16") == Policy(
-        default=QSGD(), exempt_vectors=False, residual_dtype="bfloat16"
-    )
+    assert Uniform(QSGD(), residual_dtype="bfloat16") == Policy(default=QSGD(), exempt_vectors=False, residual_dtype="bfloat16")
 
 
 def test_a_policy_that_says_nothing_of_residuals_is_written_as_before() -> None:
@@ -412,9 +408,7 @@ def test_other_residual_dtypes_are_refused_with_those_there_are(wrong: object) -
 
 def test_states_fit_plans_that_differ_in_the_residual_dtype_alone() -> None:
     tensors = [tensor("a", 10)]
-    plain, narrow = (
-        Uniform(ErrorFeedback(QSGD()), residual_dtype=dtype).plan(tensors) for dtype in ("float32", "int8")
-    )
+    plain, narrow = (Uniform(ErrorFeedback(QSGD()), residual_dtype=dtype).plan(tensors) for dtype in ("float32", "int8"))
     other = Uniform(ErrorFeedback(QSGD(bits=3)), residual_dtype="int8").plan(tensors)
     assert plain.digest() == plain.state_digest() == narrow.state_digest() != narrow.digest()
     assert other.state_digest() != plain.state_digest()

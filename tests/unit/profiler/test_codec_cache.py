@@ -63,9 +63,7 @@ def test_without_a_folder_each_run_measures(folder: Path) -> None:
         assert measured == [QSGD(bits=4)] and len(costs.codecs) == 1
 
 
-@pytest.mark.parametrize(
-    ("base", "expected"), [("/some/cache", "/some/cache/gradwire"), ("relative", None), ("", None)]
-)
+@pytest.mark.parametrize(("base", "expected"), [("/some/cache", "/some/cache/gradwire"), ("relative", None), ("", None)])
 def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, base: str, expected: str | None) -> None:
     monkeypatch.delenv("GRADWIRE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", base)

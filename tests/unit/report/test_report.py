@@ -155,9 +155,7 @@ def test_what_a_short_run_lacks_is_left_out_with_a_word_why(steps: int) -> None:
     assert shown.texts("h2")[: len(SECTIONS)] == list(SECTIONS)
     assert shown.texts("h3") == [], "nothing was tried"
     reasons = ["Nobody predicted it.", "no measured timeline: no whole step was recorded"]
-    reasons += (
-        ["No step was recorded", "No loss was logged", "No error was measured"] if steps == 0 else ["No other method"]
-    )
+    reasons += ["No step was recorded", "No loss was logged", "No error was measured"] if steps == 0 else ["No other method"]
     assert [reason for reason in reasons if reason not in shown.text] == []
     lines = [attributes["points"] for name, attributes in shown.elements if name == "polyline"]
     assert all(lines) and bool(lines) == bool(steps)
@@ -203,9 +201,7 @@ def test_a_profile_of_another_model_is_a_reason_and_no_failure(tmp_path: Path) -
     CLUSTER.save(tmp_path / "cluster.json")
     told = predicted(made_up_run(), tmp_path)
     assert told.timeline is None and "The step was not predicted" in told.why_not
-    assert predicted(made_up_run(), tmp_path / "none").why_not.startswith(
-        "The step was not predicted: the folder has no"
-    )
+    assert predicted(made_up_run(), tmp_path / "none").why_not.startswith("The step was not predicted: the folder has no")
 
 
 def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:

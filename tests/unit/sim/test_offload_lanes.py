@@ -60,9 +60,7 @@ def test_lanes_may_be_empty_in_all_steps():
     """Also where many steps are simulated."""
     model = profile((40, 1.0, 1.0), (40, 1.0, 1.0))
     plan = plan_of(model, [on_cpu(GATHERED)] * 2, Cast())
-    one, more = (
-        simulate(plan, model, cluster(), SLOW_CPU, Rules(lanes=lanes, offload_lanes=1)).step_us for lanes in (1, 5)
-    )
+    one, more = (simulate(plan, model, cluster(), SLOW_CPU, Rules(lanes=lanes, offload_lanes=1)).step_us for lanes in (1, 5))
     assert one == more > 2000.0
 
 

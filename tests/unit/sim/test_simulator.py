@@ -156,9 +156,7 @@ class TestByHand:
     def test_decodes_are_added_to_the_first_encode_wherever_it_is(self):
         option = ("reducescatter:intra", "comp:gpu", "allgather:inter", "decomp:gpu", "allgather:intra")
         model = profile((40, 0.0))
-        timeline = simulate(
-            plan_of(model, [option], Cast()), model, cluster(2, 2), codec(3.0, 2.0), Rules(decode="with encode")
-        )
+        timeline = simulate(plan_of(model, [option], Cast()), model, cluster(2, 2), codec(3.0, 2.0), Rules(decode="with encode"))
         assert times(timeline, "comp") == [(20, 20 + 3 + 2 * 2)]
         assert times(timeline, "decomp") == [(47, 47)]
 

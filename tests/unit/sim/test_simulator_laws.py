@@ -174,9 +174,7 @@ class TestClosedForms:
         model = profile(*[(4 * numel, float(us)) for numel, us in tensors])
         edges = [0, *sorted(cut for cut in cuts if cut < len(tensors)), len(tensors)]
         groups = [list(range(a, b)) for a, b in pairwise(edges)]
-        times_of = CodecCosts(
-            spec=Cast(), device="gpu", encode=[(0, alpha_h), (1000, alpha_h + 250.0)], decode=[(0, 99.0)]
-        )
+        times_of = CodecCosts(spec=Cast(), device="gpu", encode=[(0, alpha_h), (1000, alpha_h + 250.0)], decode=[(0, 99.0)])
         shape = Cluster(nodes=2, ranks_per_node=1, intra=BYTE_A_US, inter=Link(float(alpha_g), 0.008))
         backward = encoded = link = 0.0
         for group in groups:

@@ -22,9 +22,7 @@ TENSORS = [
 PROFILE = Profile(model="five tensors", batch=1, device="V100", tensors=TENSORS)
 CLUSTER = Cluster(nodes=2, ranks_per_node=2, intra=Link(2.0, 100.0), inter=Link(10.0, 10.0))
 COSTS = Costs(
-    codecs=[
-        CodecCosts(spec=QSGD(), device="gpu", encode=[(4096, 12.0), (2**22, 40.0)], decode=[(4096, 9.0), (2**22, 25.0)])
-    ]
+    codecs=[CodecCosts(spec=QSGD(), device="gpu", encode=[(4096, 12.0), (2**22, 40.0)], decode=[(4096, 9.0), (2**22, 25.0)])]
 )
 
 

@@ -191,12 +191,7 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
         return [range(*pair) for pair in pairwise([*cuts, len(numels)])]
 
 
-_BY_WORD: dict[str, type[Schedule]] = {
-    "backward": Backward,
-    "pipelined": Pipelined,
-    "delayed": Delayed,
-    "local": LocalSteps,
-}
+_BY_WORD: dict[str, type[Schedule]] = {"backward": Backward, "pipelined": Pipelined, "delayed": Delayed, "local": LocalSteps}
 
 
 def schedule_kinds() -> tuple[str, ...]:

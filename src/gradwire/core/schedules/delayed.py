@@ -128,9 +128,7 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
     def undecided(self) -> str:
         if self.k != "auto":
             return ""
-        return (
-            "k is 'auto', which is chosen on a live job. Pass the policy itself to gw.parallelize, or give k a number."
-        )
+        return "k is 'auto', which is chosen on a live job. Pass the policy itself to gw.parallelize, or give k a number."
 
     def with_k(self, k: int) -> "Delayed":
         return msgspec.structs.replace(self, k=k)

@@ -193,9 +193,7 @@ S = TypeVar("S", bound=Spec)
 def register_spec(cls: type[S]) -> type[S]:
     """Class decorator: make a spec class readable from JSON. Raises SpecError if its id is missing or taken."""
     if not cls.id:
-        raise SpecError(
-            f"{cls.__name__}.id is {cls.id!r}: it must be a word. Set `id: ClassVar[str] = ...` in the class."
-        )
+        raise SpecError(f"{cls.__name__}.id is {cls.id!r}: it must be a word. Set `id: ClassVar[str] = ...` in the class.")
     taken = _REGISTRY.get(cls.id)
     if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
         raise SpecError(
@@ -298,9 +296,7 @@ def _spec_of(node: ast.expr, text: str) -> Spec:
     if name not in by_name:
         by_name = {cls.__name__: cls for cls in installed_specs().values()}
     if name not in by_name:
-        raise SpecError(
-            f"there is no spec {show(name)}: it must be one of {', '.join(sorted(by_name))}{near(name, by_name)}."
-        )
+        raise SpecError(f"there is no spec {show(name)}: it must be one of {', '.join(sorted(by_name))}{near(name, by_name)}.")
     cls, fields = by_name[name], msgspec.structs.fields(by_name[name])
     known = [field.name for field in fields]
     if len(call.args) > len(known):
@@ -308,9 +304,7 @@ def _spec_of(node: ast.expr, text: str) -> Spec:
     values = dict(zip(known, (_value_of(argument, text) for argument in call.args), strict=False))
     for keyword in call.keywords:
         if keyword.arg not in known or keyword.arg in values:
-            problem = (
-                "is given twice" if keyword.arg in values else f"is not a field of {name}: it has {', '.join(known)}"
-            )
+            problem = "is given twice" if keyword.arg in values else f"is not a field of {name}: it has {', '.join(known)}"
             raise SpecError(f"{keyword.arg} {problem}.")
         values[keyword.arg] = _value_of(keyword.value, text)
     if missing := [field.name for field in fields if field.required and field.name not in values]:
@@ -324,9 +318,7 @@ def _value_of(node: ast.expr, text: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, MemoryError, RecursionError) as error:
-        raise SpecError(
-            f"{ast.unparse(node)} in {show(text)} is neither a number, a word in quotes nor a spec."
-        ) from error
+        raise SpecError(f"{ast.unparse(node)} in {show(text)} is neither a number, a word in quotes nor a spec.") from error
 
 
 def as_spec(field: str, value: object) -> Spec:
@@ -364,9 +356,7 @@ def check_ratio(field: str, ratio: object) -> None:
     number(field, ratio, "the part of the elements that is sent", positive=True, error=SpecError)
     assert isinstance(ratio, (int, float))
     if ratio > 1:
-        raise SpecError(
-            f"{field} is {ratio}: it is a part of the elements, at most 1. Write 0.01 for one in a hundred."
-        )
+        raise SpecError(f"{field} is {ratio}: it is a part of the elements, at most 1. Write 0.01 for one in a hundred.")
 
 
 def check_momentum(momentum: object) -> None:

@@ -36,13 +36,9 @@ class ErrorFeedback(Spec, frozen=True):
         if not inner.encodes:
             raise SpecError(f"inner is {inner!r}, which is lossless: there is no error to feed back. Use it alone.")
         if inner.feedback:
-            raise SpecError(
-                f"inner is {inner!r}: it has a residual of its own, which keeps all of the error. Use it alone."
-            )
+            raise SpecError(f"inner is {inner!r}: it has a residual of its own, which keeps all of the error. Use it alone.")
         if inner.state or isinstance(inner, SignSGD):
-            raise SpecError(
-                f"inner is {inner!r}: its signs have no magnitude, so their error is unknown. Use EFSignSGD()."
-            )
+            raise SpecError(f"inner is {inner!r}: its signs have no magnitude, so their error is unknown. Use EFSignSGD().")
         number("decay", self.decay, "the part of a residual that is kept", positive=True, error=SpecError)
         if self.decay > 1:
             raise SpecError(f"decay is {show(self.decay)}: it must be a part, above 0 and at most 1.")

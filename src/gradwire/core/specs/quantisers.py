@@ -60,9 +60,7 @@ class QSGD(BlockSpec, frozen=True):
                 "Use scale='max'."
             )
         if self.levels == "exponential" and self.scale == "ls":
-            raise SpecError(
-                "levels is 'exponential' and scale 'ls': only equal steps and 'lloyd' are fitted. Use scale='max'."
-            )
+            raise SpecError("levels is 'exponential' and scale 'ls': only equal steps and 'lloyd' are fitted. Use scale='max'.")
         if self.levels == "lloyd" and self.scale != "ls":
             raise SpecError(
                 f"levels is 'lloyd' and scale {self.scale!r}: these levels stand for multiples of a fitted scale. Use scale='ls'."
@@ -90,10 +88,7 @@ class QSGD(BlockSpec, frozen=True):
         rounding = "nearest" if self.rounding == "nearest" else "stochastic"
         if self.levels == "exponential":
             return Kernels(
-                ("exponential_encode", *settings, rounding),
-                ("exponential_decode", self.block),
-                random=True,
-                joined=joined,
+                ("exponential_encode", *settings, rounding), ("exponential_decode", self.block), random=True, joined=joined
             )
         return Kernels(("qsgd_encode", *settings, rounding), ("qsgd_decode", *settings), random=True, joined=joined)
 

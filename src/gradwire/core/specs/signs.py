@@ -3,16 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from gradwire.core.specs.base import (
-    BlockSpec,
-    ElementRun,
-    Kernels,
-    Law,
-    Spec,
-    check_block,
-    check_momentum,
-    register_spec,
-)
+from gradwire.core.specs.base import BlockSpec, ElementRun, Kernels, Law, Spec, check_block, check_momentum, register_spec
 
 
 @register_spec

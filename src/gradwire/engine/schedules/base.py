@@ -161,9 +161,7 @@ class CopiesWeights(Protocol):
 class ClipsGradients(Protocol):
     """A schedule that can clip gradients before they are gathered."""
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor | None:
+    def clip_grad_norm_(self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """See `Handle.clip_grad_norm_`. None: torch's way is to be taken."""
         ...
 

@@ -123,9 +123,7 @@ class Corrections:
         chosen = self._everything if count < 0 else self._chosen_in[count % len(self._chosen_in)]
         if chosen not in self._made:
             assert self._corrected is not None, "a step corrects, and nothing was made for it"
-            buckets = [
-                (self._corrected if index in chosen else self._usual).plan.buckets[index] for index in self._everything
-            ]
+            buckets = [(self._corrected if index in chosen else self._usual).plan.buckets[index] for index in self._everything]
             plan = with_buckets(self._usual.plan, buckets)
             self._made[chosen] = self._usual.mixed_with(self._corrected, chosen, plan)
         runs = self._made[chosen]
@@ -396,9 +394,7 @@ class DelayedSchedule:
         """The mean is due, but of parameters that no rank used."""
         used = used_anywhere(reports)
         left = [
-            self._reducer.group.global_ranks[rank]
-            for rank, report in enumerate(reports)
-            if report.state is BackwardState.LEFT
+            self._reducer.group.global_ranks[rank] for rank, report in enumerate(reports) if report.state is BackwardState.LEFT
         ]
         self._due, self._update = {}, None if left else launched.update
         for index, slot in enumerate(self._reducer.slots):
@@ -448,9 +444,7 @@ class DelayedSchedule:
         if (memory := self._of_corrections.at_step(saved.step).memory) is not None:
             memory.check(corrections)
         elif corrections:
-            raise ValueError(
-                f"the state has {printable(next(iter(corrections)))} of corrections, and this plan makes none."
-            )
+            raise ValueError(f"the state has {printable(next(iter(corrections)))} of corrections, and this plan makes none.")
         check_local(local, len(saved.weights), self._by_name)
 
     def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:

@@ -30,14 +30,7 @@ from gradwire.engine.control import BackwardState, RankReport
 from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
-from gradwire.engine.schedules.weights import (
-    Launched,
-    TwoWeights,
-    by_bucket,
-    check_local,
-    finish_quietly,
-    show_for_forward,
-)
+from gradwire.engine.schedules.weights import Launched, TwoWeights, by_bucket, check_local, finish_quietly, show_for_forward
 from gradwire.engine.torch_hooks.hooks import ModelHook
 from gradwire.engine.torch_hooks.optimizer_step import own_steps
 from gradwire.engine.torch_hooks.settling import SettleFirst
@@ -154,9 +147,7 @@ class LocalSchedule:
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Gradients are this rank's own."""
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """See `ClipsGradients`: of this rank's own gradients."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -353,9 +344,7 @@ class LocalSchedule:
     def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         check_local(by_tensor(state, LOCAL), len(saved.weights), self._by_name)
         if saved.local_steps is None:
-            raise ValueError(
-                "the state has no local_steps: it is not of the local schedule. Use the schedule it was saved with."
-            )
+            raise ValueError("the state has no local_steps: it is not of the local schedule. Use the schedule it was saved with.")
         assert self._outer is not None
         self._outer.check(by_tensor(state, OUTER))
 
@@ -380,9 +369,7 @@ class OuterOptimizer:
 
     def __init__(self, data: Nesterov, weights: Mapping[str, torch.Tensor]) -> None:
         self._weights = dict(weights)
-        self._sgd = torch.optim.SGD(
-            list(self._weights.values()), lr=data.lr, momentum=data.momentum, nesterov=data.momentum > 0
-        )
+        self._sgd = torch.optim.SGD(list(self._weights.values()), lr=data.lr, momentum=data.momentum, nesterov=data.momentum > 0)
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Step these weights, in place."""

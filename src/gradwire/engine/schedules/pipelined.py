@@ -289,9 +289,7 @@ class PipelinedSchedule:
 
     # ---- clipping
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor | None:
+    def clip_grad_norm_(self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """See `ClipsGradients`."""
         return self._clip_by_shards(max_norm) if norm_type == 2.0 else None
 

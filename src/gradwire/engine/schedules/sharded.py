@@ -50,9 +50,7 @@ from gradwire.transport import Link, broadcast_bytes, gather_bytes
 class ShardedSchedule:
     """Reduce phases in backward, a step of this rank's shards, and gather phases that bring parameters."""
 
-    traits = Traits(
-        lanes_busy_between_steps=True, acts_before_gradients=True, learns_order=False, keeps_parameters=True
-    )
+    traits = Traits(lanes_busy_between_steps=True, acts_before_gradients=True, learns_order=False, keeps_parameters=True)
 
     def __init__(self, reducer: Reducer, schedule: Pipelined, job: TrainingJob) -> None:
         self._reducer, self._gathers = reducer, Gathers(reducer, job.model, self._arrived)
@@ -293,9 +291,7 @@ class ShardedSchedule:
 
     # ---- what needs all shards
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         self._reducer.lanes.check()
         if not self._step_is_due:
             raise StepStateError(
@@ -350,16 +346,12 @@ class ShardedSchedule:
 
     def check_join(self) -> None:
         raise StepStateError(
-            _refusal(
-                "in handle.join() ranks without batches do not step, so that the weights of their shards would stay"
-            )
+            _refusal("in handle.join() ranks without batches do not step, so that the weights of their shards would stay")
         )
 
     def check_parameters(self, model: torch.nn.Module) -> None:
         trainable = {name: parameter for name, parameter in shared_parameters(model) if parameter.requires_grad}
-        same = [id(parameter) for parameter in trainable.values()] == [
-            id(parameter) for parameter in self._reducer.living()
-        ]
+        same = [id(parameter) for parameter in trainable.values()] == [id(parameter) for parameter in self._reducer.living()]
         if same and list(trainable) == self._reducer.names and self._reducer.converted() is None:
             return
         raise StepStateError(
@@ -420,10 +412,7 @@ class Shards:
     """The shards of one rank."""
 
     def __init__(
-        self,
-        exchange: Exchange,
-        slots: Sequence[Slot],
-        parameters: Sequence["weakref.ref[torch.nn.Parameter]"],
+        self, exchange: Exchange, slots: Sequence[Slot], parameters: Sequence["weakref.ref[torch.nn.Parameter]"]
     ) -> None:
         """`slots` are those of the parameters, in the same order."""
         self._slots, self._parameters = list(slots), list(parameters)

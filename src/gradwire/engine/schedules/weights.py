@@ -139,9 +139,7 @@ class TwoWeights:
         self._global_sums = None
 
     @torch.no_grad()
-    def update(
-        self, gradients: Mapping[int, torch.Tensor | None], step: Callable[[Sequence[torch.nn.Parameter]], None]
-    ) -> None:
+    def update(self, gradients: Mapping[int, torch.Tensor | None], step: Callable[[Sequence[torch.nn.Parameter]], None]) -> None:
         """Call `step` with these parameters, which hold W, and these gradients in `grad`. The parameters hold the new W
         afterwards, and their own gradients again."""
         self.show_global()
@@ -395,9 +393,7 @@ def by_bucket(plan: Plan, slots: Sequence[Slot]) -> list[list[int]]:
     return list(buckets.values())
 
 
-def show_for_forward(
-    module: torch.nn.Module, weights: TwoWeights, reducer: Reducer, settle: Callable[[], None]
-) -> None:
+def show_for_forward(module: torch.nn.Module, weights: TwoWeights, reducer: Reducer, settle: Callable[[], None]) -> None:
     """Before the model's forward: a training forward computes on L, and others see W."""
     if torch._C._current_graph_task_id() != -1:
         return  # activations are computed again inside a backward

@@ -161,13 +161,9 @@ class GradientHooks:
                 node = graph.next_functions[0][0]
                 self._nodes.append(node)
                 if calls_ready and self._ready is not None:
-                    self._handles.append(
-                        node.register_hook(partial(_act_on, self._owner, self._ready, index, reference))
-                    )
+                    self._handles.append(node.register_hook(partial(_act_on, self._owner, self._ready, index, reference)))
                 if self._before is not None:
-                    self._handles.append(
-                        node.register_prehook(partial(_act, self._owner, self._before, index, reference))
-                    )
+                    self._handles.append(node.register_prehook(partial(_act, self._owner, self._before, index, reference)))
 
     def remove(self) -> None:
         for handle in [*self._handles, *self._of_tensors]:
@@ -230,9 +226,7 @@ class _CopyReducer:
             state = {name: value for name, value in reduced[2].items() if not isinstance(value, Patch)}
             for name in _HOOKS:
                 if name in state:
-                    state[name] = OrderedDict(
-                        (key, hook) for key, hook in state[name].items() if not isinstance(hook, ModelHook)
-                    )
+                    state[name] = OrderedDict((key, hook) for key, hook in state[name].items() if not isinstance(hook, ModelHook))
             reduced = (*reduced[:2], state, *reduced[3:])
         return reduced
 

@@ -164,9 +164,7 @@ def outermost(device: torch.device) -> Iterator[None]:
         yield
 
 
-def step_only(
-    optimizer: torch.optim.Optimizer, whole: Whole, groups: Groups, parameters: Collection[torch.nn.Parameter]
-) -> None:
+def step_only(optimizer: torch.optim.Optimizer, whole: Whole, groups: Groups, parameters: Collection[torch.nn.Parameter]) -> None:
     """Step these parameters with the values of these groups; the optimizer's own groups are as before afterwards.
 
     Equal to what the parameters get in a whole step for optimizers that keep their state by parameter alone.

@@ -125,9 +125,7 @@ class Guard(Patch):
     def _living(self) -> Any:
         owner = self._owner()
         if owner is None:
-            raise ReferenceError(
-                f"{self._name}() of a model or an optimizer that is gone. Keep the object, not only its method."
-            )
+            raise ReferenceError(f"{self._name}() of a model or an optimizer that is gone. Keep the object, not only its method.")
         return owner
 
     def _plain(self, owner: Any) -> Callable[..., Any]:

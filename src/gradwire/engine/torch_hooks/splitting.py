@@ -53,9 +53,7 @@ def why_at_once(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def why_none_later(
-    parameters: Iterable[torch.nn.Parameter], model: torch.nn.Module | None, compiled_before: int
-) -> str:
+def why_none_later(parameters: Iterable[torch.nn.Parameter], model: torch.nn.Module | None, compiled_before: int) -> str:
     """Why none of these parameters may get its values later; '' if they may. `compiled_before` as in `why_whole`."""
     if any(not can_wait(parameter) for parameter in parameters):
         return "a parameter is of a class of its own, which cannot wait for its values"

@@ -28,11 +28,7 @@ from gradwire.kernels.segments import Segments, State
 LARGE = 2.0**110  # from here on the sums of a block could overflow
 FIRST = {"uniform": {2: 1.7, 3: 0.227, 4: 0.124}, "lloyd": {2: 1.375, 3: 0.351, 4: 0.34}}
 """The first unit of a block over its mean magnitude (2 bits) or its largest magnitude."""
-LLOYD = {
-    2: (464, 1547),
-    3: (251, 774, 1376, 2204),
-    4: (131, 397, 673, 965, 1286, 1657, 2119, 2798),
-}
+LLOYD = {2: (464, 1547), 3: (251, 774, 1376, 2204), 4: (131, 397, 673, 965, 1286, 1657, 2119, 2798)}
 """Levels by bits, times 1024."""
 
 

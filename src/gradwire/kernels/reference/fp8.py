@@ -42,10 +42,7 @@ class _Format(Coder):
         return torch.where(codes > 0x7F, -magnitude, magnitude) * (bf16_value(raw) / self.largest)
 
 
-_FORMATS = {
-    "e4m3": _Format(torch.float8_e4m3fn, 3, 7, 448.0),
-    "e5m2": _Format(torch.float8_e5m2, 2, 15, 57344.0),
-}
+_FORMATS = {"e4m3": _Format(torch.float8_e4m3fn, 3, 7, 448.0), "e5m2": _Format(torch.float8_e5m2, 2, 15, 57344.0)}
 
 
 def fp8_encode(src: Tensor, residual: State, segments: Segments, block: int, format: str, payload: Tensor) -> None:

@@ -36,7 +36,5 @@ def local_update(weight: Tensor, gradient: Tensor, squares: State, mean: State, 
     along = along * by.rate
     if squares is not None:
         estimate = squares.to(wide) * by.kept + g * g * by.taken
-        along = along / (
-            estimate.to(torch.float64).sqrt().to(wide) + by.eps
-        )  # torch's own square root of float32 is not exact
+        along = along / (estimate.to(torch.float64).sqrt().to(wide) + by.eps)  # torch's own square root of float32 is not exact
     out.copy_(narrow(weight.to(wide) - along, out.dtype))

@@ -55,9 +55,7 @@ def orthogonalise(matrices: Tensor, rank: int, p: Tensor) -> None:
             p[m.p] = torch.nan
 
 
-def reconstruct(
-    dst: Tensor, residual: State, matrices: Tensor, rank: int, p: Tensor, q_sum: Tensor, q_own: Tensor
-) -> None:
+def reconstruct(dst: Tensor, residual: State, matrices: Tensor, rank: int, p: Tensor, q_sum: Tensor, q_own: Tensor) -> None:
     """Compute dst = P times the sum of Q, and residual = M - P times the own Q. The residual keeps its values if the sum is not
     finite."""
     for m in _each(matrices, rank):

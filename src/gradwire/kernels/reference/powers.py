@@ -73,9 +73,7 @@ def _value(codes: Tensor, offset: Tensor | int, unit: Tensor, bits: int) -> Tens
     return torch.where(codes >> (bits - 1) == 1, -size, size)
 
 
-def natural_encode(
-    src: Tensor, residual: State, segments: Segments, stream: Tensor, block: int, payload: Tensor
-) -> None:
+def natural_encode(src: Tensor, residual: State, segments: Segments, stream: Tensor, block: int, payload: Tensor) -> None:
     """Encode as `scaled_encode` does, in natural compression."""
     scaled_encode(_Natural(), src, residual, segments, stream, block, payload)
 

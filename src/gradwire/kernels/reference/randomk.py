@@ -17,9 +17,7 @@ from gradwire.kernels.segments import Segment, Segments, State
 STREAM_BYTES = 8
 
 
-def randomk_encode(
-    src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, payload: Tensor
-) -> None:
+def randomk_encode(src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, payload: Tensor) -> None:
     """Encode src (float32, bfloat16 or float16, flat) into payload (uint8): 8 bytes with the key of the stream of (seed, step,
     encode, rank), then the drawn values in the dtype of src.
 
@@ -31,17 +29,13 @@ def randomk_encode(
     payload[STREAM_BYTES:] = values.view(torch.uint8)
 
 
-def randomk_decode(
-    payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: Tensor
-) -> None:
+def randomk_decode(payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: Tensor) -> None:
     """Write the values of payload to dst (flat), with zeros for unsent elements, or add the values. dtype: the values' dtype."""
     base = int.from_bytes(bytes(payload[:STREAM_BYTES].tolist()), "little")
     _scatter(payload[STREAM_BYTES:].clone().view(dtype).to(torch.float32), segments, base, ratio, add, dst)
 
 
-def gather_random(
-    src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, values: Tensor
-) -> None:
+def gather_random(src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, values: Tensor) -> None:
     """Draw values as `randomk_encode` does, without a key and as float32. All ranks and all encodes of a step draw the same
     elements."""
     values.copy_(_gather(src, residual, segments, _common(stream), ratio, torch.float32))

@@ -18,16 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core import code_bytes, coded_bytes, in_base_3
-from gradwire.kernels.reference.numbers import (
-    HUGE,
-    equal_blocks,
-    given,
-    narrow,
-    pack,
-    pack_base_3,
-    unpack,
-    unpack_base_3,
-)
+from gradwire.kernels.reference.numbers import HUGE, equal_blocks, given, narrow, pack, pack_base_3, unpack, unpack_base_3
 from gradwire.kernels.reference.random import random_words, stream_key
 from gradwire.kernels.segments import Segment, Segments, State
 

@@ -39,14 +39,7 @@ def topk_encode(
 
 
 def dgc_encode(
-    src: Tensor,
-    residual: State,
-    momentum: State,
-    segments: Segments,
-    ratio: float,
-    decay: float,
-    bound: float,
-    payload: Tensor,
+    src: Tensor, residual: State, momentum: State, segments: Segments, ratio: float, decay: float, bound: float, payload: Tensor
 ) -> None:
     """Encode each segment as DGC does: momentum = decay * momentum + gradient, residual = residual + momentum. The largest
     elements of the residual are sent, and cleared in momentum and residual.
@@ -92,9 +85,7 @@ def topk_decode(
         write_sparse(dst, where, index, value, add)
 
 
-def block_topk_encode(
-    src: Tensor, residual: State, segments: Segments, ratio: float, block: int, payload: Tensor
-) -> None:
+def block_topk_encode(src: Tensor, residual: State, segments: Segments, ratio: float, block: int, payload: Tensor) -> None:
     """Encode the largest elements of each block, with a byte for each element's place in its block; else as `topk_encode`."""
     values, places = [], []
     for where in _groups(segments, together=False):

@@ -97,9 +97,7 @@ class _Blocks(NamedTuple):
     values: int
 
 
-def block_topk_encode(
-    src: Tensor, residual: State, segments: Segments, ratio: float, block: int, payload: Tensor
-) -> None:
+def block_topk_encode(src: Tensor, residual: State, segments: Segments, ratio: float, block: int, payload: Tensor) -> None:
     blocks = _blocks_of(segments, ratio, block)
     check_flat(src, blocks.numel, [residual])
     check_payload(payload, blocks.values * (src.itemsize + 1))

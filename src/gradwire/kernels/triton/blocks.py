@@ -20,9 +20,7 @@ def load_value(src, residual, at, inside, RESIDUAL: tl.constexpr):
 
 
 @triton.jit
-def load_pieces(
-    src, residual, block, present, width, n, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, WHOLE: tl.constexpr
-):
+def load_pieces(src, residual, block, present, width, n, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, WHOLE: tl.constexpr):
     """(values, which are there) of the eight pieces of ROWS blocks, each of shape (ROWS, BLOCK / 8)."""
     column = tl.arange(0, BLOCK // 8)[None, :]
     values, insides = (), ()

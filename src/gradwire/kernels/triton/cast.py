@@ -32,9 +32,7 @@ def cast_encode_kernel(
 
 
 @triton.jit
-def cast_decode_kernel(
-    payload, dst, numel, BF16: tl.constexpr, ADD: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr
-):
+def cast_decode_kernel(payload, dst, numel, BF16: tl.constexpr, ADD: tl.constexpr, BYTES: tl.constexpr, TILE: tl.constexpr):
     """Write the values of the payload to dst, or add them to dst in float32."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < numel

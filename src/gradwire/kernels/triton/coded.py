@@ -85,9 +85,7 @@ def encode_blocks(
     block, present = row[:, None], row < blocks
     width = BLOCK // 8 if WHOLE else (n + 7) // 8
     values, insides = load_pieces(src, residual, block, present, width, n, BLOCK, RESIDUAL, WHOLE)
-    finite, low, high = scales_of(
-        src, residual, row, blocks, n, values, insides, bits, ROWS, BLOCK, CODE, NORM, FACTOR, RESIDUAL
-    )
+    finite, low, high = scales_of(src, residual, row, blocks, n, values, insides, bits, ROWS, BLOCK, CODE, NORM, FACTOR, RESIDUAL)
     if CODE == MINMAX:
         store_scale(scales + row * 4, tl.where(finite, low, 0x7FC0), present)
         store_scale(scales + row * 4 + 2, tl.where(finite, high, 0x7FC0), present)
@@ -209,9 +207,7 @@ def _encode(
     )  # fmt: skip
 
 
-def _decode(
-    code: int, payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor, factor: float = 0.0
-) -> None:
+def _decode(code: int, payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor, factor: float = 0.0) -> None:
     programs = _programs(segments, block, code)
     check_dst(dst, programs.numel, add)
     check_payload(payload, programs.payload_bytes)

@@ -128,9 +128,7 @@ def check_flat(flat: Tensor, numel: int, remembered: Sequence[Tensor | None] = (
     if not flat.is_contiguous() or flat.numel() < numel:
         raise RuntimeError(f"segments reach element {numel} of a contiguous flat buffer; this one has {flat.numel()}")
     for state in remembered:
-        if state is not None and not (
-            state.is_contiguous() and state.dtype == torch.float32 and state.numel() == flat.numel()
-        ):
+        if state is not None and not (state.is_contiguous() and state.dtype == torch.float32 and state.numel() == flat.numel()):
             raise RuntimeError("the residual must be float32, contiguous and as long as the flat buffer")
 
 

@@ -12,10 +12,7 @@ from gradwire.kernels.triton.sums import LANES, LARGEST, folded, norm_of, sum_of
 MAX, MINMAX, CLIPPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # uniform levels first
 E4M3, E5M2, NATURAL, EXPONENTIAL = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 THRESHOLD, FIXED = tl.constexpr(7), tl.constexpr(8)
-FITTED, LLOYD = (
-    tl.constexpr(9),
-    tl.constexpr(10),
-)  # uniform levels whose payload is one of MAX, and those of Lloyd and Max
+FITTED, LLOYD = (tl.constexpr(9), tl.constexpr(10))  # uniform levels whose payload is one of MAX, and those of Lloyd and Max
 UNIT = tl.constexpr(65536.0 - 2.0**-6)  # uniform codes have 16 fractional bits, and stay just below the largest one
 SQUARE_LOW, SQUARE_HIGH = tl.constexpr(0x2B800000), tl.constexpr(0x58800000)
 """Bits of 2^-40 and 2^50. A block whose largest magnitude lies between these has squares that float32 can add up; others are

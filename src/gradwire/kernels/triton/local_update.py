@@ -38,9 +38,7 @@ def local_update(weight: Tensor, gradient: Tensor, squares: State, mean: State, 
     for each in [tensor for tensor in (weight, gradient, squares, mean, out) if tensor is not None]:
         check_flat(each, numel)
         if each.dtype != weight.dtype or each.numel() != numel:
-            raise RuntimeError(
-                "gradient, moments and result must be contiguous, of the weight's dtype and as long as it"
-            )
+            raise RuntimeError("gradient, moments and result must be contiguous, of the weight's dtype and as long as it")
     if numel:
         launch(
             local_update_kernel, triton.cdiv(numel, TILE), weight, gradient, squares, mean, out, numel, *map(float, by),

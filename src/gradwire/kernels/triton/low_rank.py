@@ -207,9 +207,7 @@ def orthogonalise(matrices: Tensor, rank: int, p: Tensor) -> None:
     launch(orthogonalise_kernel, len(matrices), matrices, rank, p, TILE=1024)
 
 
-def reconstruct(
-    dst: Tensor, residual: State, matrices: Tensor, rank: int, p: Tensor, q_sum: Tensor, q_own: Tensor
-) -> None:
+def reconstruct(dst: Tensor, residual: State, matrices: Tensor, rank: int, p: Tensor, q_sum: Tensor, q_own: Tensor) -> None:
     check_flat(dst, 0, [residual])
     if len(matrices):
         finite = torch.empty(len(matrices), dtype=torch.int32, device=dst.device)

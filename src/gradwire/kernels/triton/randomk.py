@@ -135,9 +135,7 @@ class _Stretches(NamedTuple):
         return {"STRETCHES": self.stretches, "WIDTH": self.width, "LONGEST": self.longest}
 
 
-def randomk_encode(
-    src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, payload: Tensor
-) -> None:
+def randomk_encode(src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, payload: Tensor) -> None:
     stretches = _stretches_of(segments, ratio)
     check_flat(src, stretches.numel, [residual])
     check_payload(payload, STREAM_BYTES + stretches.values * src.itemsize)
@@ -148,17 +146,13 @@ def randomk_encode(
     payload[STREAM_BYTES:].copy_(values.view(torch.uint8))
 
 
-def randomk_decode(
-    payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: Tensor
-) -> None:
+def randomk_decode(payload: Tensor, segments: Segments, dtype: torch.dtype, ratio: float, add: bool, dst: Tensor) -> None:
     stretches = _stretches_of(segments, ratio)
     check_payload(payload, STREAM_BYTES + stretches.values * dtype.itemsize)
     _scatter(payload[STREAM_BYTES:].clone().view(dtype), stretches, payload, SENT.value, add, dst)
 
 
-def gather_random(
-    src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, values: Tensor
-) -> None:
+def gather_random(src: Tensor, residual: State, segments: Segments, stream: Tensor, ratio: float, values: Tensor) -> None:
     stretches = _stretches_of(segments, ratio)
     check_flat(src, stretches.numel, [residual])
     check_stream(stream)

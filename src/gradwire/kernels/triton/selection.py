@@ -58,9 +58,7 @@ def count_digits_kernel(
     """How many elements whose magnitudes begin as `least` of their group have each number in the next bits."""
     first, numel, group, _ = element_program(table)
     i = tl.arange(0, TILE)
-    value, _ = load_given(
-        src, residual, momentum, factors, decay, first + i, i < numel, group, RESIDUAL, MOMENTUM, CLIP
-    )
+    value, _ = load_given(src, residual, momentum, factors, decay, first + i, i < numel, group, RESIDUAL, MOMENTUM, CLIP)
     key, above = key_of(value), shift + bits
     matches = (i < numel) & ((key >> above) == (tl.load(least + group) >> above))
     counts = tl.histogram((key >> shift) & ((1 << bits) - 1), BINS, mask=matches)
@@ -90,9 +88,7 @@ def count_chosen_kernel(
     """How many elements of each program are above the smallest magnitude that is sent, and how many are equal to it."""
     first, numel, group, _ = element_program(table)
     i = tl.arange(0, TILE)
-    value, _ = load_given(
-        src, residual, momentum, factors, decay, first + i, i < numel, group, RESIDUAL, MOMENTUM, CLIP
-    )
+    value, _ = load_given(src, residual, momentum, factors, decay, first + i, i < numel, group, RESIDUAL, MOMENTUM, CLIP)
     key, last = tl.where(i < numel, key_of(value), -1), tl.load(least + group)
     tl.store(larger + tl.program_id(0), tl.sum((key > last).to(tl.int64)))
     tl.store(equal + tl.program_id(0), tl.sum((key == last).to(tl.int64)))
@@ -141,11 +137,7 @@ class Given:
         self, src: Tensor, residual: State, momentum: State = None, decay: float = 0.0, factors: Tensor | None = None
     ) -> None:
         self.src, self.arguments = src, (src, residual, momentum, factors, decay)
-        self.constants = {
-            "RESIDUAL": residual is not None,
-            "MOMENTUM": momentum is not None,
-            "CLIP": factors is not None,
-        }
+        self.constants = {"RESIDUAL": residual is not None, "MOMENTUM": momentum is not None, "CLIP": factors is not None}
 
 
 def select(given: Given, groups: Groups) -> tuple[Tensor, Tensor]:

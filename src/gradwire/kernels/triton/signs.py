@@ -165,9 +165,7 @@ def sign_decode(payload: Tensor, segments: Segments, block: int, means: int, add
     launch(sign_decode_kernel, len(programs.table), payload, programs.table, dst, ADD=add, **constants)
 
 
-def _encode(
-    src: Tensor, state: State, keep: float, segments: Segments, block: int, means: int, payload: Tensor
-) -> None:
+def _encode(src: Tensor, state: State, keep: float, segments: Segments, block: int, means: int, payload: Tensor) -> None:
     programs = _programs_of(segments, block, means)
     check_flat(src, programs.numel, [state])
     check_payload(payload, programs.payload_bytes)

@@ -80,14 +80,7 @@ def topk_encode(
 
 
 def dgc_encode(
-    src: Tensor,
-    residual: State,
-    momentum: State,
-    segments: Segments,
-    ratio: float,
-    decay: float,
-    bound: float,
-    payload: Tensor,
+    src: Tensor, residual: State, momentum: State, segments: Segments, ratio: float, decay: float, bound: float, payload: Tensor
 ) -> None:
     """`reference.dgc_encode`. Norms are summed in float64 in another order: what brings one back to the bound can differ in
     the last bit of a float32, once in some hundred million times."""

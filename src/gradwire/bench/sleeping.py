@@ -88,16 +88,12 @@ class SleepingCodec(WrappingCompressor):
         """Return another codec on the same device."""
         return SleepingCodec(inner, self._accelerator)
 
-    def encode(
-        self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
-    ) -> None:
+    def encode(self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor) -> None:
         """Encode as soon as the device is free, for as long as an encode takes there."""
         us = time_at(self._accelerator.encode, 4 * segments.numel)
         self._accelerator.code(us, lambda: self.inner.encode(src, state, segments, context, payload))
 
-    def decode(
-        self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
-    ) -> None:
+    def decode(self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context) -> None:
         """Decode as soon as the device is free, for as long as a decode takes there."""
         us = time_at(self._accelerator.decode, 4 * segments.numel)
         self._accelerator.code(us, lambda: self.inner.decode(payload, segments, dtype, add, dst, context))
@@ -149,7 +145,5 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (weight,), given = ctx.saved_tensors, ctx.given
-        gradient = given.accelerator.compute(
-            given.layer.backward_us, lambda: torch.sub(weight, given.target, alpha=given.value)
-        )
+        gradient = given.accelerator.compute(given.layer.backward_us, lambda: torch.sub(weight, given.target, alpha=given.value))
         return grads[0], gradient, None
