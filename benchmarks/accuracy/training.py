@@ -225,8 +225,8 @@ class Training:
 
     def _parts(self) -> list[_Kept]:
         """The residuals of all ranks, which move when an exchange goes on with other specs."""
-        if self._kept_for is not self.exchanges[0].buckets:
-            self._kept_for = self.exchanges[0].buckets
+        if self._kept_for is not self.exchanges[0]._buckets:
+            self._kept_for = self.exchanges[0]._buckets
             self._kept = [part for exchange in self.exchanges for part in _parts_of(exchange, self.weights)]
         return self._kept
 
@@ -247,7 +247,7 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
 def _parts_of(exchange: Exchange, weights: ElementWeights | None) -> list[_Kept]:
     memories = [
         (memory, start + memory.start, start + memory.end, buffers.compressed)
-        for buffers in exchange.buckets
+        for buffers in exchange._buckets
         for chunk, start in zip(buffers.chunks, buffers.bounds, strict=False)
         for memory in chunk.memory
         if "residual" in memory.names

@@ -226,3 +226,25 @@ def a_copy_is_not_ours() -> None:
 
 def test_copies_stay_ordinary_models(worlds: Worlds) -> None:
     worlds.run(2, a_copy_is_not_ours)
+
+
+def with_another_head() -> dict[str, bool]:
+    """Whether anything is left of each tensor's residual after the head was replaced by one of its size."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    handle = gw.parallelize(model, plan=gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2))))
+    for step in range(3):
+        model(torch.randn(5, 6, generator=seeded(step, dist.get_rank()))).square().sum().backward()
+        model.zero_grad()
+    model[1] = nn.Linear(8, 4)
+    handle.attach()
+    prefix = f"rank{dist.get_rank()}/residual/0/"
+    left = {key.removeprefix(prefix): bool(value.any()) for key, value in handle.state_dict().items() if key.startswith(prefix)}
+    handle.detach()
+    return left
+
+
+def test_a_new_head_does_not_get_the_residual_of_the_old_one(worlds: Worlds) -> None:
+    left = {"1.weight": False, "1.bias": False}
+    for found in worlds.run(2, with_another_head):
+        assert found | left == found

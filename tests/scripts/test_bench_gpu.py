@@ -75,7 +75,8 @@ def test_a_run_on_a_cpu_writes_the_findings_of_every_section(tmp_path: Path) -> 
     assert {row["what"] for row in of["kernels"]} == {repr(entry.spec) for entry in ENTRIES}
     assert outcomes["kernels"].keys() <= {"passed", "near"} and outcomes["kernels"]["passed"] > 40
     assert outcomes["engine"] == {"passed": len(PLANS), "skipped": 1, "measured": 1}
-    assert outcomes["ranks"] == {"passed": 2 * (len(PLANS) + 2)}
+    assert outcomes["ranks"].keys() <= {"passed", "near"} and outcomes["ranks"].total() == 2 * (len(PLANS) + 2)
+    assert outcomes["ranks"]["near"] <= 1, "exact sums of four ranks, in another order"
     assert outcomes["floors"] == {"skipped": 1}
     assert outcomes["speed"] == {"measured": 2 * len(ENTRIES)}
     assert outcomes["host"] == {"measured": len(LARGE_PLANS), "skipped": 1}

@@ -357,9 +357,13 @@ class Session(Observer):
         if self.schedule.traits.keeps_parameters:
             self._buffers = ModelBuffers(model, self.device)
         else:
-            carried, handle = self.exchange.residuals.carried(), REGISTRY.forget(model, self.parameters.values())
+            carried, before = self.exchange.residuals.carried(), self.parameters
+            handle = REGISTRY.forget(model, before.values())
             self._synchronise(model, prepared)
             REGISTRY.add(model, self.parameters.values(), handle)
+            # a new head may have the name and the size of the old one: what was not sent of the old one is not the new one's
+            kept = {name for name, each in self.parameters.items() if before.get(name) is each}
+            carried = {key: value for key, value in carried.items() if key.split("/", 1)[1] in kept}
             self.exchange.residuals.take_over(self.exchange.residuals.fitting(carried))
         self._broadcast(shared_tensors(model), "rank 0's parameters and buffers after a change")
 

@@ -45,6 +45,8 @@ gradwire emulate
   --ranks-per-node = 1
   --inter
   --intra
+  --sites = 1
+  --wan
 gradwire import-cluster
   SOURCES
   --out
