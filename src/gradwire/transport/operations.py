@@ -11,6 +11,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from gradwire.errors import PayloadError
 from gradwire.kernels.cpu import DTYPES, Call
 from gradwire.kernels.reference.indices import DAMAGED
@@ -50,6 +52,11 @@ class Operations:
     def __init__(self) -> None:
         self._made: list[Operation] = []
         self._keeps: list[Any] = []
+
+    def leave_tensors(self) -> None:
+        """Keep no tensor alive. Whoever made the list does, and makes it anew when their memory moves: engines count the uses of
+        a buffer's memory to see whether a script holds a part of it."""
+        self._keeps = [each for each in self._keeps if not isinstance(each, torch.Tensor)]
 
     def call(self, calls: Iterable[Call]) -> None:
         """Run kernels."""
