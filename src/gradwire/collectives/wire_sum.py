@@ -259,5 +259,5 @@ class WireSum:
             if 1 in phases:
                 way.gather(made, tag + 1)
             made.flush()
-            made.leave_tensors()
+            made.release(self._flat)
         return self._made[phases]

@@ -53,10 +53,12 @@ class Operations:
         self._made: list[Operation] = []
         self._keeps: list[Any] = []
 
-    def leave_tensors(self) -> None:
-        """Keep no tensor alive. Whoever made the list does, and makes it anew when their memory moves: engines count the uses of
-        a buffer's memory to see whether a script holds a part of it."""
-        self._keeps = [each for each in self._keeps if not isinstance(each, torch.Tensor)]
+    def release(self, memory: torch.Tensor) -> None:
+        """Keep no use of this tensor's memory alive, only what was allocated for the list. The owner of the memory makes the list
+        anew when it moves: engines count uses to see whether a script holds a part of it."""
+        own = memory.untyped_storage().data_ptr()
+        singly = (part for kept in self._keeps for part in (kept if isinstance(kept, tuple) else (kept,)))
+        self._keeps = [p for p in singly if not isinstance(p, torch.Tensor) or p.untyped_storage().data_ptr() != own]
 
     def call(self, calls: Iterable[Call]) -> None:
         """Run kernels."""

@@ -166,3 +166,15 @@ def test_the_backend_sums_without_a_wire_and_what_kernels_do_not_add() -> None:
             AllReduce(torch.zeros(5, dtype=dtype), Grid.even(1, 2, 0)).run(0, link, Meter(), None)
     for each in connected:
         each.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_list_keeps_no_use_of_the_buffer(ranks: int, shared: bool) -> None:
+    """A use that is left makes the engine believe that a script holds a part of the buffer: it would move it in each step."""
+    for rank in range(ranks):
+        flat = torch.zeros(1000)
+        sums = WireSum(flat, Grid.even(1, ranks, rank), even_bounds(1000, ranks))
+        before = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+        sums.operations((0, 1), 0, range(ranks) if shared else ())
+        assert torch._C._storage_Use_Count(flat.untyped_storage()._cdata) == before
