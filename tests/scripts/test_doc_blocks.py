@@ -33,9 +33,8 @@ def test_the_runner_sees_what_it_is_for(interpreters: Interpreters, tmp_path: Pa
         "<!-- run: 2 ranks -->\n```python\ntrain(1)\nassert dist.get_rank() == 0\n```\n"
     )
     wrong = run_page(interpreters, page, folder, emulates=False)
-    assert len(wrong) == 2
     assert wrong[0].startswith("'four' was not printed, but: three")
-    assert "AssertionError" in wrong[1]
+    assert any("AssertionError" in text for text in wrong[1:])  # the other rank may have been killed for it
 
 
 def test_numbers_may_be_others() -> None:
