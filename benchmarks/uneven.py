@@ -93,9 +93,9 @@ def _rank(held: int, repeats: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    group = Group.of(None)
+    group = Group.of(None).meet()
     found: dict[str, list[float]] = {word: [] for word in WORDS}
-    link = Link(group, f"{group.agree_on_name()}/uneven", torch.device("cpu"), group.timeout)
+    link = Link(group, "uneven", torch.device("cpu"), group.timeout)
     for number, word in enumerate(WORDS * ROUNDS):
         sent, received = (
             [torch.zeros(size, dtype=torch.uint8) for size in way] for way in sizes(word, group.rank, group.world_size, held)

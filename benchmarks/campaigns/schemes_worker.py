@@ -99,9 +99,9 @@ def _measured_in_turns(work: SchemesWork, ranks: Ranks) -> dict[tuple[str, bool,
 
 def _profiled(ranks: Ranks) -> tuple[MeasuredLinks, Costs]:
     """The links and the codec by themselves, all ranks working at once as in the schemes."""
-    group, device = Group.of(ranks.new_group()), torch.device("cpu")
+    group, device = Group.of(ranks.new_group()).meet(), torch.device("cpu")
     grid = Grid.even(ranks.world_size // ranks.local_world_size, ranks.local_world_size, ranks.rank)
-    link = Link(group, f"{group.agree_on_name()}/profile", device, group.timeout)
+    link = Link(group, "profile", device, group.timeout)
     fits = measured_links(measure_links(link, grid, device), grid)
     link.close()
     ranks.meet()

@@ -11,7 +11,7 @@ from flips import FlippingBackend, FlippingWire
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
-from gradwire.transport import wires
+from gradwire.transport import rendezvous
 from gradwire.transport.sharing import SWITCH
 
 
@@ -25,12 +25,12 @@ def worlds() -> Iterator[Worlds]:
 def step_with_a_flip(plan: Any, phase: int, wired: bool, at_step: int) -> tuple[str, str, int, bool]:
     """Rank 0's message of this phase to rank 1 is changed. The error, digest of the weights, its step, and whether they are those
     from before the step."""
-    listen, os.environ[SWITCH] = wires._listen, "off"
+    able, os.environ[SWITCH] = rendezvous.why_no_wires, "off"
     if not wired:
-        wires._listen = lambda *arguments: None  # type: ignore[assignment]
+        rendezvous.why_no_wires = lambda: "the test wants none"
     model = Given([3000, 20, 500])
     handle = gw.parallelize(model, plan=plan)
-    wires._listen = listen
+    rendezvous.why_no_wires = able
     del os.environ[SWITCH]
     link = handle.session.lanes.data[0].link
     assert (link.wire is not None) == wired

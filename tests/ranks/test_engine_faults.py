@@ -327,9 +327,8 @@ def drop_a_lane_on_its_own_thread() -> bool:
 
     from gradwire.transport import Group, Lane, Link
 
-    group = Group.of(None)
-    name = group.agree_on_name()
-    lanes = [Lane(f"gradwire-{name}-own", Link(group, name, torch.device("cpu"), timedelta(seconds=5)))]
+    group = Group.of(None).meet()
+    lanes = [Lane("gradwire-own", Link(group, "own", torch.device("cpu"), timedelta(seconds=5)))]
     done = threading.Event()
 
     def job(link: Link) -> None:

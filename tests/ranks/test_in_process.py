@@ -80,7 +80,7 @@ def test_all_specs_and_schemes_give_the_bits_of_processes(threads: Threads, worl
 
 
 def link_of(group: InProcessGroup, timeout_s: float = 20.0) -> Link:
-    return Link(group, "link", torch.device("cpu"), timedelta(seconds=timeout_s))
+    return Link(group.meet(timedelta(seconds=timeout_s)), "link", torch.device("cpu"), timedelta(seconds=timeout_s))
 
 
 def reduced(group: InProcessGroup) -> list[float]:

@@ -1,5 +1,5 @@
 """What C++ runs on wires has the bits of what Python runs on links, for every scheme that it can run; and where a rank has no
-wires gloo carries gradients."""
+wires Python carries gradients."""
 
 import logging
 import socket
@@ -11,12 +11,12 @@ import torch.distributed as dist
 from beside_ddp import in_buckets
 from options import Ranks, gradients, plan_for
 from test_options_run import FOUR_ENCODES, ROOTED, SKIPPING, TWO_ENCODES
-from worlds import Given, Worlds, digest
+from worlds import Given, World, Worlds, digest
 
 import gradwire as gw
 from gradwire.core import Spec
 from gradwire.core.collectives import COLLECTIVES, uncompressed
-from gradwire.transport import Grid, wires
+from gradwire.transport import Grid, rendezvous, wires
 
 NESTED_SUM = "reducescatter:intra allreduce:inter allgather:intra"
 SCHEMES = ["alltoall", "allgather", "ring", "tree"]
@@ -88,14 +88,13 @@ def train(without: int | None, keep_views: bool = False) -> tuple[str, bool, lis
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     wires.log.addHandler(handler)
-    wires.log.setLevel(logging.INFO)
-    listen = wires._listen
+    able = rendezvous.why_no_wires
     if without == dist.get_rank():
-        wires._listen = lambda *arguments: None  # type: ignore[assignment]
+        rendezvous.why_no_wires = lambda: "the test wants none"
     torch.manual_seed(0)
     model = Given([3000, 20, 500])
     handle = gw.parallelize(model, plan=gw.ErrorFeedback(gw.QSGD(bits=4)))
-    wires._listen = listen
+    rendezvous.why_no_wires = able
     wired = all(lane.link.wire is not None for lane in handle.session.exchange.lanes.data)
     kept = []
     for step in range(6):
@@ -114,11 +113,13 @@ def train(without: int | None, keep_views: bool = False) -> tuple[str, bool, lis
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_without_wires_on_one_rank_gloo_carries_the_same_bits(worlds: Worlds, world_size: int) -> None:
+def test_without_wires_on_one_rank_python_carries_the_same_bits(worlds: Worlds, world_size: int) -> None:
     usual = worlds.run(world_size, train, None)
     assert all(wired for _, wired, _, _ in usual)
     without = worlds.run(world_size, train, 1)
     assert not any(wired for _, wired, _, _ in without)
+    first, *later = [told for _, _, told, _ in without]
+    assert len(first) == 1 and "rank 1: the test wants none" in first[0] and not any(later)
     for (weights, _, _, state), (others, _, _, their_state) in zip(usual, without, strict=True):
         assert weights == others == usual[0][0]
         assert all(torch.equal(*each) for each in zip(state, their_state, strict=True))
@@ -135,52 +136,43 @@ def test_buckets_that_move_are_followed(worlds: Worlds) -> None:
     assert [weights for weights, *_ in usual] == [weights for weights, *_ in moving]
 
 
-def refuse_connections() -> tuple[bool, list[str]]:
+def refuse_connections() -> str:
     """A rank that nobody can reach at the address that it tells."""
-    card = wires._card
+    listen = rendezvous._listen
     if dist.get_rank() == 0:
-        wires._card = lambda *arguments: card(*arguments) | {"port": 9}
+        rendezvous._listen = closed_door
     try:
-        _, wired, told, _ = train(None)
+        with pytest.raises(gw.CommunicationError) as caught:
+            train(None)
     finally:
-        wires._card = card
-    return wired, told
+        rendezvous._listen = listen
+    return str(caught.value)
 
 
-def test_ranks_that_cannot_connect_use_gloo_and_say_why(worlds: Worlds) -> None:
-    for wired, told in worlds.run(2, refuse_connections):
-        assert not wired
-        assert len(told) == 1 and told[0].startswith("gloo carries gradients: rank 1:"), told
+def closed_door(host: str) -> socket.socket:
+    """A socket with an address at which nobody listens."""
+    made = socket.socket()
+    made.bind((host, 0))
+    return made
 
 
-def strangers() -> bool:
-    """Somebody else connects first, says nonsense, and is not taken for a rank."""
-    accept = wires._accept
-
-    def disturbed(control, listener, *others):  # type: ignore[no-untyped-def]
-        with socket.create_connection(listener.getsockname()[:2]) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1 and more")
-        return accept(control, listener, *others)
-
-    wires._accept = disturbed
-    try:
-        return train(None)[1]
-    finally:
-        wires._accept = accept
+def test_ranks_that_cannot_connect_say_why() -> None:
+    with World(2, group_timeout_s=5.0) as world:
+        _, told = world.run(refuse_connections)
+    assert "Connection refused at 127.0.0.1 port" in told
 
 
-def test_strangers_are_turned_away(worlds: Worlds) -> None:
-    assert all(worlds.run(2, strangers))
-
-
-def another_frame() -> bool:
+def another_frame() -> str:
     """Rank 1 comes from a checkout with other headers of messages, and says the same version."""
-    before, wires._FRAME = wires._FRAME, wires._FRAME - dist.get_rank()
+    before, rendezvous._FRAME = rendezvous._FRAME, rendezvous._FRAME - dist.get_rank()
     try:
-        return train(None)[1]
+        with pytest.raises(gw.DisagreementError) as caught:
+            train(None)
     finally:
-        wires._FRAME = before
+        rendezvous._FRAME = before
+    return str(caught.value)
 
 
-def test_ranks_with_other_headers_use_gloo(worlds: Worlds) -> None:
-    assert worlds.run(2, another_frame) == [False, False]
+def test_ranks_with_other_headers_are_refused(worlds: Worlds) -> None:
+    first, second = worlds.run(2, another_frame)
+    assert first == second and "ranks disagree on the version of gradwire" in first

@@ -54,7 +54,7 @@ class Injector:
     def fired(self) -> list[str]:
         """What happened so far, each with what is known of the place."""
         if self._flipping and isinstance(self._flips, FlippingBackend) and self._flips.at_part == -1:
-            return ["a bit of a message by gloo"]
+            return ["a bit of a message by Python"]
         if self._flipping and isinstance(self._flips, FlippingWire) and self._flips.flip_at < 0:
             return ["a bit on a wire"]
         return self._raised

@@ -106,12 +106,12 @@ class Job:
     stateless: bool = False
     """Whether the optimizer keeps nothing."""
     saves_on_sigterm: bool = False
-    by_gloo: bool = False
-    """Whether gloo carries gradients, in place of wires."""
+    by_python: bool = False
+    """Whether Python carries gradients, in place of wires."""
     until_decided: bool = False
     """Whether to end, with a checkpoint, when auto has decided."""
     shared_memory: bool = True
-    """Whether ranks of a node may share memory. Sums of three ranks or more are rounded otherwise there than by gloo."""
+    """Whether ranks of a node may share memory. Sums of three ranks or more are rounded otherwise there than by Python."""
 
     def progress(self, rank: int) -> Path:
         return Path(self.folder) / f"progress{rank}"

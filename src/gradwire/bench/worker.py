@@ -262,9 +262,9 @@ class Contest:
 
 def link_rate(ranks: Ranks) -> float | None:
     """Return the payload rate of a node's idle link in gigabits per second; None if the measurement fails."""
-    group, device = Group.of(ranks.new_group()), torch.device("cpu")
+    group, device = Group.of(ranks.new_group()).meet(), torch.device("cpu")
     grid = Grid.even(ranks.world_size // ranks.local_world_size, ranks.local_world_size, ranks.rank)
-    link = Link(group, f"{group.agree_on_name()}/rate", device, group.timeout)
+    link = Link(group, "rate", device, group.timeout)
     try:
         cluster = measured_links(measure_links(link, grid, device, LINK_SECONDS), grid).cluster
         return (cluster.inter if cluster.nodes > 1 else cluster.intra).gbps

@@ -2,8 +2,9 @@
 
 Such ranks would wait until the timeout, as two DDP models do. While a process has several handles, a thread looks every now and
 then whether one of their steps takes long. Then it writes to the rendezvous store which step of each handle this rank is in or
-comes to next, and reads what other ranks wrote. Ranks A and B have crossed if A is in a step of handle 1 that B comes to next,
-and B is in a step of handle 2 that A comes to next. What was written earlier is then true still: neither step ends without both.
+comes to next, and reads what other ranks wrote. Ranks A and B have crossed if A is in a step of handle 1 to which B has yet to
+come, and B in one of handle 2 to which A has yet to come. What was written earlier is then true still: neither step ends without
+both.
 """
 
 import itertools
@@ -31,6 +32,11 @@ class StepPlace(NamedTuple):
     beside: int
     """How many exchanges between steps are over. It makes each place unlike all earlier ones."""
     inside: bool
+
+    def has_yet_to_come_to(self, other: "StepPlace | None") -> bool:
+        """Whether another rank is inside at a place that this one has not reached. The other one may be some broadcasts ahead,
+        since their root does not wait."""
+        return other is not None and other.inside and not self.inside and self[:2] <= other[:2]
 
 
 _HANDLES = itertools.count(1)
@@ -121,8 +127,8 @@ class Crossing:
                 continue
             theirs = msgspec.json.decode(store.get(str(rank)), type=dict[str, StepPlace])
             mine = places[handle.lanes.name]
-            others = [name for name, at in places.items() if not at.inside and theirs.get(name) == at._replace(inside=True)]
-            if others and theirs.get(handle.lanes.name) == mine._replace(inside=False):
+            others = [name for name, at in places.items() if at.has_yet_to_come_to(theirs.get(name))]
+            if others and (there := theirs.get(handle.lanes.name)) is not None and there.has_yet_to_come_to(mine):
                 words = (
                     f"handles crossed: rank {own} is in step {mine.step} of {handle.label}, and rank {rank} is in step "
                     f"{places[others[0]].step} of {handles[others[0]].label}. Each waits for the other. Run the backwards of "

@@ -49,19 +49,8 @@ def _told(key: str, first_rank: int, first: Any, rank: int, other: Any) -> str:
 
 
 def gather_bytes(link: Link, text: bytes) -> list[bytes]:
-    """Every rank's bytes: sizes first, then all padded to the longest."""
-    size = torch.tensor([len(text)], dtype=torch.int64)
-    sizes = torch.empty(link.world_size, dtype=torch.int64)
-    with transfer():
-        link.all_gather(sizes, size).wait()
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    received = torch.empty(link.world_size * longest, dtype=torch.uint8)
-    with transfer():
-        link.all_gather(received, padded).wait()
-    rows = received.reshape(link.world_size, longest)
-    return [bytes(row[:length].tolist()) for row, length in zip(rows, sizes.tolist(), strict=True)]
+    """Every rank's bytes. Collective."""
+    return link.gather(text)
 
 
 def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piece_bytes: int = 32 * 2**20) -> None:

@@ -6,6 +6,7 @@ heartbeats. The random state of torch is one for all ranks: draw from a generato
 """
 
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -16,13 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gradwire.transport.grid import Grid
+from gradwire.transport.keys import KEY_BYTES, JobKey
 from gradwire.transport.link import Backend, Ends, Group
+from gradwire.transport.messages import REDUCTIONS, reduction
+from gradwire.transport.wire import transfer
 
 __all__ = ["InProcessGroup", "run_ranks"]
 
@@ -106,8 +110,15 @@ class InProcessGroup(Group):
     node: str
     """The name of this rank's node."""
 
-    def agree_on_name(self) -> str:
-        return str(self.gather(secrets.token_hex(8))[0])
+    @property
+    def has_wires(self) -> bool:
+        return False
+
+    def meet(self, timeout: timedelta | None = None, meshes: Sequence[str] = ()) -> Self:
+        with transfer():
+            drawn = self.gather((self.node, secrets.token_hex(8), secrets.token_bytes(KEY_BYTES)))
+        _, name, secret = drawn[0]
+        return self._met(_MeetingOfThreads(name, JobKey(secret), [node for node, _, _ in drawn]))
 
     def gather(self, value: Any) -> list[Any]:
         """The value of each rank, in rank order, not copied. Collective."""
@@ -122,8 +133,32 @@ class InProcessGroup(Group):
         return self.node
 
     def connect(self, name: str, device: torch.device, timeout: timedelta) -> tuple[Backend, Ends]:
-        hub = self.shared.hub(name)
-        return _HubBackend(hub, self.rank), hub
+        backend = _HubBackend(self.shared.hub(f"{self.met.name}/{name}"), self.rank)
+        return backend, backend
+
+
+@dataclass
+class _MeetingOfThreads:
+    """The meeting of ranks without connections."""
+
+    name: str
+    key: JobKey
+    nodes: list[str]
+
+    def connect(self, names: Sequence[str]) -> None:
+        pass
+
+    def mesh(self, name: str) -> dict[int, socket.socket]:
+        return {}
+
+    def why_no_wires(self) -> str:
+        return "threads of one process have no connections"
+
+    def why_too_few(self, meshes: int) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
 
 
 class _Shared:
@@ -280,9 +315,6 @@ class _Hub:
         self._closed: set[int] = set()
         self._is_shut = False
 
-    def own_host(self) -> None:
-        """Ranks have no address, so no wires are connected."""
-
     def shut_down(self) -> None:
         """Fail all waits, on all ranks."""
         with self.changed:
@@ -346,7 +378,13 @@ class _HubBackend:
 
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
-        weakref.finalize(self, hub.close, rank)
+        self._finalizer = weakref.finalize(self, hub.close, rank)
+
+    def shut_down(self) -> None:
+        self._hub.shut_down()
+
+    def close(self) -> None:
+        self._finalizer()
 
     def name(self) -> str:
         return "in process"
@@ -360,11 +398,14 @@ class _HubBackend:
     def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> _HubTransfer:
         return self._hub.meet(self._rank, "all_gather", (received, sent), _gather)
 
+    def gather(self, own: bytes) -> list[bytes]:
+        met = self._hub.meet(self._rank, "gather of bytes", own, list)
+        met.wait()
+        return list(met.result)
+
     def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> _HubTransfer:
-        op = next((word for word, each in _REDUCTIONS.items() if options.reduceOp == each[0]), None)
-        if op is None:
-            raise ValueError(f"{options.reduceOp} is none of {', '.join(_REDUCTIONS)}")
-        return self._hub.meet(self._rank, f"all_reduce ({op})", tensors[0], partial(_reduce, _REDUCTIONS[op][1]))
+        op = reduction(options.reduceOp)
+        return self._hub.meet(self._rank, f"all_reduce ({op})", tensors[0], partial(_reduce, REDUCTIONS[op][1]))
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> _HubTransfer:
         root = int(options.rootRank)
@@ -375,13 +416,6 @@ def _gather(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     everything = torch.cat([sent.reshape(-1) for _, sent in parts])
     for received, _ in parts:
         received.view(-1).copy_(everything)
-
-
-_REDUCTIONS: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "sum": (dist.ReduceOp.SUM, torch.add),
-    "max": (dist.ReduceOp.MAX, torch.maximum),
-    "min": (dist.ReduceOp.MIN, torch.minimum),
-}
 
 
 def _reduce(op: Callable[..., Any], tensors: list[torch.Tensor]) -> None:

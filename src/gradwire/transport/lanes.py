@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -17,16 +16,15 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import CommunicationError, GradwireError, StepStateError
-from gradwire.transport.agreement import agree, gather_bytes
+from gradwire.transport.agreement import agree
 from gradwire.transport.devices import kind_of, offload_lanes
 from gradwire.transport.flight import Flight
-from gradwire.transport.grid import Grid
 from gradwire.transport.heartbeats import Heartbeats, usual_silence_s
-from gradwire.transport.link import Group, Link
+from gradwire.transport.link import Group, Link, uses_nccl
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark
-from gradwire.transport.wire import DamagedError, LinkError, transfer
-from gradwire.transport.wires import connect_wires
+from gradwire.transport.wire import DamagedError, LinkError
+from gradwire.transport.wires import HEARTBEATS, make_wires, meshes_of
 
 T = TypeVar("T")
 
@@ -134,27 +132,21 @@ class Lanes:
         """Connects the control lane. Collective. silence_s: after so long without a sign of life a machine counts as dead; None:
         see `usual_silence_s`. Raises StepStateError without torch.distributed, PlanError on a rank that is not in the group."""
         self.group = process_group if isinstance(process_group, Group) else Group.of(process_group)
+        self._silence_s = usual_silence_s(self.group.timeout.total_seconds()) if silence_s is None else silence_s
+        # a margin below the caller's timeout, so that the error is raised, with the ranks' names, within it
+        self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
         try:
-            with transfer():
-                self._name = self.group.agree_on_name()
+            self.group = self.group.meet(self._timeout, ["control", HEARTBEATS])
         except LinkError as error:
             raise CommunicationError(
                 f"rank {self._own_rank}: ranks could not begin: one died, stalled or did not make the same call; see its log. "
                 f"(The backend said: {error})"
             ) from error
-        self._silence_s = usual_silence_s(self.group.timeout.total_seconds()) if silence_s is None else silence_s
-        # a margin below the caller's timeout, so that the error is raised, with the ranks' names, within it
-        self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
+        self._name = self.group.met.name
         self.flight = Flight(self._own_rank, self.group.global_ranks, self._name)
         """The record of the lanes' work."""
         self.control = self._lane("control", torch.device("cpu"))
         """The lane for messages between ranks other than gradients."""
-        try:
-            names = self._told_first(lambda link: gather_bytes(link, self.group.node_name().encode()))
-        except CommunicationError:
-            self.control.stop()
-            raise
-        self.group = replace(self.group, grid=Grid.of([name.decode() for name in names], self.group.rank))
         _say_if_uneven(self.group)
         self.data: list[Lane] = []
         """For gradients."""
@@ -184,23 +176,32 @@ class Lanes:
         return self.group.global_ranks[self.group.rank]
 
     def _lane(self, name: str, device: torch.device) -> Lane:
-        return Lane(f"gradwire-{self._name}-{name}", Link(self.group, f"{self._name}/{name}", device, self._timeout))
+        return Lane(f"gradwire-{self._name}-{name}", Link(self.group, name, device, self._timeout))
 
     def open(self, facts: Mapping[str, Any], device: torch.device | None) -> None:
         """Compare facts with all ranks, and connect the lanes that carry gradients of this device. Collective; a rank that
         failed has no device, and its facts say why. Raises DisagreementError on all ranks, CommunicationError."""
+        meeting, lanes, wires = self.group.met, 0, 0
+        names: list[str] = []
+        if device is not None:
+            self.offload = offload_lanes(device)
+            lanes = (CPU_LANES if device.type == "cpu" else 1) + self.offload
+            wires = CPU_LANES if kind_of(device) == "cpu" and self.group.has_wires else 0
+            names = ([] if uses_nccl(device) else [*map(str, range(lanes))]) + meshes_of(self.group, wires)
+            if problem := meeting.why_too_few(len(names)):
+                facts = {**facts, "error": problem}
         self._told_first(lambda link: agree(link, facts, self.group.global_ranks))
         if device is None:
             return
-        self.offload = offload_lanes(device)
-        for number in range((CPU_LANES if device.type == "cpu" else 1) + self.offload):
-            self.data.append(self._lane(str(number), device))
+        self._told_first(lambda link: meeting.connect(names))
+        self.data += [self._lane(str(number), device) for number in range(lanes)]
+        made = self._told_first(lambda link: make_wires(link, self.group, wires))
+        for lane, wire in zip(self.data, made, strict=False):
+            lane.link.wire = wire
         if self.group.world_size > 1:
-            lanes, grid = CPU_LANES if kind_of(device) == "cpu" else 0, self.group.grid
-            wires, beats = self._told_first(lambda link: connect_wires(link, lanes, grid))
-            for lane, wire in zip(self.data, wires, strict=False):
-                lane.link.wire = wire
+            beats = meeting.mesh(HEARTBEATS)
             self._heartbeats = Heartbeats(beats, f"gradwire-{self._name}-heartbeats", self._silence, self._silence_s)
+        meeting.close()
         self._roll_call = RollCall(self.group, self._name)
 
     def _told_first(self, job: Callable[[Link], T]) -> T:
@@ -219,6 +220,7 @@ class Lanes:
             lane.stop()
         if self._heartbeats is not None:
             self._heartbeats.stop()
+        self.group.met.close()
 
     def run(self, lane: Lane, job: Callable[[Link], None]) -> None:
         """Do something on a lane that touches tensors which the caller's stream has written. Returns when the caller's stream

@@ -1,25 +1,19 @@
 """Links: private communicators in addition to the caller's process group, each used by one thread.
 
-A link is a separate backend object (gloo on CPU, NCCL on CUDA) over the caller's ranks, under a name that rank 0 chose. Links are
-not registered with torch.distributed: `new_group` names groups by their number in a process, so ranks of different sub-groups
-could connect to wrong ranks or wait for each other forever. The group makes the backend (`Group.connect`): a group of another
-kind may bring another backend, as `gradwire.transport.in_process` does.
-
-Gloo neither shows its TCP connections nor closes them while a thread waits. Shutting them down is the only way to end such a
-wait: the waiting thread and the ranks at the other ends get an error.
+A link is a separate backend object (`Messages` on CPU, NCCL on CUDA) over the caller's ranks, under a name that rank 0 chose.
+Links are not registered with torch.distributed: `new_group` names groups by their number in a process, so ranks of different
+sub-groups could connect to wrong ranks or wait for each other forever. The group makes the backend (`Group.connect`): a group of
+another kind may bring another backend, as `gradwire.transport.in_process` does.
 """
 
 import ctypes
-import os
 import secrets
 import socket
-import stat
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -28,11 +22,13 @@ from torch.distributed import distributed_c10d
 from gradwire.errors import PlanError, StepStateError
 from gradwire.kernels import crc32c
 from gradwire.transport.grid import Grid, node_name
-from gradwire.transport.slices import short_slices
+from gradwire.transport.keys import KEY_BYTES, JobKey
+from gradwire.transport.messages import Messages
+from gradwire.transport.rendezvous import Rendezvous
 from gradwire.transport.streams import streams_for
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
-_DESCRIPTORS = "/dev/fd"
+_NAME_BYTES = 8
 _CHECK_TAGS = 2**24
 """The first tag of checksums."""
 
@@ -46,7 +42,7 @@ class Pending(Protocol):
 
 
 class Backend(Protocol):
-    """Carries the messages of one link: gloo, NCCL, or the memory that threads of one process share."""
+    """Carries the messages of one link: `Messages`, NCCL, or the memory that threads of one process share."""
 
     def name(self) -> str:
         """The name of the backend; NCCL's exchanges are grouped."""
@@ -58,6 +54,10 @@ class Backend(Protocol):
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
         """Receive one tensor from a rank. Tensors of one tag arrive in the order in which they were sent."""
+        ...
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """The bytes of every rank, of any length. Not on CUDA."""
         ...
 
     def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> Pending: ...
@@ -72,14 +72,56 @@ class Backend(Protocol):
 
 
 class Ends(Protocol):
-    """The connections of a link's backend, as far as the link knows them."""
-
-    def own_host(self) -> str | None:
-        """The address by which this rank reaches the others; None where there is none."""
-        ...
+    """The connections of a link's backend."""
 
     def shut_down(self) -> None:
         """Fail all waits of the link, here and on the other ranks. For any thread."""
+        ...
+
+    def close(self) -> None:
+        """Close them. Nothing may run."""
+        ...
+
+
+class _HiddenEnds:
+    """The connections of NCCL, which `abort` ends."""
+
+    def shut_down(self) -> None:
+        pass
+
+    close = shut_down
+
+
+class GroupMeeting(Protocol):
+    """The name and key on which ranks of a group agree, and the connections between them."""
+
+    name: str
+    """A name that is equal on all ranks and unlike that of any other meeting."""
+    key: JobKey
+
+    @property
+    def nodes(self) -> list[str]:
+        """The name of each rank's node."""
+        ...
+
+    def connect(self, names: Sequence[str]) -> None:
+        """Make the meshes of these names at once. Collective. Raises LinkError."""
+        ...
+
+    def mesh(self, name: str) -> dict[int, socket.socket]:
+        """The connections of this name, by rank. The caller closes them."""
+        ...
+
+    def why_no_wires(self) -> str:
+        """Why C++ cannot run phases; '' if it can. The same on all ranks."""
+        ...
+
+    def why_too_few(self, meshes: int) -> str:
+        """Why this process cannot have so many meshes more; '' if it can."""
+        ...
+
+    def close(self) -> None:
+        """Connect no more."""
         ...
 
 
@@ -93,7 +135,9 @@ class Group:
     global_ranks: tuple[int, ...]
     timeout: timedelta
     grid: Grid
-    """The ranks by node; a single node until ranks have exchanged their nodes' names."""
+    """The ranks by node; a single node until ranks have met."""
+    meeting: GroupMeeting | None = field(default=None, kw_only=True)
+    """None until ranks have met."""
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> "Group":
@@ -114,12 +158,36 @@ class Group:
     def world_size(self) -> int:
         return len(self.global_ranks)
 
-    def agree_on_name(self) -> str:
-        """A random name of 16 hex digits from rank 0 of the group. Collective, on the caller's own group."""
+    @property
+    def has_wires(self) -> bool:
+        """Whether ranks of this kind of group have connections on which C++ can run phases."""
+        return self.world_size > 1
+
+    def meet(self, timeout: timedelta | None = None, meshes: Sequence[str] = ()) -> Self:
+        """This group after its ranks have met: they know each other's nodes and addresses, and are connected by the meshes of
+        these names. Collective. timeout: None for the group's. Raises LinkError, and DisagreementError for another version."""
+        with transfer():
+            drawn = self._from_rank_0(secrets.token_bytes(_NAME_BYTES + KEY_BYTES))
+        name, key = drawn[:_NAME_BYTES].hex(), JobKey(drawn[_NAME_BYTES:])
+        place = self.rank, self.world_size, self.store(name), self.node_name()
+        return self._met(Rendezvous(name, key, *place, timeout or self.timeout, meshes))
+
+    def _met(self, meeting: GroupMeeting) -> Self:
+        return replace(self, meeting=meeting, grid=Grid.of(meeting.nodes, self.rank))
+
+    def _from_rank_0(self, own: bytes) -> bytes:
+        """Rank 0's bytes, as many from each, on the caller's own group. Collective."""
         device = "cpu" if _handles_cpu(self.process_group) else torch.device("cuda", torch.cuda.current_device())
-        drawn = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)
+        drawn = torch.tensor(list(own), dtype=torch.uint8, device=device)
         dist.broadcast(drawn, self.global_ranks[0], group=self.process_group)
-        return bytes(drawn.tolist()).hex()
+        return bytes(drawn.tolist())
+
+    @property
+    def met(self) -> GroupMeeting:
+        """The meeting. Raises RuntimeError before `meet`."""
+        if self.meeting is None:
+            raise RuntimeError("ranks of this group have not met: call group.meet(timeout) on all of them")
+        return self.meeting
 
     def store(self, name: str) -> Any:
         """The rendezvous store with the prefix gradwire/name."""
@@ -130,14 +198,14 @@ class Group:
         return node_name()
 
     def connect(self, name: str, device: torch.device, timeout: timedelta) -> tuple[Any, Ends]:
-        """The backend of a link of this name, for tensors of this device, and its connections. Collective."""
-        store, connections = self.store(name), Connections()
-        if device.type == "cuda" and dist.is_nccl_available():
+        """The backend of a link of this name, for tensors of this device, and its connections. Collective, after `meet`."""
+        if uses_nccl(device):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options), connections
-        with short_slices(), connections.opened_here(expected=self.world_size - 1):
-            return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout), connections
+            store = self.store(f"{self.met.name}/{name}")
+            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options), _HiddenEnds()
+        messages = Messages(self.met.mesh(name), self.rank, self.world_size, timeout)
+        return messages, messages
 
 
 class Link:
@@ -155,15 +223,20 @@ class Link:
         self.backend, self._ends = group.connect(name, device, timeout)
 
     def expect(self, tag: int, received: Sequence[torch.Tensor], checked: bool = True) -> "AllToAll":
-        """Announce an exchange; rank j's part arrives in `received[j]`. Call `AllToAll.send` when the own parts are ready.
-        Receives are posted now: gloo sends only to a receiver that announced itself, and a late announcement would wait behind
-        the receiver's own payload, so that only one direction would run at a time.
+        """Announce an exchange; rank j's part arrives in `received[j]`. Call `AllToAll.send` when the own parts are ready. What
+        arrives before its exchange was announced is copied once more.
 
         `checked`: on the CPU a checksum follows each part, and `wait` compares it. Tags are below 2**24.
         """
         if self.backend.name() == "nccl":
             return _Grouped(self, tag, received)
         return (_Checked if checked and all(part.is_cpu for part in received) else AllToAll)(self, tag, received)
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """The bytes of every rank, of any length, in rank order. Not on CUDA. Raises LinkError."""
+        with transfer():
+            gathered: list[bytes] = self.backend.gather(own)
+        return gathered
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
         """Gather the tensor `sent` of all ranks, in rank order, in `received`. All have one size."""
@@ -184,25 +257,18 @@ class Link:
         work: Pending = self.backend.broadcast([tensor], options)
         return work
 
-    @property
-    def own_host(self) -> str | None:
-        """The address by which this rank reaches the others; None where gloo's connections are not known."""
-        return self._ends.own_host()
-
     def finish_later(self, exchange: "AllToAll") -> None:
-        """Do not wait for the sends of an exchange whose receivers answer in the next one: this keeps what is sent until then.
-
-        Gloo never ends the wait for a send if the connection breaks while it begins to write.
-        """
+        """Do not wait for the sends of an exchange whose receivers answer in the next one: this keeps what is sent until then."""
         self._unfinished = exchange
 
     def close(self) -> None:
-        """Free the backend before the interpreter exits: a gloo thread that frees tensors during exit aborts the process."""
+        """Close the connections, and free the backend before the interpreter exits."""
         if self._unfinished is not None and not self._broken:
             with suppress(LinkError):  # other ranks are gone
                 self._unfinished.finish()
         self._unfinished = None
         del self.backend
+        self._ends.close()
         if self.wire is not None:
             self.wire.close()
 
@@ -217,7 +283,7 @@ class Link:
             self.wire.shut_down()
 
     def abandon(self) -> None:
-        """Never destroy the backend: its destructor would wait for operations that cannot finish."""
+        """Never destroy the backend: NCCL's destructor would wait for operations that cannot finish."""
         if (backend := self.__dict__.get("backend")) is not None:  # None: it was closed
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
         if self.wire is not None:  # the thread may still touch memory that ranks share
@@ -336,95 +402,9 @@ class SilentLink:
     wait = finish = send
 
 
-class Connections:
-    """The connections that this process opened inside a block.
-
-    >>> connections = Connections()
-    >>> with connections.opened_here(expected=0):
-    ...     pass
-    >>> connections.shut_down()
-    """
-
-    def __init__(self) -> None:
-        self._inodes: dict[int, int] = {}
-        _all.add(self)
-
-    @contextmanager
-    def opened_here(self, expected: int) -> Iterator[None]:
-        """Remember the connections opened inside. If their number is not `expected`, because another thread opened one or the
-        backend connects later, remember none: connections of others must not be shut down."""
-        before = _connected()
-        yield
-        opened = {number: inode for number, inode in _connected().items() if before.get(number) != inode}
-        self._inodes = opened if len(opened) == expected else {}
-
-    def own_host(self) -> str | None:
-        """The address of this end of the first remembered connection."""
-        now = _connected()
-        for number, inode in self._inodes.items():
-            if now.get(number) == inode:
-                with suppress(OSError), _borrowed(number) as connection:
-                    return str(connection.getsockname()[0])
-        return None
-
-    def shut_down(self) -> None:
-        """Shut down both directions of the remembered connections. Their owner keeps the descriptors."""
-        now = _connected()
-        for number, inode in self._inodes.items():
-            if now.get(number) == inode:
-                with suppress(OSError), _borrowed(number) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
-        self._inodes = {}
-
-    def leave_to_parent(self) -> None:
-        """Close the copies of a forked process. The numbers stay in use, since the backend's copy would close them
-        again."""
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for number, inode in self._inodes.items():
-            with suppress(OSError):
-                if os.fstat(number).st_ino == inode:
-                    os.dup2(nothing, number, inheritable=False)
-        os.close(nothing)
-        self._inodes = {}
-
-
-_all: "weakref.WeakSet[Connections]" = weakref.WeakSet()
-
-
-def _leave_all_to_parent() -> None:
-    """A worker of a DataLoader that is left when its rank is killed must not keep connections open: other ranks would wait."""
-    for each in _all:
-        each.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
-
-
-def _connected() -> dict[int, int]:
-    """Descriptors of connected TCP sockets with their inodes, since numbers are reused."""
-    found = {}
-    with suppress(OSError):  # no such folder on this system
-        for entry in os.listdir(_DESCRIPTORS):
-            with suppress(OSError):  # closed meanwhile, or not connected
-                status = os.fstat(int(entry))
-                if stat.S_ISSOCK(status.st_mode) and _is_connected_tcp(int(entry)):
-                    found[int(entry)] = status.st_ino
-    return found
-
-
-def _is_connected_tcp(number: int) -> bool:
-    """Whether a socket is a TCP connection. Raises OSError if the socket has no other end."""
-    with _borrowed(number) as connection:
-        if connection.family == socket.AF_UNIX or connection.type != socket.SOCK_STREAM:
-            return False
-        connection.getpeername()
-        return True
-
-
-@contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
-    with socket.socket(fileno=os.dup(number)) as connection:
-        yield connection
+def uses_nccl(device: torch.device) -> bool:
+    """Whether NCCL carries the messages of this device's tensors."""
+    return device.type == "cuda" and dist.is_nccl_available()
 
 
 def _handles_cpu(pg: dist.ProcessGroup) -> bool:

@@ -38,6 +38,8 @@ def transfer(peer: int | None = None) -> Iterator[None]:
     """Turn errors of a backend into LinkError."""
     try:
         yield
+    except LinkError:
+        raise
     except Exception as error:
         raise LinkError(peer, error) from error
 

@@ -1,0 +1,406 @@
+"""Messages between ranks over one TCP connection for each pair, moved by the thread that waits: the backend of links on CPUs.
+
+It carries everything but gradients, and gradients too where wires cannot (`gradwire.transport.wire`). A message is a header with
+its length and tag, and its bytes. Messages of one tag arrive in order; those that come early are kept until they are asked for.
+"""
+
+import ctypes
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.transport.wire import LinkError
+
+_HEADER = struct.Struct("<QQ")
+"""The bytes of the message, and its tag."""
+_COLLECTIVE_TAGS = 2**40
+"""The first tag of collectives."""
+_DIRECT_BYTES = 2**18
+"""Up to so many bytes from all ranks together each rank sends its part to every other one: one hop."""
+_CHAIN_BYTES = 2**20
+"""A broadcast of so many bytes or more passes from rank to rank in pieces, so that each rank sends them once."""
+_PIECE_BYTES = 2**18
+_MOST_MS = 60_000
+
+REDUCTIONS: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+}
+
+
+def reduction(op: Any) -> str:
+    """The name of an operation among `REDUCTIONS`. Raises ValueError for others."""
+    name = next((name for name, (known, _) in REDUCTIONS.items() if op == known), None)
+    if name is None:
+        raise ValueError(f"{op} is none of {', '.join(REDUCTIONS)}")
+    return name
+
+
+class _Moving:
+    """A message on its way to or from a rank."""
+
+    def __init__(self, messages: "Messages", rank: int) -> None:
+        self._messages, self.rank = messages, rank
+        self.is_done = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it is done. Raises ConnectionError, TimeoutError, ValueError for a message of another length."""
+        self._messages.wait(self, timeout)
+        return True
+
+
+class _Sending(_Moving):
+    def __init__(self, messages: "Messages", rank: int, tag: int, what: memoryview, owner: Any) -> None:
+        super().__init__(messages, rank)
+        self.parts = [memoryview(_HEADER.pack(len(what), tag)), what]
+        self._owner = owner  # of the memory
+
+
+class _Receiving(_Moving):
+    def __init__(self, messages: "Messages", rank: int, into: torch.Tensor | None) -> None:
+        """`into`: None for a message of any length."""
+        super().__init__(messages, rank)
+        self._target = into
+        self._staged = into if into is None or (into.is_cpu and into.is_contiguous()) else torch.empty_like(into, device="cpu")
+        self.bytes = memoryview(b"") if self._staged is None else bytes_in(self._staged)
+        self.at = 0
+        self.problem: ValueError | None = None
+
+    def begin(self, count: int) -> None:
+        """A message of so many bytes comes."""
+        if self._staged is not None and count != len(self.bytes):
+            self.problem = ValueError(f"rank {self.rank} sent {count} bytes where {len(self.bytes)} were expected")
+        if self._staged is None or self.problem is not None:
+            self.bytes = memoryview(bytearray(count))
+
+    def end(self) -> None:
+        if self._target is not None and self._staged is not self._target and self.problem is None:
+            self._target.copy_(self._staged)
+        self.is_done = True
+
+
+class _Peer:
+    """The connection to another rank."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.connection, self.number = rank, connection, connection.fileno()
+        self.sending: deque[_Sending] = deque()
+        self.expected: defaultdict[int, deque[weakref.ref[_Receiving]]] = defaultdict(deque)
+        """Receives by tag. One that was dropped takes no message."""
+        self.early: defaultdict[int, deque[_Receiving]] = defaultdict(deque)
+        """Messages that nobody expected yet."""
+        self.header = bytearray()
+        self.receiving: _Receiving | None = None
+        self.tag = 0
+        self.watched = 0
+        """The events that are polled for."""
+        self.error: OSError | None = None
+
+
+class Messages:
+    """One end of a link. Used by one thread, but for `shut_down`."""
+
+    def __init__(self, connections: Mapping[int, socket.socket], rank: int, world_size: int, timeout: timedelta) -> None:
+        """`connections`: to each other rank; they are closed here."""
+        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout.total_seconds()
+        self._peers = {peer: _Peer(peer, connection) for peer, connection in connections.items()}
+        self._by_number = {peer.number: peer for peer in self._peers.values()}
+        self._poll = select.poll()
+        self._collectives = 0
+        _open.add(self)
+
+    def name(self) -> str:
+        return "messages"
+
+    # ---- point to point
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> _Sending:
+        tensor = tensors[0].detach().cpu().contiguous()
+        return self._send(to, tag, bytes_in(tensor), tensor)
+
+    def _send(self, to: int, tag: int, what: memoryview, owner: Any) -> _Sending:
+        peer, sending = self._peers[to], _Sending(self, to, tag, what, owner)
+        peer.sending.append(sending)
+        self._push(peer)
+        return sending
+
+    def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> _Receiving:
+        return self._receive(source, tag, tensors[0].detach())
+
+    def _receive(self, source: int, tag: int, into: torch.Tensor | None) -> _Receiving:
+        peer, receiving = self._peers[source], _Receiving(self, source, into)
+        if early := peer.early.get(tag):
+            came = early.popleft()
+            receiving.begin(len(came.bytes))
+            receiving.bytes[: came.at], receiving.at = came.bytes[: came.at], came.at
+            if came.is_done:
+                receiving.end()
+            else:
+                peer.receiving = receiving
+            return receiving
+        peer.expected[tag].append(weakref.ref(receiving))
+        return receiving
+
+    # ---- collectives
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """The bytes of every rank, of any length: one hop."""
+        tag = self._next_tag()
+        receives = [self._receive(rank, tag, None) for rank in self._others()]
+        sends = [self._send(rank, tag, memoryview(own), own) for rank in self._others()]
+        self._wait_all([*receives, *sends])
+        by_rank = {self._rank: own} | {each.rank: bytes(each.bytes) for each in receives}
+        return [by_rank[rank] for rank in range(self._world_size)]
+
+    def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> "_Done":
+        rows = received.view(self._world_size, sent.numel())
+        rows[self._rank].copy_(sent.reshape(-1))
+        tag = self._next_tag()
+        receives = [self.recv([rows[rank]], rank, tag) for rank in self._others()]
+        self._wait_all([*receives, *(self.send([sent], rank, tag) for rank in self._others())])
+        return _DONE
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> "_Done":
+        tensor, root = tensors[0].detach(), int(options.rootRank)
+        place, tag = (self._rank - root) % self._world_size, self._next_tag()
+        source, targets = _chain(place, self._world_size) if tensor.nbytes >= _CHAIN_BYTES else _tree(place, self._world_size)
+        flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().reshape(-1)
+        pieces = flat.split(max(1, _PIECE_BYTES // max(1, flat.element_size())))
+        receives = [self.recv([each], (root + source) % self._world_size, tag) for each in pieces] if source is not None else []
+        sends: list[_Moving] = []
+        for at, each in enumerate(pieces):
+            self._wait_all(receives[at : at + 1])
+            sends += [self.send([each], (root + to) % self._world_size, tag) for to in targets]
+        self._wait_all(sends)
+        if receives and not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
+        return _DONE
+
+    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> "_Done":
+        tensor = tensors[0].detach()
+        _, reduce = REDUCTIONS[reduction(options.reduceOp)]
+        flat = tensor.reshape(-1).cpu()
+        if self._world_size > 1 and flat.numel():
+            direct = flat.nbytes * self._world_size <= _DIRECT_BYTES
+            (self._reduce_directly if direct else self._reduce_around_ring)(flat, reduce)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
+        return _DONE
+
+    def _reduce_directly(self, flat: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> None:
+        rows = flat.new_empty(self._world_size, flat.numel())
+        self._allgather_base(rows, flat)
+        flat.copy_(rows[0])
+        for row in rows[1:]:  # in rank order, so that all ranks get the same bits
+            reduce(flat, row, out=flat)
+
+    def _reduce_around_ring(self, flat: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> None:
+        n, rank = self._world_size, self._rank
+        bounds = [flat.numel() * at // n for at in range(n + 1)]
+        parts = [flat[start:end] for start, end in pairwise(bounds)]
+        after, before = (rank + 1) % n, (rank - 1) % n
+        came = torch.empty_like(max(parts, key=len))
+        for step in range(n - 1):
+            part = parts[(rank - step - 1) % n]
+            self._pass_on(parts[(rank - step) % n], after, came[: len(part)], before)
+            reduce(part, came[: len(part)], out=part)
+        for step in range(n - 1):
+            self._pass_on(parts[(rank - step + 1) % n], after, parts[(rank - step) % n], before)
+
+    def _pass_on(self, sent: torch.Tensor, after: int, into: torch.Tensor, before: int) -> None:
+        tag = self._next_tag()
+        self._wait_all([self.recv([into], before, tag), self.send([sent], after, tag)])
+
+    def _others(self) -> list[int]:
+        """The other ranks, the next one first, so that not all send to rank 0 first."""
+        return [(self._rank + step) % self._world_size for step in range(1, self._world_size)]
+
+    def _next_tag(self) -> int:
+        self._collectives += 1
+        return _COLLECTIVE_TAGS + self._collectives
+
+    def _wait_all(self, moving: Iterable[_Moving]) -> None:
+        for each in moving:
+            try:
+                self.wait(each, None)
+            except Exception as error:
+                raise LinkError(each.rank, error) from error
+
+    # ---- moving bytes
+
+    def wait(self, moving: _Moving, timeout: timedelta | None) -> None:
+        """Move bytes to and from all ranks until this message is done."""
+        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
+        until, peer = time.monotonic() + seconds, self._peers[moving.rank]
+        if not moving.is_done and isinstance(moving, _Receiving):
+            self._pull(peer)
+        while not moving.is_done:
+            if peer.error is not None:
+                raise ConnectionError(peer.error.errno, str(peer.error.strerror or peer.error)) from peer.error
+            for each in self._peers.values():
+                self._watch(each)
+            left = until - time.monotonic()
+            events = self._poll.poll(max(0, min(_MOST_MS, int(1e3 * left) + 1)))
+            if not events and left <= 0:
+                raise TimeoutError(f"Timed out waiting {seconds:.0f} s for rank {moving.rank}")
+            for number, event in events:
+                if event & (select.POLLOUT | select.POLLERR | select.POLLHUP):
+                    self._push(self._by_number[number])
+                if event & (select.POLLIN | select.POLLERR | select.POLLHUP):
+                    self._pull(self._by_number[number])
+        if isinstance(moving, _Receiving) and moving.problem is not None:
+            raise moving.problem
+
+    def _watch(self, peer: _Peer) -> None:
+        """Poll for what this connection can do."""
+        events = 0
+        if peer.error is None:
+            reads = peer.receiving is not None or any(peer.expected.values())
+            events = (select.POLLIN if reads else 0) | (select.POLLOUT if peer.sending else 0)
+        if events != peer.watched:
+            if events:
+                self._poll.register(peer.number, events)
+            else:
+                self._poll.unregister(peer.number)
+            peer.watched = events
+
+    def _push(self, peer: _Peer) -> None:
+        """Send as much as there is room for."""
+        try:
+            while peer.sending and peer.error is None:
+                first = peer.sending[0]
+                sent = peer.connection.sendmsg(first.parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                while first.parts and sent >= len(first.parts[0]):
+                    sent -= len(first.parts.pop(0))
+                if first.parts:
+                    first.parts[0] = first.parts[0][sent:]
+                    continue
+                first.is_done = True
+                peer.sending.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            peer.error = error
+
+    def _pull(self, peer: _Peer) -> None:
+        """Take what has come."""
+        try:
+            while peer.error is None and (peer.receiving is not None or any(peer.expected.values())):
+                if peer.receiving is None:
+                    peer.header += self._came(peer.connection.recv(_HEADER.size - len(peer.header), socket.MSG_DONTWAIT))
+                    if len(peer.header) == _HEADER.size:
+                        self._begin(peer)
+                    continue
+                taking = peer.receiving
+                taking.at += len(self._came(range(peer.connection.recv_into(taking.bytes[taking.at :], 0, socket.MSG_DONTWAIT))))
+                if taking.at == len(taking.bytes):
+                    self._end(peer, taking)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            peer.error = error
+
+    @staticmethod
+    def _came(what: Any) -> Any:
+        """Return `what`. Raises ConnectionResetError if it is empty: the connection has ended."""
+        if not len(what):
+            raise ConnectionResetError(None, "Connection closed by peer")
+        return what
+
+    def _begin(self, peer: _Peer) -> None:
+        """A header has come."""
+        count, peer.tag = _HEADER.unpack(peer.header)
+        peer.header.clear()
+        waiting = peer.expected[peer.tag]
+        receiving = None
+        while waiting and receiving is None:
+            receiving = waiting.popleft()()
+        if not waiting:
+            del peer.expected[peer.tag]
+        if receiving is None:
+            receiving = _Receiving(self, peer.rank, None)
+            peer.early[peer.tag].append(receiving)
+        receiving.begin(count)
+        peer.receiving = receiving
+        if not count:
+            self._end(peer, receiving)
+
+    @staticmethod
+    def _end(peer: _Peer, receiving: _Receiving) -> None:
+        receiving.end()
+        peer.receiving = None
+
+    # ---- ends
+
+    def shut_down(self) -> None:
+        """Fail all waits, here and on the other ranks, at once. For any thread."""
+        for peer in self._peers.values():
+            with suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connections. Nothing may run."""
+        for peer in self._peers.values():
+            peer.connection.close()
+
+
+class _Done:
+    """A transfer that has ended."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+def bytes_in(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, not copied. The caller keeps the tensor."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _tree(place: int, ranks: int) -> tuple[int | None, list[int]]:
+    """The source of a message in a binomial tree for the rank at this place, and its targets, the largest subtree first.
+
+    >>> [_tree(place, 6) for place in range(6)]
+    [(None, [4, 2, 1]), (0, []), (0, [3]), (2, []), (0, [5]), (4, [])]
+    """
+    low = place & -place if place else 1 << max(0, (ranks - 1).bit_length())
+    steps = [1 << bit for bit in reversed(range(low.bit_length() - 1))]
+    return (place - low if place else None), [place + step for step in steps if place + step < ranks]
+
+
+def _chain(place: int, ranks: int) -> tuple[int | None, list[int]]:
+    """The source and the target where a message passes from rank to rank.
+
+    >>> [_chain(place, 3) for place in range(3)]
+    [(None, [1]), (0, [2]), (1, [])]
+    """
+    return (place - 1 if place else None), [place + 1] if place + 1 < ranks else []
+
+
+_open: "weakref.WeakSet[Messages]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A worker of a DataLoader that is left when its rank is killed must not keep connections open: other ranks would wait."""
+    for messages in _open:
+        messages.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

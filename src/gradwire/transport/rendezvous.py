@@ -1,0 +1,344 @@
+"""Connects a rank with all others: it listens at one port until all connections are there, and every connection proves itself.
+
+Each rank writes a card with its address into the rendezvous store. The higher rank of a pair calls the lower one, all pairs at
+once. Both prove that they know the key of the group before either believes a byte. Whoever else connects is dropped; a stranger
+who says nothing delays nobody.
+"""
+
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from gradwire._version import __version__
+from gradwire.errors import DisagreementError
+from gradwire.kernels.cpu import available
+from gradwire.transport.addresses import own_address, why_too_few
+from gradwire.transport.keys import PROOF_BYTES, JobKey
+from gradwire.transport.wire import LinkError
+
+log = logging.getLogger(__name__)
+
+Mesh = dict[int, socket.socket]
+"""The connections of one purpose, by rank."""
+_HELLO = struct.Struct("<I16s16s")
+"""The rank that calls, the name of the mesh, and a nonce. A proof follows."""
+_FRAME = 5
+"""The version of what ranks connect and what a message looks like: 2 has checksums, 3 heartbeats, 4 rings, 5 proofs."""
+_PATIENCE_S, _PATIENCE_A_RANK_S = 30.0, 0.2
+"""For connections once all cards are there; less than half of the group's own timeout."""
+_HELLO_S, _HURRIED_HELLO_S = 5.0, 0.5
+"""For what whoever connects has to say; the second where many say nothing."""
+_STRANGERS = 32
+"""How many connections without a proof are held at once, beyond those of ranks."""
+
+Steps = Generator[int, None, None]
+"""One handshake: it yields the event that it waits for."""
+
+
+class Card(msgspec.Struct):
+    """One rank's address, versions and problems."""
+
+    version: str
+    frame: int
+    node: str
+    host: str = ""
+    port: int = 0
+    nonce: str = ""
+    no_wires: str = ""
+    """Why it cannot run phases in C++."""
+    problem: str = ""
+    """Why it cannot connect at all."""
+
+
+class Rendezvous:
+    """The place where ranks of a group connect. All ranks make one at the same point, and then the same meshes."""
+
+    def __init__(
+        self,
+        name: str,
+        key: JobKey,
+        rank: int,
+        world_size: int,
+        store: Any,
+        node: str,
+        timeout: timedelta,
+        meshes: Sequence[str] = (),
+    ) -> None:
+        """Connects `meshes`. Collective. `store`: with a prefix of this group's own. Raises LinkError where a rank did not come
+        or cannot connect, DisagreementError on all ranks for versions that do not understand each other."""
+        self.name, self.key = name, key
+        self._rank, self._world_size, self._timeout = rank, world_size, timeout
+        self._meshes: defaultdict[str, Mesh] = defaultdict(dict)
+        self._complete: set[str] = set()
+        """The names of the meshes that have all their connections."""
+        self._nonce = secrets.token_bytes(16)
+        self._listener: socket.socket | None = None
+        card = Card(__version__, _FRAME, node, nonce=self._nonce.hex(), no_wires=why_no_wires())
+        if world_size > 1:
+            try:
+                self._listener = _listen(own_address(store))
+                card.host, card.port = self._listener.getsockname()[:2]
+            except OSError as error:
+                card.problem = str(error)
+            card.problem = card.problem or self.why_too_few(len(meshes)) or _why_not_plain()
+        try:
+            self._cards = self._exchange(card, store) if world_size > 1 else [card]
+            self.connect(meshes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def nodes(self) -> list[str]:
+        """The name of each rank's node."""
+        return [card.node for card in self._cards]
+
+    def why_no_wires(self) -> str:
+        """The ranks that cannot run phases in C++, and why; '' if all can. The same on all ranks."""
+        return "; ".join(f"rank {rank}: {card.no_wires}" for rank, card in enumerate(self._cards) if card.no_wires)
+
+    def why_too_few(self, meshes: int) -> str:
+        """Why this process cannot have so many meshes more; '' if it can."""
+        return why_too_few(meshes * (self._world_size - 1))
+
+    def mesh(self, name: str) -> Mesh:
+        """The connections of this name, to each other rank. The caller closes them."""
+        if name not in self._complete:
+            self.connect([name])
+        self._complete.discard(name)
+        return self._meshes.pop(name, {})
+
+    def connect(self, names: Sequence[str]) -> None:
+        """Make the meshes of these names, which `mesh` gives out. Collective. Raises LinkError."""
+        if self._world_size == 1:
+            return
+        patience_s = min(_PATIENCE_S + _PATIENCE_A_RANK_S * self._world_size, 0.4 * self._timeout.total_seconds())
+        with _Handshakes() as handshakes:
+            for peer in reversed(range(self._rank)):
+                for name in names:
+                    connection = socket.socket(_family(self._cards[peer].host), socket.SOCK_STREAM)
+                    handshakes.begin(connection, self._call(connection, peer, name), peer)
+            self._run(handshakes, names, time.monotonic() + patience_s)
+        self._complete.update(names)
+
+    def close(self) -> None:
+        """Listen no more, and close what nobody took."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for mesh in self._meshes.values():
+            for connection in mesh.values():
+                connection.close()
+        self._meshes.clear()
+        self._complete.clear()
+
+    # ---- cards
+
+    def _exchange(self, card: Card, store: Any) -> list[Card]:
+        """All ranks' cards."""
+        places = [f"card/{rank}" for rank in range(self._world_size)]
+        try:
+            store.set(places[self._rank], self.key.seal(places[self._rank], msgspec.json.encode(card).decode()))
+            store.wait(places, self._timeout)
+            sealed = [self.key.unseal(*both) for both in zip(places, map(bytes, store.multi_get(places)), strict=True)]
+        except Exception as error:
+            raise LinkError(None, error) from error
+        if strangers := [rank for rank, words in enumerate(sealed) if words is None]:
+            raise LinkError(strangers[0], ValueError(f"the store has a card of rank {strangers[0]} that no rank wrote"))
+        cards = [msgspec.json.decode(words or "", type=Card) for words in sealed]
+        for rank, other in enumerate(cards):
+            if other.frame != cards[0].frame:
+                raise DisagreementError(
+                    f"ranks disagree on the version of gradwire: rank 0 has {cards[0].version} (messages of form "
+                    f"{cards[0].frame}), rank {rank} has {other.version} (form {other.frame}). Install the same version on "
+                    "every rank."
+                ).about([0, rank])
+        if problems := [f"rank {rank}: {other.problem}" for rank, other in enumerate(cards) if other.problem]:
+            raise LinkError(None, OSError("; ".join(problems)))
+        return cards
+
+    # ---- handshakes
+
+    def _run(self, handshakes: "_Handshakes", names: Sequence[str], until: float) -> None:
+        assert self._listener is not None
+        higher = range(self._rank + 1, self._world_size)
+        while missing := [peer for name in names for peer in range(self._world_size) if self._lacks(name, peer)]:
+            crowded = handshakes.visitors >= _STRANGERS + len(names) * len(higher)
+            listener = self._listener if not crowded and any(peer > self._rank for peer in missing) else None
+            for connection in handshakes.go_on(listener, until, _HURRIED_HELLO_S if crowded else _HELLO_S):
+                handshakes.begin(connection, self._answer(connection), None)
+            if time.monotonic() > until:
+                ranks = ", ".join(map(str, sorted(set(missing))))
+                raise LinkError(missing[0], TimeoutError(f"no connection with ranks {ranks} in time"))
+
+    def _lacks(self, name: str, peer: int) -> bool:
+        return peer != self._rank and peer not in self._meshes[name]
+
+    def _call(self, connection: socket.socket, peer: int, name: str) -> Steps:
+        """Call a lower rank."""
+        card = self._cards[peer]
+        with suppress(BlockingIOError):
+            connection.connect((card.host, card.port))
+        yield selectors.EVENT_WRITE
+        if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, f"{os.strerror(error)} at {card.host} port {card.port}")
+        hello = _HELLO.pack(self._rank, name.encode(), nonce := secrets.token_bytes(16))
+        connection.send(hello + self._proof(b"call", bytes.fromhex(card.nonce), peer, hello))
+        answer = yield from _read(connection, PROOF_BYTES)
+        if not self.key.proves(answer, *self._parts(b"answer", nonce, peer, hello)):
+            raise ConnectionError(f"whoever listens at {card.host} port {card.port} is no rank of this job")
+        self._keep(name, peer, connection)
+
+    def _answer(self, connection: socket.socket) -> Steps:
+        """Answer whoever called."""
+        said = yield from _read(connection, _HELLO.size + PROOF_BYTES)
+        hello, proof = said[: _HELLO.size], said[_HELLO.size :]
+        peer, raw, nonce = _HELLO.unpack(hello)
+        name = raw.rstrip(b"\0").decode(errors="replace")
+        known = self.key.proves(proof, *self._parts(b"call", self._nonce, self._rank, hello))
+        if not (known and self._rank < peer < self._world_size and self._lacks(name, peer)):
+            raise ConnectionError("this is no rank that has still to connect")
+        connection.send(self._proof(b"answer", nonce, self._rank, hello))
+        self._keep(name, peer, connection)
+
+    def _parts(self, what: bytes, nonce: bytes, listening: int, hello: bytes) -> tuple[bytes, ...]:
+        return what, self.name.encode(), nonce, listening.to_bytes(4, "little"), hello
+
+    def _proof(self, what: bytes, nonce: bytes, listening: int, hello: bytes) -> bytes:
+        return self.key.proof(*self._parts(what, nonce, listening, hello))
+
+    def _keep(self, name: str, peer: int, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._meshes[name][peer] = connection
+
+
+class _Handshakes:
+    """Handshakes under way, in one thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._open: dict[socket.socket, tuple[Steps, int | None, float]] = {}
+        """The steps of each connection, the rank that is called, and when the connection began."""
+        self.visitors = 0
+        """How many of them have called and not yet proved who they are."""
+
+    def __enter__(self) -> "_Handshakes":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for connection in list(self._open):
+            self._end(connection)
+            connection.close()
+        self._selector.close()
+
+    def begin(self, connection: socket.socket, steps: Steps, peer: int | None) -> None:
+        """`peer`: the rank that is called; None for whoever called. Raises LinkError where calling fails."""
+        connection.setblocking(False)
+        self._open[connection] = steps, peer, time.monotonic()
+        self.visitors += peer is None
+        self._step(connection)
+
+    def go_on(self, listener: socket.socket | None, until: float, hello_s: float) -> Iterator[socket.socket]:
+        """Wait for the next events, and drop whoever called and did not prove anything in `hello_s`. Yields who has called.
+        Raises LinkError where calling a rank fails."""
+        now = time.monotonic()
+        began = {each: began for each, (_, peer, began) in self._open.items() if peer is None}
+        for connection in [each for each, since in began.items() if since + hello_s <= now]:
+            del began[connection]
+            self._end(connection)
+            connection.close()
+        with self._watching(listener):
+            ready = self._selector.select(max(0.0, min([until, *(since + hello_s for since in began.values())]) - now))
+        for key, _ in ready:
+            if key.fileobj is not listener:
+                self._step(key.fileobj)  # type: ignore[arg-type]
+                continue
+            try:
+                while True:
+                    yield listener.accept()[0]  # type: ignore[union-attr]
+            except (BlockingIOError, ConnectionError):  # nobody more; somebody who left again
+                pass
+            except OSError as error:
+                raise LinkError(None, error) from error
+
+    @contextmanager
+    def _watching(self, listener: socket.socket | None) -> Iterator[None]:
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ)
+        yield
+        if listener is not None:
+            self._selector.unregister(listener)
+
+    def _step(self, connection: socket.socket) -> None:
+        steps, peer, _ = self._open[connection]
+        try:
+            event = next(steps)
+        except StopIteration:
+            self._end(connection)
+            return
+        except OSError as error:
+            self._end(connection)
+            connection.close()
+            if peer is not None:
+                raise LinkError(peer, error) from error
+            return
+        if connection in self._selector.get_map():
+            self._selector.modify(connection, event)
+        else:
+            self._selector.register(connection, event)
+
+    def _end(self, connection: socket.socket) -> None:
+        _, peer, _ = self._open.pop(connection)
+        self.visitors -= peer is None
+        with suppress(KeyError):
+            self._selector.unregister(connection)
+
+
+def _read(connection: socket.socket, count: int) -> Generator[int, None, bytes]:
+    """So many bytes."""
+    got = b""
+    while len(got) < count:
+        try:
+            more = connection.recv(count - len(got))
+        except BlockingIOError:
+            yield selectors.EVENT_READ
+            continue
+        if not more:
+            raise ConnectionResetError("Connection closed by peer")
+        got += more
+    return got
+
+
+def _why_not_plain() -> str:
+    """Why connections without encryption are not what the script wants; '' if they are."""
+    wanted = os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP")
+    if wanted != "TCP_TLS":
+        return ""
+    return "GLOO_DEVICE_TRANSPORT=TCP_TLS asks for encryption, and gradwire's connections have none: unset it, or use DDP"
+
+
+def _listen(host: str) -> socket.socket:
+    listener = socket.create_server((host, 0), family=_family(host), backlog=4096)
+    listener.setblocking(False)
+    return listener
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def why_no_wires() -> str:
+    """Why this rank cannot run phases in C++; '' if it can."""
+    return available() or ""

@@ -1,0 +1,234 @@
+"""Who may connect: ranks, whatever else opens connections meanwhile, and nobody else."""
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import Given, World, Worlds
+
+import gradwire as gw
+from gradwire.transport import rendezvous
+from gradwire.transport.heartbeats import Heartbeats
+from gradwire.transport.rendezvous import Rendezvous
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    made = Worlds()
+    yield made
+    made.close()
+
+
+def connected() -> tuple[bool, bool, int]:
+    """Whether all lanes of a new handle have wires, whether there are heartbeats from all ranks, and the descriptors that are
+    left after it ended."""
+    before = len(os.listdir("/proc/self/fd"))
+    model = Given([300, 20])
+    handle = gw.parallelize(model, plan=gw.QSGD(bits=4))
+    model(model.random_gradients(dist.get_rank(), 0)).backward()
+    lanes = handle.session.lanes
+    wired = all(lane.link.wire is not None for lane in lanes.data)
+    assert isinstance(lanes._heartbeats, Heartbeats)
+    beating = len(lanes._heartbeats._connections) == dist.get_world_size() - 1
+    handle.detach()
+    del handle, lanes
+    gc.collect()
+    dist.barrier()
+    return wired, beating, len(os.listdir("/proc/self/fd")) - before
+
+
+@contextlib.contextmanager
+def busy_with_connections() -> Iterator[list[int]]:
+    """Another thread opens and closes TCP connections all the time; how often so far."""
+    counted, ends = [0], threading.Event()
+
+    def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            while not ends.is_set():
+                with socket.create_connection(server.getsockname()), server.accept()[0]:
+                    counted[0] += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield counted
+    finally:
+        ends.set()
+        thread.join()
+
+
+def beside_other_connections() -> list[tuple[bool, bool]]:
+    with busy_with_connections() as counted:
+        found = [connected()[:2] for _ in range(5)]
+        assert counted[0] > 10
+    return found
+
+
+def test_connections_of_other_threads_cost_nothing(worlds: Worlds) -> None:
+    for found in worlds.run(2, beside_other_connections):
+        assert found == [(True, True)] * 5
+
+
+def among_strangers(saying: bytes, count: int) -> tuple[bool, bool, int, bool]:
+    """So many strangers call each rank before the other rank does, and stay. Also whether all are hung up on in the end."""
+    connected()  # what a first handle leaves is no stranger's
+    strangers: list[socket.socket] = []
+    connect = Rendezvous.connect
+
+    def disturbed(self: Rendezvous, names: list[str]) -> None:
+        assert self._listener is not None
+        for _ in range(count if names else 0):
+            strangers.append(socket.create_connection(self._listener.getsockname()[:2]))
+            strangers[-1].sendall(saying)
+        connect(self, names)
+
+    Rendezvous.connect = disturbed  # type: ignore[method-assign]
+    try:
+        wired, beating, left = connected()
+    finally:
+        Rendezvous.connect = connect  # type: ignore[method-assign]
+    hung_up = all(map(is_hung_up, strangers))
+    for each in strangers:
+        each.close()
+    return wired, beating, left - len(strangers), hung_up
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    connection.settimeout(5.0)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+@pytest.mark.parametrize(("saying", "count"), [(b"", 100), (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), 10), (b"\1" * 10, 3)])
+def test_strangers_cost_nothing_and_leave_nothing(worlds: Worlds, saying: bytes, count: int) -> None:
+    for wired, beating, left, hung_up in worlds.run(2, among_strangers, saying, count):
+        assert wired and beating and hung_up
+        assert left <= 0
+
+
+def impostor_calls() -> str:
+    """A process that knows everything but the key calls rank 0 as rank 1."""
+    connect, told = Rendezvous.connect, ""
+
+    def disturbed(self: Rendezvous, names: list[str]) -> None:
+        nonlocal told
+        if dist.get_rank() == 1 and names:
+            card = self._cards[0]
+            for name in names:
+                hello = rendezvous._HELLO.pack(1, name.encode(), bytes(16))
+                with socket.create_connection((card.host, card.port)) as impostor:
+                    impostor.sendall(hello + bytes(32))
+                    told += "" if is_hung_up(impostor) else f"{name} was answered. "
+        connect(self, names)
+
+    Rendezvous.connect = disturbed  # type: ignore[method-assign]
+    try:
+        wired, beating, _ = connected()
+    finally:
+        Rendezvous.connect = connect  # type: ignore[method-assign]
+    return told + ("" if wired and beating else "connections were lost")
+
+
+def test_a_rank_without_the_key_is_not_believed(worlds: Worlds) -> None:
+    assert worlds.run(2, impostor_calls) == ["", ""]
+
+
+def listens_in_place_of_rank_0() -> str:
+    """Somebody who does not know the key answers at rank 0's address."""
+    if dist.get_rank() == 0:
+        rendezvous._listen = somebody_else
+    with pytest.raises(gw.CommunicationError) as caught:
+        connected()
+    return str(caught.value)
+
+
+class AnotherAddress(socket.socket):
+    """A listener that says it has another one's address."""
+
+    other: socket.socket
+
+    def getsockname(self) -> Any:
+        return self.other.getsockname()
+
+
+def somebody_else(host: str) -> socket.socket:
+    """A rank's listener, where somebody else listens at the address that it tells, and answers nonsense."""
+    server = socket.create_server((host, 0))
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                connection.recv(1000)
+                connection.sendall(bytes(32))
+
+    threading.Thread(target=answer, daemon=True).start()
+    told = AnotherAddress()
+    told.other = server
+    told.bind((host, 0))
+    told.listen()
+    told.setblocking(False)
+    return told
+
+
+def test_whoever_answers_without_the_key_is_not_believed() -> None:
+    with World(2, group_timeout_s=5.0) as world:
+        _, told = world.run(listens_in_place_of_rank_0)
+    assert "is no rank of this job" in told
+
+
+def listening_ports() -> int:
+    """How many TCP ports this process listens at."""
+    inodes = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            inodes.add(os.readlink(f"/proc/self/fd/{number}"))
+    listening = 0
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with open(table) as lines:
+            rows = [line.split() for line in lines][1:]
+        listening += sum(f"socket:[{row[9]}]" in inodes for row in rows if row[3] == "0A")
+    return listening
+
+
+def ports_of_a_handle() -> int:
+    before = listening_ports()
+    model = Given([300, 20])
+    handle = gw.parallelize(model, plan=gw.QSGD(bits=4))
+    ports = listening_ports() - before
+    handle.detach()
+    return ports
+
+
+def test_nothing_listens_once_ranks_are_connected(worlds: Worlds) -> None:
+    assert worlds.run(2, ports_of_a_handle) == [0, 0]
+
+
+def with_few_descriptors(limit: int) -> str:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        with pytest.raises(gw.GradwireError) as caught:
+            gw.parallelize(torch.nn.Linear(3, 3), plan=gw.QSGD(bits=4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    return str(caught.value)
+
+
+def test_too_few_descriptors_are_told_before_any_is_used(worlds: Worlds) -> None:
+    for told in worlds.run(3, with_few_descriptors, 64):
+        assert "4 connections to other ranks need 4 descriptors" in told or "8 connections to other ranks need 8" in told
+        assert "the limit is 64. Raise it to at least" in told
