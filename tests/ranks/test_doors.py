@@ -37,6 +37,7 @@ def connected() -> tuple[bool, bool, int]:
     wired = all(lane.link.wire is not None for lane in lanes.data)
     assert isinstance(lanes._heartbeats, Heartbeats)
     beating = len(lanes._heartbeats._connections) == dist.get_world_size() - 1
+    lanes._roll_call._connecting.join(20)
     handle.detach()
     del handle, lanes
     gc.collect()
@@ -213,6 +214,29 @@ def ports_of_a_handle() -> int:
 
 def test_nothing_listens_once_ranks_are_connected(worlds: Worlds) -> None:
     assert worlds.run(2, ports_of_a_handle) == [0, 0]
+
+
+def a_stranger_writes_failed() -> tuple[list[int], dict[int, str]]:
+    """Somebody without the key writes into the store that rank 1 failed, then rank 1 says so itself."""
+    model = Given([300, 20])
+    handle = gw.parallelize(model, plan=gw.QSGD(bits=4))
+    lanes, found = handle.session.lanes, ([], {})  # type: tuple[list[int], dict[int, str]]
+    if dist.get_rank() == 0:
+        lanes.group.store(f"{lanes.name}/failed").set("1", "stop at once")
+        found = lanes._roll_call.missing(0.3)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        lanes._roll_call.sign("out of memory", 2.0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert lanes._roll_call.missing(2.0) == ([], {1: "out of memory"})
+    dist.barrier()
+    handle.detach()
+    return found
+
+
+def test_who_failed_is_believed_of_ranks_alone(worlds: Worlds) -> None:
+    assert worlds.run(2, a_stranger_writes_failed)[0] == ([1], {})
 
 
 def with_few_descriptors(limit: int) -> str:

@@ -23,7 +23,7 @@ from worlds import Given, Outcome, World, Worlds, digest
 
 import gradwire as gw
 from gradwire.transport import sharing
-from gradwire.transport.rings import Rings, memory_bytes, ring_bytes
+from gradwire.transport.rings import Handles, Rings, memory_bytes, ring_bytes
 from gradwire.transport.sharing import SWITCH
 
 TIMEOUT_S = 20.0
@@ -136,6 +136,19 @@ def test_ranks_share_memory_inside_their_node_alone(worlds: Worlds) -> None:
     assert [weights for weights, *_ in mixed] == [weights for weights, *_ in by_tcp]
 
 
+def test_nobody_changes_the_size_of_the_memory() -> None:
+    handles = Handles.make(ring_bytes(2))
+    for size in (0, 2 * memory_bytes(ring_bytes(2))):
+        with pytest.raises(PermissionError):
+            os.ftruncate(handles.memory, size)
+    Rings(handles, True, ring_bytes(2)).close()
+    unsealed = Handles(os.memfd_create("gradwire", os.MFD_ALLOW_SEALING), (os.eventfd(0), os.eventfd(0)))
+    os.ftruncate(unsealed.memory, memory_bytes(ring_bytes(2)))
+    with pytest.raises(OSError, match="not sealed"):
+        Rings(unsealed, False, ring_bytes(2))
+    unsealed.close()
+
+
 def held() -> int:
     """What this process has open or mapped of memory for rings, and of bells."""
     links = []
@@ -149,7 +162,7 @@ def held() -> int:
 def refuse(how: str, refuser: int) -> tuple[str, list[list[int]], list[str], int]:
     """A rank gets no memory for the wires of its node; the other node does. Also what is left of the memory."""
     limits, make, give = resource.getrlimit(resource.RLIMIT_FSIZE), sharing.Handles.make, sharing.MemoryOffer.give
-    mapped, before = 0, held()
+    mapped, before, user_of = 0, held(), sharing._user_of
 
     def give_nobody(offer: Any, cards: Any) -> None:
         give(offer, [card | {"address": b"\0nobody".hex()} for card in cards])
@@ -168,6 +181,8 @@ def refuse(how: str, refuser: int) -> tuple[str, list[list[int]], list[str], int
             sharing.MemoryOffer.give = give_nobody  # type: ignore[method-assign]
         elif how == "too few addresses":
             sharing.Rings = map_one  # type: ignore[assignment, misc]
+        elif how == "another user":
+            sharing._user_of = lambda connection: 12345
         elif how == "no such call":
             sharing.Handles.make = staticmethod(lambda capacity: os.no_such_call())  # type: ignore[attr-defined, method-assign]
     try:
@@ -176,7 +191,7 @@ def refuse(how: str, refuser: int) -> tuple[str, list[list[int]], list[str], int
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         sharing.Handles.make = staticmethod(make)  # type: ignore[method-assign]
         sharing.MemoryOffer.give = give  # type: ignore[method-assign]
-        sharing.Rings = Rings  # type: ignore[misc]
+        sharing.Rings, sharing._user_of = Rings, user_of  # type: ignore[misc]
     gc.collect()
     return *ended, held() - before
 
@@ -184,7 +199,7 @@ def refuse(how: str, refuser: int) -> tuple[str, list[list[int]], list[str], int
 @pytest.mark.parametrize(
     ("how", "refuser"),
     [
-        *(("too little memory", 3), ("another network", 3), ("no such call", 3)),
+        *(("too little memory", 3), ("another network", 3), ("no such call", 3), ("another user", 3)),
         *(("too few addresses", 3), ("too few addresses", 2)),
     ],
 )
@@ -199,6 +214,8 @@ def test_a_node_without_memory_uses_tcp_and_says_why(worlds: Worlds, how: str, r
     assert words.startswith(told) and words.endswith(f". TCP takes longer. {SWITCH}=off keeps this quiet."), words
     if how == "another network":
         assert "Connection refused by the Unix socket of rank 2. Ranks share memory inside one network namespace" in words
+    if how == "another user":
+        assert "rank 2 is a process of user 12345, and this one of user" in words
     if how == "too little memory":
         need = "File too large. The 2 ranks of this node need 4.0 MiB of shared memory (2.0 MiB for each of 2 pairs"
         assert need in words

@@ -119,13 +119,19 @@ class Crossing:
     def _compare(self, store: Any) -> None:
         handles = {each.lanes.name: each for each in list(self._watched)}
         places = {name: each.place for name, each in handles.items()}
-        own = distributed_c10d.get_rank()
-        store.set(str(own), msgspec.json.encode(places))
+        own, told = distributed_c10d.get_rank(), msgspec.json.encode(places).decode()
+        for name, handle in handles.items():
+            place = f"{name}/{own}"
+            store.set(place, handle.lanes.group.met.key.seal(place, told))
         inside = [handle for name, handle in handles.items() if places[name].inside]
         for rank, handle in [(rank, each) for each in inside for rank in each.lanes.group.global_ranks]:
-            if rank == own or not store.check([str(rank)]):
+            place = f"{handle.lanes.name}/{rank}"
+            if rank == own or not store.check([place]):
                 continue
-            theirs = msgspec.json.decode(store.get(str(rank)), type=dict[str, StepPlace])
+            said = handle.lanes.group.met.key.unseal(place, store.get(place))
+            if said is None:  # no rank wrote it
+                continue
+            theirs = msgspec.json.decode(said, type=dict[str, StepPlace])
             mine = places[handle.lanes.name]
             others = [name for name, at in places.items() if at.has_yet_to_come_to(theirs.get(name))]
             if others and (there := theirs.get(handle.lanes.name)) is not None and there.has_yet_to_come_to(mine):

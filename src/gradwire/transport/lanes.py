@@ -391,21 +391,30 @@ def _say_if_uneven(group: Group) -> None:
 class RollCall:
     """After a failure the ranks that noticed sign in the rendezvous store; who does not sign is who was waited for.
 
-    The store has a connection of its own, made at the start, and is only asked from a thread with a deadline: the rank
-    that hosts it may be the one that died. A rank that could not do its part, or got other bytes than were sent, signs with
-    its error, which all others raise too.
+    The store has a connection of its own, made at the start in a thread of its own, since nothing waits for it. It is only
+    asked from a thread with a deadline: the rank that hosts it may be the one that died. A rank that could not do its part, or
+    got other bytes than were sent, signs with its error, which all others raise too. Signatures are sealed with the group's key:
+    others than ranks reach the store too, and what they write counts for nothing.
     """
 
     def __init__(self, group: Group, name: str) -> None:
-        self._group, self._signed = group, "here"
+        self._group, self._signed, self._key = group, "here", group.met.key
         self._store: Any = None
+        self._connecting = threading.Thread(target=self._connect, args=(name,), name="gradwire-roll-call", daemon=True)
+        self._connecting.start()
+
+    def _connect(self, name: str) -> None:
         with suppress(Exception):
-            self._store = group.store(f"{name}/failed").clone()
+            self._store = self._group.store(f"{name}/failed").clone()
 
     def sign(self, words: str, patience_s: float) -> None:
         """Tell ranks that look for who failed that it was this one, and why."""
         self._signed = words
-        self._ask(lambda store: store.set(str(self._group.rank), words), patience_s)
+        self._ask(self._set, patience_s)
+
+    def _set(self, store: Any) -> None:
+        place = str(self._group.rank)
+        store.set(place, self._key.seal(place, self._signed))
 
     def missing(self, patience_s: float) -> tuple[list[int], dict[int, str]]:
         """Global ranks that did not sign within the patience, all others where the store is gone; and what ranks that failed
@@ -416,13 +425,15 @@ class RollCall:
 
         def call(store: Any) -> None:
             deadline = time.monotonic() + patience_s
-            store.set(str(group.rank), self._signed)
+            self._set(store)
             while time.monotonic() < deadline and len(signed) < group.world_size and not told:
                 for rank in range(group.world_size):
-                    if rank not in signed and store.check([str(rank)]):
-                        signed[rank] = store.get(str(rank)).decode()
-                        if signed[rank] != "here":
-                            told[group.global_ranks[rank]] = signed[rank]
+                    if rank in signed or not store.check([str(rank)]):
+                        continue
+                    if (words := self._key.unseal(str(rank), store.get(str(rank)))) is not None:
+                        signed[rank] = words
+                        if words != "here":
+                            told[group.global_ranks[rank]] = words
                 time.sleep(0.05)
 
         self._ask(call, patience_s)
@@ -431,6 +442,7 @@ class RollCall:
     def _ask(self, call: Callable[[Any], None], patience_s: float) -> None:
         def ask() -> None:
             with suppress(Exception):
+                self._connecting.join(patience_s)
                 if self._store is not None:
                     call(self._store)
 

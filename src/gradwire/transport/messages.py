@@ -87,7 +87,7 @@ class _Receiving(_Moving):
             self.bytes = memoryview(bytearray(count))
 
     def end(self) -> None:
-        if self._target is not None and self._staged is not self._target and self.problem is None:
+        if self._target is not None and self._staged is not None and self._staged is not self._target and self.problem is None:
             self._target.copy_(self._staged)
         self.is_done = True
 

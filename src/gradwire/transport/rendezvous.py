@@ -12,7 +12,7 @@ import selectors
 import socket
 import struct
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -42,6 +42,11 @@ _HELLO_S, _HURRIED_HELLO_S = 5.0, 0.5
 _STRANGERS = 32
 """How many connections without a proof are held at once, beyond those of ranks."""
 
+_TRIES = 5
+"""How often a rank is called that hangs up."""
+
+Called = tuple[int, str]
+"""The rank that is called, and the name of the mesh."""
 Steps = Generator[int, None, None]
 """One handshake: it yields the event that it waits for."""
 
@@ -127,8 +132,7 @@ class Rendezvous:
         with _Handshakes() as handshakes:
             for peer in reversed(range(self._rank)):
                 for name in names:
-                    connection = socket.socket(_family(self._cards[peer].host), socket.SOCK_STREAM)
-                    handshakes.begin(connection, self._call(connection, peer, name), peer)
+                    self._begin_call(handshakes, peer, name)
             self._run(handshakes, names, time.monotonic() + patience_s)
         self._complete.update(names)
 
@@ -174,13 +178,20 @@ class Rendezvous:
         assert self._listener is not None
         higher = range(self._rank + 1, self._world_size)
         while missing := [peer for name in names for peer in range(self._world_size) if self._lacks(name, peer)]:
-            crowded = handshakes.visitors >= _STRANGERS + len(names) * len(higher)
-            listener = self._listener if not crowded and any(peer > self._rank for peer in missing) else None
-            for connection in handshakes.go_on(listener, until, _HURRIED_HELLO_S if crowded else _HELLO_S):
+            most = _STRANGERS + len(names) * len(higher)
+            ends = handshakes.drop_silent(_HURRIED_HELLO_S if handshakes.visitors >= most else _HELLO_S)
+            accepts = handshakes.visitors < most and any(peer > self._rank for peer in missing)
+            for connection in handshakes.go_on(self._listener if accepts else None, min(until, ends)):
                 handshakes.begin(connection, self._answer(connection), None)
+            for peer, name in handshakes.hung_up():
+                self._begin_call(handshakes, peer, name)
             if time.monotonic() > until:
                 ranks = ", ".join(map(str, sorted(set(missing))))
                 raise LinkError(missing[0], TimeoutError(f"no connection with ranks {ranks} in time"))
+
+    def _begin_call(self, handshakes: "_Handshakes", peer: int, name: str) -> None:
+        connection = socket.socket(_family(self._cards[peer].host), socket.SOCK_STREAM)
+        handshakes.begin(connection, self._call(connection, peer, name), (peer, name))
 
     def _lacks(self, name: str, peer: int) -> bool:
         return peer != self._rank and peer not in self._meshes[name]
@@ -229,8 +240,10 @@ class _Handshakes:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._open: dict[socket.socket, tuple[Steps, int | None, float]] = {}
-        """The steps of each connection, the rank that is called, and when the connection began."""
+        self._open: dict[socket.socket, tuple[Steps, Called | None, float]] = {}
+        """The steps of each connection, who is called, and when the connection began."""
+        self._tries: Counter[Called] = Counter()
+        self._hung_up: list[Called] = []
         self.visitors = 0
         """How many of them have called and not yet proved who they are."""
 
@@ -243,31 +256,43 @@ class _Handshakes:
             connection.close()
         self._selector.close()
 
-    def begin(self, connection: socket.socket, steps: Steps, peer: int | None) -> None:
-        """`peer`: the rank that is called; None for whoever called. Raises LinkError where calling fails."""
+    def begin(self, connection: socket.socket, steps: Steps, called: Called | None) -> None:
+        """`called`: None for whoever called. Raises LinkError where calling fails."""
         connection.setblocking(False)
-        self._open[connection] = steps, peer, time.monotonic()
-        self.visitors += peer is None
+        self._open[connection] = steps, called, time.monotonic()
+        if called is None:
+            self.visitors += 1
+        else:
+            self._tries[called] += 1
         self._step(connection)
 
-    def go_on(self, listener: socket.socket | None, until: float, hello_s: float) -> Iterator[socket.socket]:
-        """Wait for the next events, and drop whoever called and did not prove anything in `hello_s`. Yields who has called.
-        Raises LinkError where calling a rank fails."""
+    def hung_up(self) -> list[Called]:
+        """Who is to be called again: among many strangers a rank that takes long may be dropped too."""
+        found, self._hung_up = self._hung_up, []
+        return found
+
+    def drop_silent(self, hello_s: float) -> float:
+        """Drop whoever called and did not prove anything in `hello_s`. When the next one is due."""
         now = time.monotonic()
-        began = {each: began for each, (_, peer, began) in self._open.items() if peer is None}
+        began = {each: since for each, (_, called, since) in self._open.items() if called is None}
         for connection in [each for each, since in began.items() if since + hello_s <= now]:
             del began[connection]
             self._end(connection)
             connection.close()
+        return min(began.values(), default=now + _PATIENCE_S) + hello_s
+
+    def go_on(self, listener: socket.socket | None, until: float) -> Iterator[socket.socket]:
+        """Wait for the next events. Yields who has called. Raises LinkError where calling a rank fails."""
         with self._watching(listener):
-            ready = self._selector.select(max(0.0, min([until, *(since + hello_s for since in began.values())]) - now))
+            ready = self._selector.select(max(0.0, until - time.monotonic()))
         for key, _ in ready:
             if key.fileobj is not listener:
                 self._step(key.fileobj)  # type: ignore[arg-type]
                 continue
             try:
-                while True:
-                    yield listener.accept()[0]  # type: ignore[union-attr]
+                for _ in range(_STRANGERS):
+                    assert listener is not None
+                    yield listener.accept()[0]
             except (BlockingIOError, ConnectionError):  # nobody more; somebody who left again
                 pass
             except OSError as error:
@@ -282,7 +307,7 @@ class _Handshakes:
             self._selector.unregister(listener)
 
     def _step(self, connection: socket.socket) -> None:
-        steps, peer, _ = self._open[connection]
+        steps, called, _ = self._open[connection]
         try:
             event = next(steps)
         except StopIteration:
@@ -291,8 +316,10 @@ class _Handshakes:
         except OSError as error:
             self._end(connection)
             connection.close()
-            if peer is not None:
-                raise LinkError(peer, error) from error
+            if called is not None and isinstance(error, ConnectionResetError) and self._tries[called] < _TRIES:
+                self._hung_up.append(called)
+            elif called is not None:
+                raise LinkError(called[0], error) from error
             return
         if connection in self._selector.get_map():
             self._selector.modify(connection, event)
@@ -300,8 +327,8 @@ class _Handshakes:
             self._selector.register(connection, event)
 
     def _end(self, connection: socket.socket) -> None:
-        _, peer, _ = self._open.pop(connection)
-        self.visitors -= peer is None
+        _, called, _ = self._open.pop(connection)
+        self.visitors -= called is None
         with suppress(KeyError):
             self._selector.unregister(connection)
 

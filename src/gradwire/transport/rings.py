@@ -1,9 +1,11 @@
 """Rings: memory that two ranks of a node share, so that their messages need no system call for each part (csrc/ring.hpp).
 
-The memory has no name. It is gone with the last process that has it, however that ends.
+The memory has no name. It is gone with the last process that has it, however that ends. Its size is sealed, since a rank that
+made it shorter would end the other one by SIGBUS.
 """
 
 import ctypes
+import fcntl
 import mmap
 import os
 import weakref
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 _HEAD_BYTES = 128
 """Twin of `Ring` in csrc/ring.hpp: its size. The bytes follow it."""
 _LARGEST, _SMALLEST = 2**20, 2**16
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def ring_bytes(ranks: int) -> int:
@@ -53,9 +56,10 @@ class Handles:
         """`capacity`: of each ring, a multiple of 64. Raises OSError where there is no memory or no descriptor left."""
         opened: list[int] = []
         try:
-            opened.append(os.memfd_create("gradwire"))
+            opened.append(os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             # a lack of memory shows here, not by SIGBUS in a step
             os.posix_fallocate(opened[0], 0, memory_bytes(capacity))
+            fcntl.fcntl(opened[0], fcntl.F_ADD_SEALS, _SEALS)
             opened += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
         except BaseException:
             for number in opened:
@@ -78,7 +82,9 @@ class Rings:
     """The two rings of a pair of ranks on one lane, seen from one of them."""
 
     def __init__(self, handles: Handles, maker: bool, capacity: int) -> None:
-        """Takes the handles over, unless it raises OSError. `maker`: whether this rank made them."""
+        """Adopts the handles, unless it raises OSError. `maker`: whether this rank made them."""
+        if fcntl.fcntl(handles.memory, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError("the memory's size is not sealed")
         self._memory = mmap.mmap(handles.memory, memory_bytes(capacity))
         os.close(handles.memory)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))

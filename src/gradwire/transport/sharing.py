@@ -1,6 +1,7 @@
 """Lets wires between ranks of a node pass messages through memory, where the system allows it (else TCP carries them)."""
 
 import errno
+import hmac
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ SWITCH = "GRADWIRE_SHARED_MEMORY"
 """Ranks of a node use TCP where this variable is `off` for one of them."""
 _HELLO = struct.Struct("<16sI")
 """A token of the listener, and the rank."""
+_CREDENTIALS = struct.Struct("3i")
+"""Linux's ucred: process, user, group."""
 _PATIENCE_S = 10.0
 
 
@@ -34,13 +37,14 @@ def share_memory_of_nodes(control: Link, grid: Grid, wires: Sequence[Wire]) -> N
     until = time.monotonic() + min(_PATIENCE_S, 0.2 * control.timeout.total_seconds())
     offer = MemoryOffer(grid, len(wires), until)
     try:
-        problems = _problems(control, offer.make)
-        card = json.dumps({"address": offer.address.hex(), "token": offer.token.hex()})
-        cards = [json.loads(raw) for raw in gather_bytes(control, card.encode())]
+        card = {"problem": _problem(offer.make), "address": offer.address.hex(), "token": offer.token.hex()}
+        cards = [json.loads(raw) for raw in gather_bytes(control, json.dumps(card).encode())]
+        problems = [card["problem"] for card in cards]
         # a listener's queue holds what nobody has accepted yet: so all know who failed before anybody waits
         for step in (lambda: offer.give(cards), offer.get):
             mine = {rank: problems[rank] for rank in grid.group("intra") if problems[rank]}
-            problems = _problems(control, (lambda: None) if mine else step, problems)
+            own = problems[control.rank] or ("" if mine else _problem(step))
+            problems = [raw.decode() for raw in gather_bytes(control, own.encode())]
         if not any(problems[rank] for rank in grid.group("intra")):
             offer.attach(wires)
         _tell(grid, problems)
@@ -48,14 +52,13 @@ def share_memory_of_nodes(control: Link, grid: Grid, wires: Sequence[Wire]) -> N
         offer.close()
 
 
-def _problems(control: Link, step: Callable[[], None], before: Sequence[str] = ()) -> list[str]:
-    """Do a step that may fail on some ranks; why it did, or a step `before`, by rank."""
-    problem = before[control.rank] if before else ""
+def _problem(step: Callable[[], None]) -> str:
+    """Do a step that may fail on some ranks; why it did, or ''."""
     try:
         step()
     except (OSError, ValueError, AttributeError) as error:  # AttributeError: a system that lacks the call
-        problem = str(error)
-    return [raw.decode().strip() for raw in gather_bytes(control, problem.encode() or b" ")]
+        return str(error) or type(error).__name__
+    return ""
 
 
 class MemoryOffer:
@@ -112,6 +115,8 @@ class MemoryOffer:
                         f"{error.strerror} by the Unix socket of rank {peer}. Ranks share memory inside one network namespace, "
                         "not from one container to another, nor where two machines have one host name",
                     ) from error
+                if (user := _user_of(connection)) != os.geteuid():
+                    raise OSError(errno.EPERM, f"rank {peer} is a process of user {user}, and this one of user {os.geteuid()}")
                 hello = _HELLO.pack(bytes.fromhex(cards[peer]["token"]), self._rank)
                 socket.send_fds(connection, [hello], [number for handles in lanes for number in handles.numbers])
             self._map(peer, lanes, True)
@@ -125,22 +130,25 @@ class MemoryOffer:
                 connection, _ = self._listener.accept()
             except TimeoutError as error:
                 raise OSError(f"no memory came from ranks {missing} in time") from error
-            told, numbers = self._heard(connection)
-            count, peer = 3 * self._lanes, _HELLO.unpack(told)[1] if len(told) == _HELLO.size else -1
-            if told.startswith(self.token) and peer in missing and len(numbers) == count:
+            told, numbers = self._received(connection)
+            token, peer = _HELLO.unpack(told) if len(told) == _HELLO.size else (b"", -1)
+            count, known = 3 * self._lanes, hmac.compare_digest(token, self.token)
+            if known and peer in missing and len(numbers) == count:
                 lanes = zip(*[iter(numbers)] * 3, strict=True)
                 self._map(peer, [Handles(memory, (bell, other)) for memory, bell, other in lanes], False)
                 continue
             for number in numbers:
                 os.close(number)
-            if told.startswith(self.token):  # else it was somebody else
+            if known:  # else it was somebody else
                 raise OSError(errno.EMFILE, f"rank {peer} sent {count} descriptors and {len(numbers)} came. {self._needs}")
 
-    def _heard(self, connection: socket.socket) -> tuple[bytes, list[int]]:
+    def _received(self, connection: socket.socket) -> tuple[bytes, list[int]]:
+        """Receive the bytes and descriptors that a process of the same user sent; none from others."""
         with connection, suppress(OSError):
-            connection.settimeout(1.0)
-            told, numbers, _, _ = socket.recv_fds(connection, _HELLO.size, 3 * self._lanes, socket.MSG_CMSG_CLOEXEC)
-            return told, numbers
+            if _user_of(connection) == os.geteuid():
+                connection.settimeout(1.0)
+                told, numbers, _, _ = socket.recv_fds(connection, _HELLO.size, 3 * self._lanes, socket.MSG_CMSG_CLOEXEC)
+                return told, numbers
         return b"", []
 
     def _map(self, peer: int, lanes: list[Handles], maker: bool) -> None:
@@ -166,6 +174,12 @@ class MemoryOffer:
         for rings in (each for mapped in self._mapped.values() for each in mapped):
             rings.close()
         self._made, self._mapped = {}, {}
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end."""
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)
 
 
 def _tell(grid: Grid, problems: Sequence[str]) -> None:
