@@ -154,7 +154,7 @@ class _MeetingOfThreads:
     def why_no_wires(self) -> str:
         return "threads of one process have no connections"
 
-    def why_too_few(self, meshes: int) -> str:
+    def why_too_few(self, meshes: Sequence[str]) -> str:
         return ""
 
     def close(self) -> None:

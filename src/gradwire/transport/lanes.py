@@ -136,7 +136,9 @@ class Lanes:
         # a margin below the caller's timeout, so that the error is raised, with the ranks' names, within it
         self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
         try:
-            self.group = self.group.meet(self._timeout, ["control", HEARTBEATS])
+            # the lanes of a model on the CPU too, which saves round trips; those of a GPU are known when the model is
+            early = [] if torch.cuda.is_available() else [*map(str, range(CPU_LANES)), *meshes_of(CPU_LANES)]
+            self.group = self.group.meet(self._timeout, ["control", HEARTBEATS, *early])
         except LinkError as error:
             raise CommunicationError(
                 f"rank {self._own_rank}: ranks could not begin: one died, stalled or did not make the same call; see its log. "
@@ -187,8 +189,9 @@ class Lanes:
             self.offload = offload_lanes(device)
             lanes = (CPU_LANES if device.type == "cpu" else 1) + self.offload
             wires = CPU_LANES if kind_of(device) == "cpu" and self.group.has_wires else 0
-            names = ([] if uses_nccl(device) else [*map(str, range(lanes))]) + meshes_of(self.group, wires)
-            if problem := meeting.why_too_few(len(names)):
+            names = [] if uses_nccl(device) else [*map(str, range(lanes))]
+            names += [] if meeting.why_no_wires() else meshes_of(wires)
+            if problem := meeting.why_too_few(names):
                 facts = {**facts, "error": problem}
         self._told_first(lambda link: agree(link, facts, self.group.global_ranks))
         if device is None:

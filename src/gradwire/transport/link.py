@@ -116,8 +116,8 @@ class GroupMeeting(Protocol):
         """Why C++ cannot run phases; '' if it can. The same on all ranks."""
         ...
 
-    def why_too_few(self, meshes: int) -> str:
-        """Why this process cannot have so many meshes more; '' if it can."""
+    def why_too_few(self, meshes: Sequence[str]) -> str:
+        """Why this process cannot have these meshes, as far as they are not there yet; '' if it can."""
         ...
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class Group:
 
     def meet(self, timeout: timedelta | None = None, meshes: Sequence[str] = ()) -> Self:
         """This group after its ranks have met: they know each other's nodes and addresses, and are connected by the meshes of
-        these names. Collective. timeout: None for the group's. Raises LinkError, and DisagreementError for another version."""
+        these names. Collective. timeout: None for the group's. Raises LinkError, and what `Rendezvous` raises on all ranks."""
         with transfer():
             drawn = self._from_rank_0(secrets.token_bytes(_NAME_BYTES + KEY_BYTES))
         name, key = drawn[:_NAME_BYTES].hex(), JobKey(drawn[_NAME_BYTES:])

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from gradwire._version import __version__
-from gradwire.errors import DisagreementError
+from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.kernels.cpu import available
 from gradwire.transport.addresses import own_address, why_too_few
 from gradwire.transport.keys import PROOF_BYTES, JobKey
@@ -57,6 +57,8 @@ class Card(msgspec.Struct):
     version: str
     frame: int
     node: str
+    meshes: list[str]
+    """The connections that it wants at once."""
     host: str = ""
     port: int = 0
     nonce: str = ""
@@ -80,8 +82,11 @@ class Rendezvous:
         timeout: timedelta,
         meshes: Sequence[str] = (),
     ) -> None:
-        """Connects `meshes`. Collective. `store`: with a prefix of this group's own. Raises LinkError where a rank did not come
-        or cannot connect, DisagreementError on all ranks for versions that do not understand each other."""
+        """Connects the `meshes` that all ranks want at once. Collective. `store`: with a prefix of this group's own.
+
+        Raises on all ranks: DisagreementError for versions that do not understand each other, CommunicationError where a rank
+        cannot connect at all. Raises LinkError where a rank did not come or is not reached.
+        """
         self.name, self.key = name, key
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
         self._meshes: defaultdict[str, Mesh] = defaultdict(dict)
@@ -89,17 +94,17 @@ class Rendezvous:
         """The names of the meshes that have all their connections."""
         self._nonce = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
-        card = Card(__version__, _FRAME, node, nonce=self._nonce.hex(), no_wires=why_no_wires())
+        card = Card(__version__, _FRAME, node, list(meshes), nonce=self._nonce.hex(), no_wires=why_no_wires())
         if world_size > 1:
             try:
                 self._listener = _listen(own_address(store))
                 card.host, card.port = self._listener.getsockname()[:2]
             except OSError as error:
                 card.problem = str(error)
-            card.problem = card.problem or self.why_too_few(len(meshes)) or _why_not_plain()
+            card.problem = card.problem or self.why_too_few(meshes) or _why_not_plain()
         try:
             self._cards = self._exchange(card, store) if world_size > 1 else [card]
-            self.connect(meshes)
+            self.connect([name for name in meshes if all(name in other.meshes for other in self._cards)])
         except BaseException:
             self.close()
             raise
@@ -113,9 +118,9 @@ class Rendezvous:
         """The ranks that cannot run phases in C++, and why; '' if all can. The same on all ranks."""
         return "; ".join(f"rank {rank}: {card.no_wires}" for rank, card in enumerate(self._cards) if card.no_wires)
 
-    def why_too_few(self, meshes: int) -> str:
-        """Why this process cannot have so many meshes more; '' if it can."""
-        return why_too_few(meshes * (self._world_size - 1))
+    def why_too_few(self, meshes: Sequence[str]) -> str:
+        """Why this process cannot have these meshes, as far as they are not there yet; '' if it can."""
+        return why_too_few(len(set(meshes) - self._complete) * (self._world_size - 1))
 
     def mesh(self, name: str) -> Mesh:
         """The connections of this name, to each other rank. The caller closes them."""
@@ -125,8 +130,9 @@ class Rendezvous:
         return self._meshes.pop(name, {})
 
     def connect(self, names: Sequence[str]) -> None:
-        """Make the meshes of these names, which `mesh` gives out. Collective. Raises LinkError."""
-        if self._world_size == 1:
+        """Make the meshes of these names that are not there yet; `mesh` gives them out. Collective. Raises LinkError."""
+        names = [name for name in names if name not in self._complete]
+        if self._world_size == 1 or not names:
             return
         patience_s = min(_PATIENCE_S + _PATIENCE_A_RANK_S * self._world_size, 0.4 * self._timeout.total_seconds())
         with _Handshakes() as handshakes:
@@ -154,7 +160,8 @@ class Rendezvous:
         places = [f"card/{rank}" for rank in range(self._world_size)]
         try:
             store.set(places[self._rank], self.key.seal(places[self._rank], msgspec.json.encode(card).decode()))
-            store.wait(places, self._timeout)
+            if store.timeout > 2 * self._timeout:  # a store of longer patience; else this would be one more round trip
+                store.wait(places, self._timeout)
             sealed = [self.key.unseal(*both) for both in zip(places, map(bytes, store.multi_get(places)), strict=True)]
         except Exception as error:
             raise LinkError(None, error) from error
@@ -167,9 +174,12 @@ class Rendezvous:
                     f"ranks disagree on the version of gradwire: rank 0 has {cards[0].version} (messages of form "
                     f"{cards[0].frame}), rank {rank} has {other.version} (form {other.frame}). Install the same version on "
                     "every rank."
-                ).about([0, rank])
-        if problems := [f"rank {rank}: {other.problem}" for rank, other in enumerate(cards) if other.problem]:
-            raise LinkError(None, OSError("; ".join(problems)))
+                )
+        if unable := [rank for rank, other in enumerate(cards) if other.problem]:
+            more = f"; so do {len(unable) - 1} other ranks" if len(unable) > 1 else ""
+            raise CommunicationError(f"no rank begins, since rank {unable[0]} says: {cards[unable[0]].problem}{more}.").about(
+                unable
+            )
         return cards
 
     # ---- handshakes

@@ -12,9 +12,9 @@ HEARTBEATS = "heartbeats"
 """The name of the mesh for heartbeats."""
 
 
-def meshes_of(group: Group, lanes: int) -> list[str]:
-    """The names of the meshes for so many wires; none where a rank cannot run phases in C++."""
-    return [] if group.met.why_no_wires() else [f"wire {number}" for number in range(lanes)]
+def meshes_of(lanes: int) -> list[str]:
+    """The names of the meshes for so many wires."""
+    return [f"wire {number}" for number in range(lanes)]
 
 
 def make_wires(control: Link, group: Group, lanes: int) -> list[Wire]:
@@ -25,6 +25,6 @@ def make_wires(control: Link, group: Group, lanes: int) -> list[Wire]:
             log.warning("Python exchanges gradients, which takes longer, since not all ranks can do it in C++: %s", problem)
         return []
     timeout_s = control.timeout.total_seconds()
-    made = [Wire(group.world_size, group.met.mesh(name), timeout_s) for name in meshes_of(group, lanes)]
+    made = [Wire(group.world_size, group.met.mesh(name), timeout_s) for name in meshes_of(lanes)]
     share_memory_of_nodes(control, group.grid, made)
     return made
