@@ -374,7 +374,7 @@ class _Hub:
 
 
 class _HubBackend:
-    """One rank's end of a link: what a link uses of gloo."""
+    """One rank's end of a link."""
 
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
