@@ -3,8 +3,8 @@
 from gradwire.auto.accuracy import check_schedules
 from gradwire.auto.adaptive_bits import AdaptiveBitsDriver
 from gradwire.auto.correcting import CorrectionPeriods
-from gradwire.auto.decision import AutoDecision
+from gradwire.auto.decision import AutoDecision, say
 from gradwire.auto.driver import Auto
 from gradwire.auto.tuning import Tuning
 
-__all__ = ["AdaptiveBitsDriver", "Auto", "AutoDecision", "CorrectionPeriods", "Tuning", "check_schedules"]
+__all__ = ["AdaptiveBitsDriver", "Auto", "AutoDecision", "CorrectionPeriods", "Tuning", "check_schedules", "say"]

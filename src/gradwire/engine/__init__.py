@@ -3,10 +3,10 @@
 from gradwire.engine.prepare import facts, prepare
 from gradwire.engine.reducer import Observer, reset
 from gradwire.engine.registry import REGISTRY
-from gradwire.engine.saving import SET, load_state, state_of
+from gradwire.engine.saving import SET, load_state, state_of, state_of_decision
 from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
-from gradwire.engine.session import FirstDriver, Session, compiled
+from gradwire.engine.session import FirstDriver, GradientWatcher, Session, compiled
 from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, Patch, tensors_in
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "EndsLater",
     "FirstDriver",
     "GradientHooks",
+    "GradientWatcher",
     "ModelHook",
     "Observer",
     "Patch",
@@ -30,5 +31,6 @@ __all__ = [
     "prepare",
     "reset",
     "state_of",
+    "state_of_decision",
     "tensors_in",
 ]

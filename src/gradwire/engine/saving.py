@@ -201,10 +201,14 @@ def _decided(session: Session) -> dict[str, torch.Tensor]:
     """The fields of a state for a plan that nothing but this run knows."""
     if session.driver is None:
         return {}
-    kept = {"decided": torch.frombuffer(bytearray(session.plan.to_json(None).encode()), dtype=torch.uint8)}
-    if isinstance(session.driver, KeepsMeasurements):
-        kept |= session.driver.state(session)
-    return kept | {"searching": torch.tensor(1)} if session.driver.searching else kept
+    measured = session.driver.state(session) if isinstance(session.driver, KeepsMeasurements) else {}
+    return state_of_decision(session.plan, session.driver.searching) | measured
+
+
+def state_of_decision(plan: Plan, searching: bool) -> dict[str, torch.Tensor]:
+    """The fields of a rank's state for a plan that gradwire chose. searching: whether it was only being tried."""
+    kept = {"decided": torch.frombuffer(bytearray(plan.to_json(None).encode()), dtype=torch.uint8)}
+    return kept | {"searching": torch.tensor(1)} if searching else kept
 
 
 def _plan_to_resume(session: Session, saved: Saved) -> Plan:

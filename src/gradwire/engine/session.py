@@ -21,7 +21,14 @@ from gradwire.engine.reducer import Observer, Reducer, announce_change, taken_in
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import PutsOff, ShardsOptimizer, TrainingJob
 from gradwire.engine.schedules.factory import make_schedule, why_not
-from gradwire.engine.torch_hooks.hooks import ModelHook, leave_hooks_behind, scale_of_this_backward, tensors_in, watch_scalers
+from gradwire.engine.torch_hooks.hooks import (
+    GradientHooks,
+    ModelHook,
+    leave_hooks_behind,
+    scale_of_this_backward,
+    tensors_in,
+    watch_scalers,
+)
 from gradwire.engine.torch_hooks.lazy_tensors import looking
 from gradwire.engine.torch_hooks.optimizer_step import hear, hear_no_more
 from gradwire.engine.torch_hooks.splitting import compiled_frames
@@ -192,6 +199,14 @@ class KeepsMeasurements(Protocol):
         ...
 
 
+class GradientWatcher(Protocol):
+    """Is called for each gradient."""
+
+    def ready(self, index: int) -> None:
+        """The gradient of the parameter with this number is ready."""
+        ...
+
+
 class Session(Observer):
     """Keeps one model, its parameters, its plan and its reducer together.
 
@@ -251,6 +266,26 @@ class Session(Observer):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that `parallelize` was given and that are still there."""
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    @property
+    def step(self) -> int:
+        """The number of steps that counted so far."""
+        return self.reducer.step
+
+    @property
+    def active(self) -> list[int]:
+        """The ranks that had a batch in the last step."""
+        return self.reducer.active
+
+    @property
+    def first_gradient_s(self) -> float:
+        """The moment when the step's first gradient became ready (time.perf_counter); 0 if none was seen."""
+        return self.reducer.first_gradient_s
+
+    def watch_gradients(self, watcher: "GradientWatcher") -> Callable[[], None]:
+        """Call watcher.ready(index) when the gradient of a parameter, numbered as `tensors` are, becomes ready, as long as the
+        watcher lives. Returns what ends this."""
+        return GradientHooks(watcher, None, lambda each, index, *_: each.ready(index), self.parameters.values()).remove
 
     def settle(self) -> None:
         """Wait until nothing is under way and all that a script can see is as it should be. Launches nothing."""

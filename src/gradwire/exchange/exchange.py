@@ -319,6 +319,16 @@ class Exchange:
         self._become(made)
         self.step = saved.step
 
+    def change_to(self, plan: Plan) -> None:
+        """Run another plan of the same tensors from the next step on. Between steps, with an equal plan on every rank; sends
+        nothing. What residuals hold goes into the new plan's. Raises PlanError, and changes nothing, for a plan that does not
+        fit the tensors or that this version cannot run; StepStateError while a step runs."""
+        self._check_idle("change_to")
+        plan.check_against([info_of(name, like(tensor)) for name, tensor in self._tensors.items()])
+        made = self._running(plan, self.step)
+        made.residuals.take_over(self.residuals.carried())
+        self._become(made)
+
     def stats(self) -> ExchangeStats:
         """Statistics of the steps so far, on this rank."""
         codec_us = 1e6 * sum(meter.codec_seconds for meter in self.meters)
@@ -559,8 +569,11 @@ class Exchange:
             put_back_shards(self._buckets[slot.bucket], slot, source)
 
     def _with_specs_of(self, step: int) -> "Exchange":
+        return self._running(self.plan, step)
+
+    def _running(self, plan: Plan, step: int) -> "Exchange":
         likes = {name: like(tensor) for name, tensor in self._tensors.items()}
-        return Exchange.on(self.lanes, likes, self.plan, step, in_place=True)
+        return Exchange.on(self.lanes, likes, plan, step, in_place=True)
 
     def _become(self, made: "Exchange") -> None:
         """Go on with the buckets of another exchange of the same tensors."""
