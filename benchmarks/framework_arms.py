@@ -33,6 +33,7 @@ WARMUP_STEPS, DECIDING_STEPS, TURN_STEPS = 4, 20, 3
 BATCH, LENGTH, WORDS = 4, 64, 4608
 PLAN = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2)))
 """The plan that auto chooses on such links in the class "safe"."""
+ROUNDED = "auto, parameters in 8 bits"
 Arm = Callable[[int, Callable[[], None]], None]
 """A training of so many steps, which calls the function after each step."""
 
@@ -218,6 +219,23 @@ def hook(way: str, steps: int, stepped: Callable[[], None]) -> None:
         handle.detach()
 
 
+def sharded(way: str, steps: int, stepped: Callable[[], None]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    from gradwire.integrations import fsdp2
+
+    model, exchanges = gpt2(), None
+    for module in (*model.transformer.h, model) if way != "floor" else ():
+        fully_shard(module)
+    plans: dict[str, Any] = {"4 bits": gw.QSGD(bits=4), "2 bits": gw.ErrorFeedback(gw.QSGD(bits=2))}
+    if way != "floor" and way != "native":
+        rounded = gw.QSGD(bits=8) if way == ROUNDED else None
+        exchanges = fsdp2.compress(model, plans.get(way, "auto"), parameters=rounded)
+    _loop(model, adamw(model), steps, stepped)
+    if exchanges is not None:
+        exchanges.close()
+
+
 def hsdp(way: str, steps: int, stepped: Callable[[], None]) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -228,12 +246,12 @@ def hsdp(way: str, steps: int, stepped: Callable[[], None]) -> None:
     grid = (size, 1) if size == 2 else (size // 2, 2)
     mesh = init_device_mesh("cpu", grid, mesh_dim_names=("between", "inside"))
     model, exchanges = gpt2(), None
-    shards = {"native": mesh, "gradwire": mesh["inside"], "floor": mesh["inside"]}[way]
+    shards = mesh if way == "native" else mesh["inside"]
     for block in model.transformer.h:
         fully_shard(block, mesh=shards)
     fully_shard(model, mesh=shards)
-    if way == "gradwire":
-        exchanges = fsdp2.replicate(model, mesh["between"].get_group(), gw.QSGD(bits=4))
+    if way in ("gradwire", "auto"):
+        exchanges = fsdp2.replicate(model, mesh["between"].get_group(), "auto" if way == "auto" else gw.QSGD(bits=4))
     _loop(model, adamw(model), steps, stepped)
     if exchanges is not None:
         exchanges.close()
@@ -258,7 +276,8 @@ CELLS: dict[str, tuple[Callable[[str, int, Callable[[], None]], None], Sequence[
     "lightning": (lightning, WHOLE),
     "hook": (hook, ("floor", "ddp", "hook", "parallelize")),
     "auto": (hook, ("floor", "ddp", "auto hook", "auto")),
-    "hsdp": (hsdp, ("floor", "native", "gradwire")),
+    "fsdp2": (sharded, ("floor", "native", "4 bits", "2 bits", "auto", ROUNDED)),
+    "hsdp": (hsdp, ("floor", "native", "gradwire", "auto")),
 }
 
 

@@ -1,5 +1,6 @@
 """`gw.DDPState()`: plan="auto" in the hook of DistributedDataParallel."""
 
+import io
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -124,6 +125,26 @@ def resumed(_: None) -> tuple[str, str, bool]:
 def test_a_run_goes_on_bit_for_bit_under_the_plan_that_was_chosen(worlds: Worlds) -> None:
     for first, second, same in worlds.run(2, resumed, None):
         assert same and first == second
+
+
+def saved_whole(_: None) -> tuple[bool, bool]:
+    """Whether a copy of the whole DDP model computes what the model does, and a fresh hook can be registered with it."""
+    torch.manual_seed(3)
+    run, _state = wrapped(plain())
+    train(run, range(3))
+    file = io.BytesIO()
+    torch.save(run, file)
+    file.seek(0)
+    copied = torch.load(file, weights_only=False)
+    same = torch.equal(copied(batch(0)), run(batch(0)))
+    state = gw.DDPState()
+    copied.register_comm_hook(state, gw.ddp_hook)
+    train(copied, range(3))
+    return same, state.stats().steps == 3
+
+
+def test_the_whole_ddp_model_is_saved_without_the_hook(worlds: Worlds) -> None:
+    assert worlds.run(2, saved_whole, None) == [(True, True)] * 2
 
 
 def unlike(_: None) -> str:

@@ -39,7 +39,7 @@ from gradwire.auto.accuracy import (
 from gradwire.auto.change_watch import ChangeWatch, seconds_for
 from gradwire.auto.changes import StepPace
 from gradwire.auto.decision import AutoDecision, Tried, say
-from gradwire.auto.live import Job, Live, Stepped
+from gradwire.auto.live import DrivenJob, Live, Stepped
 from gradwire.auto.local import EXPOSED, local_offer, worth
 from gradwire.auto.measuring import CODECS_SECONDS, LONG_STEP_US, LOOK_STEPS, Look, cluster_of, codecs_of, scaled
 from gradwire.auto.planning import Offer, Seen, foreseen, offers
@@ -118,7 +118,7 @@ class Auto:
         cure = "Load the state with the accuracy= that it was saved with."
         return f"accuracy={self.accuracy!r} does not allow the saved plan's {lossy[0]}. {cure}" if lossy else ""
 
-    def resumed(self, session: Job, saved: Saved) -> None:
+    def resumed(self, session: DrivenJob, saved: Saved) -> None:
         """Go on from a saved state with the saved plan. If other ranks saved the plan, decide anew with this plan as
         the current one. If the plan was only on trial, decide anew without it."""
         live = Live(session)
@@ -131,7 +131,7 @@ class Auto:
         """Leave out the time until the next step's forward, because the script does something else now."""
         self._pace.pause()
 
-    def finished(self, session: Job) -> None:
+    def finished(self, session: DrivenJob) -> None:
         """End a step, and run the current phase."""
         live = Live(session)
         if live.infos is not self._infos:  # the model changed

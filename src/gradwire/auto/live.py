@@ -1,4 +1,4 @@
-"""A job as drivers need it (`Job`) and use it (`Live`), and a watch on how a script calls its optimizers (`Stepped`)."""
+"""A job as drivers need it (`DrivenJob`) and use it (`Live`), and a watch on how a script calls its optimizers (`Stepped`)."""
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ class HoldsBuckets(LanesObserver):
 _HOLDER = HoldsBuckets()
 
 
-class Job(Protocol):
+class DrivenJob(Protocol):
     """A model in training between two steps: that of a handle (`Session`), or that of a hook of DistributedDataParallel."""
 
     @property
@@ -99,12 +99,65 @@ class Job(Protocol):
         ...
 
 
-class Live:
+class AllRanks:
+    """All ranks that have these lanes, while no exchange runs. All methods communicate and are collective."""
+
+    def __init__(self, lanes: Lanes, device: torch.device) -> None:
+        self.lanes, self.device = lanes, device
+        self.group, self.grid = lanes.group, lanes.group.grid
+
+    @property
+    def step(self) -> int:
+        """The number of steps so far, for errors."""
+        return 0
+
+    def exchange(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Send numbers to all ranks. The returned function waits and returns the numbers of every rank."""
+        future = self.lanes.control.submit(partial(gather_bytes, text=struct.pack(f"<{len(numbers)}d", *numbers)))
+
+        def wait() -> list[list[float]]:
+            rows = self._result("measured times", future.result)
+            return [list(struct.unpack(f"<{len(raw) // 8}d", raw)) for raw in rows]
+
+        return wait
+
+    def made_by_first(self, make: Callable[[], str], instead: str) -> str:
+        """Return on all ranks a text that rank 0 makes. Return '' if making it failed with any exception, because the
+        other ranks wait for an answer. instead: what runs after a failure, for the log."""
+        text = ""
+        if self.group.rank == 0:
+            try:
+                text = make()
+            except Exception:
+                say_failed(instead)
+        return self.from_first(text)
+
+    def from_first(self, text: str) -> str:
+        """Return rank 0's text on all ranks."""
+        return self.from_all(text if self.group.rank == 0 else "")[0]
+
+    def from_all(self, text: str) -> list[str]:
+        """Return the texts of all ranks on all ranks."""
+        future = self.lanes.control.submit(partial(gather_bytes, text=text.encode() or b" "))
+        return [raw.decode().strip() for raw in self._result("the exchange of a decision", future.result)]
+
+    def on_lane(self, job: Callable[[Link], T]) -> T:
+        """Run a job on the first lane. Its link carries gradients."""
+        return self._result("the exchanges that measure links", self.lanes.data[0].submit(job).result)
+
+    def _result(self, what: str, result: Callable[[], T]) -> T:
+        try:
+            return result()
+        except LinkError as error:
+            raise self.lanes.broken(what, error, self.step) from error
+
+
+class Live(AllRanks):
     """A job between two steps. All methods that communicate are collective."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.device = job, job.device
-        self.group, self.grid, self.infos = job.group, job.group.grid, job.tensors
+    def __init__(self, job: DrivenJob) -> None:
+        super().__init__(job.lanes, job.device)
+        self.job, self.infos = job, job.tensors
         """The trainable tensors, in registration order. A change of the model makes another list."""
         self.plan_of = job.plan_of
         """Makes the plan of a policy for the tensors in gradient-ready order. All ranks get the same plan."""
@@ -160,7 +213,7 @@ class Live:
 
     def hold(self, on: bool) -> None:
         """Delay all sends of the next steps until the last gradient is ready, or stop delaying."""
-        self.job.lanes.observe(_HOLDER, on)
+        self.lanes.observe(_HOLDER, on)
 
     def why_not(self, schedule: Schedule) -> str:
         """Return why this rank's script cannot run a schedule or gains nothing by it; '' if it can."""
@@ -170,46 +223,6 @@ class Live:
         """Run this plan from the next step that begins. Raises PlanError on all ranks if the engine cannot run the plan."""
         if plan is not self.plan and plan.digest() != self.plan.digest():
             self.job.change_to(plan)
-
-    def exchange(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
-        """Send numbers to all ranks. The returned function waits and returns the numbers of every rank."""
-        future = self.job.lanes.control.submit(partial(gather_bytes, text=struct.pack(f"<{len(numbers)}d", *numbers)))
-
-        def wait() -> list[list[float]]:
-            rows = self._result("measured times", future.result)
-            return [list(struct.unpack(f"<{len(raw) // 8}d", raw)) for raw in rows]
-
-        return wait
-
-    def made_by_first(self, make: Callable[[], str], instead: str) -> str:
-        """Return on all ranks a text that rank 0 makes. Return '' if making it failed with any exception, because the
-        other ranks wait for an answer. instead: what runs after a failure, for the log."""
-        text = ""
-        if self.group.rank == 0:
-            try:
-                text = make()
-            except Exception:
-                say_failed(instead)
-        return self.from_first(text)
-
-    def from_first(self, text: str) -> str:
-        """Return rank 0's text on all ranks."""
-        return self.from_all(text if self.group.rank == 0 else "")[0]
-
-    def from_all(self, text: str) -> list[str]:
-        """Return the texts of all ranks on all ranks."""
-        future = self.job.lanes.control.submit(partial(gather_bytes, text=text.encode() or b" "))
-        return [raw.decode().strip() for raw in self._result("the exchange of a decision", future.result)]
-
-    def on_lane(self, job: Callable[[Link], T]) -> T:
-        """Run a job on the first lane. Its link carries gradients."""
-        return self._result("the exchanges that measure links", self.job.lanes.data[0].submit(job).result)
-
-    def _result(self, what: str, result: Callable[[], T]) -> T:
-        try:
-            return result()
-        except LinkError as error:
-            raise self.job.lanes.broken(what, error, self.step) from error
 
 
 class Stepped:

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.auto.changes import StepPace
-from gradwire.auto.live import Job, Live
+from gradwire.auto.live import AllRanks, DrivenJob, Live
 from gradwire.core import Cluster, Costs, Plan, Profile, Spec, TensorInfo, TensorProfile
 from gradwire.costs import us_per_byte
 from gradwire.profiler import Clock, cached_codecs, measure_links, measured_links
@@ -33,7 +33,7 @@ _UNKNOWN_GBPS = 100.0
 class StepMoments:
     """Records when gradients become ready, until `remove`."""
 
-    def __init__(self, job: Job, clock: Clock) -> None:
+    def __init__(self, job: DrivenJob, clock: Clock) -> None:
         self.rows: list[list[float]] = []
         """A row for each step: microseconds by parameter, in registration order; NaN for a parameter without gradient."""
         self._seen: dict[int, Any] = {}
@@ -124,7 +124,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
     return replace(profile, optimizer_us=factor * (profile.optimizer_us or 0.0), tensors=tuple(tensors))
 
 
-def cluster_of(live: Live, seconds: float) -> Cluster:
+def cluster_of(live: AllRanks, seconds: float) -> Cluster:
     """Measure the links, for about `seconds` each. Collective; all ranks return the same cluster."""
     grid, device = live.grid, live.device
     times = live.on_lane(lambda link: measure_links(link, grid, device, seconds))
@@ -142,6 +142,6 @@ def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[int]) -> float:
     return total_us
 
 
-def codecs_of(live: Live, specs: Sequence[Spec], seconds: float) -> Costs:
+def codecs_of(live: AllRanks, specs: Sequence[Spec], seconds: float) -> Costs:
     """Return the times of codecs on this machine. Specs that no earlier run measured are measured in about `seconds`."""
     return cached_codecs(specs, live.device, _CODEC_SIZES, seconds)

@@ -7,7 +7,7 @@ from gradwire.engine.saving import SET, load_state, state_of, state_of_decision
 from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
 from gradwire.engine.session import FirstDriver, GradientWatcher, Session, compiled
-from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, Patch, tensors_in
+from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, Patch, leave_hooks_behind, tensors_in
 
 __all__ = [
     "REGISTRY",
@@ -27,6 +27,7 @@ __all__ = [
     "check_optimizers",
     "compiled",
     "facts",
+    "leave_hooks_behind",
     "load_state",
     "prepare",
     "reset",

@@ -4,6 +4,7 @@ DDP calls the hook for each bucket, in the same order on all ranks. One exchange
 Its lanes work while backward runs, and the hook of the last bucket waits for them."""
 
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,9 +56,10 @@ class DDPState:
                 f"accuracy={accuracy!r} says what plan='auto' may choose from, and plan is {show(plan)}: leave one out."
             )
         self._job: DDPJob | None = None
+        self._group: Any = None  # DDP's group, once the model is found
+        self._model: Any = None  # a weak reference
         self._parameters: dict[str, torch.nn.Parameter] = {}  # by name, in the order of registration
         self._names: dict[torch.Tensor, str] = {}
-        self._group: Any = None  # DDP's group, once the model is found
         self._exchange: Exchange | None = None
         self._saved: dict[str, Any] = {}  # a state that the next step begins with
         self._order, self._order_known = list[str](), False  # names in the order for which the plan was made
@@ -65,7 +67,7 @@ class DDPState:
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DDPState, (self.plan or "auto", self.accuracy)  # a script saves the whole DDP model; torch restores no hooks
+        return DDPState, (self.plan or "auto", self.accuracy)  # a whole DDP model is saved; torch restores no hooks
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange one of DDP's buckets. The future gets the buffer, with mean gradients, after the step's last bucket."""
@@ -108,15 +110,14 @@ class DDPState:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of this rank's step, plan and residuals, with keys `rank{r}/...`; empty before the first step. Call it between
-        steps, and save the states of all ranks. A run continues bit for bit from the state after the second step (with
-        `static_graph` the third) or a later one."""
+        steps, and save those of all ranks. A run continues bit for bit from the second step (`static_graph`: the third) on."""
         if self._exchange is None:
             return dict(self._saved)
         state, names = self._exchange.state_dict(), list(self._parameters)
         key = next(key for key in state if key.endswith("/order"))
         state[key] = torch.tensor([names.index(name) for name in self._order])
-        of_rank = key.removesuffix("order")
-        return state if self._job is None else state | {f"{of_rank}{field}": value for field, value in self._job.state().items()}
+        chosen = self._job.state() if self._job is not None else {}
+        return state | {key.replace("order", field): value for field, value in chosen.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned: this rank's own state, or, with another number of ranks, the states of all ranks that
@@ -169,28 +170,27 @@ class DDPState:
         ordered = {name: self._parameters[name] for name in self._order}
         metas = {name: TensorMeta(tuple(each.shape), each.dtype, each.device) for name, each in ordered.items()}
         made = Exchange(metas, plan, self._group)
-        facts = {"plan of gw.DDPState": repr(driver), "state is of the same ranks": bool(saved and saved.own)}
-        resume_together(made, self._saved, facts)
+        own = f"{driver!r}, {bool(saved and saved.own)}"
+        resume_together(made, self._saved, {"driver of gw.DDPState, and whether its state is of these ranks": own})
         self._exchange, self._saved = made, {}
         if driver is not None:
-            self._job = DDPJob(model_of(self), self._parameters, made, driver)
+            self._job = DDPJob(self._model(), self._parameters, made, driver)
             if saved is not None:
                 driver.resumed(self._job, saved)
 
     def _learn_order(self) -> None:
         """Plan again in gradient-ready order, which is the second order of DDP's buckets and the same on all ranks."""
         exchange, came = self._exchange, self._came[-1]
-        if exchange is None or self._order_known or isinstance(self.plan, Plan) or self._came[0] == came:
+        if exchange is None or self._order_known or self.plan is None or isinstance(self.plan, Plan) or self._came[0] == came:
             return
         self._order, self._order_known = came, True
-        assert self.plan is not None
         infos, group = [info_of(name, self._parameters[name]) for name in came], exchange.group
         exchange.change_to(plan_for(self.plan, infos, group.world_size, group.grid.ranks_per_node_if_even)[0])
 
     def _find_model(self) -> None:
         if self._group is None:
             model = model_of(self)
-            self._group = model.process_group
+            self._group, self._model = model.process_group, weakref.ref(model)
             self._parameters = averaged(model.module, model.parameters_to_ignore)
             self._names = {parameter: name for name, parameter in self._parameters.items()}
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.auto import Auto, say
 from gradwire.core import Plan
-from gradwire.engine import GradientWatcher, ModelHook, state_of_decision, tensors_in
+from gradwire.engine import GradientWatcher, ModelHook, leave_hooks_behind, state_of_decision, tensors_in
 from gradwire.exchange import Exchange, StepReport, info_of
 from gradwire.plan import Policy
 
@@ -45,6 +45,7 @@ class DDPJob:
         self._came: list[str] = []
         self._bucket_bytes: list[int] = []
         self._watchers: list[weakref.ref[GradientWatcher]] = []
+        leave_hooks_behind(model)
         self._hook = model.register_forward_pre_hook(ModelHook(self, DDPJob._before_forward), with_kwargs=True)
 
     @property

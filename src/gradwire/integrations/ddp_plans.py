@@ -55,8 +55,9 @@ def averaged(model: torch.nn.Module, ignored: Collection[str]) -> dict[str, torc
 
 
 def model_of(state: object) -> DistributedDataParallel:
-    """Search all objects for the DDP model with this hook's state: DDP gives a hook neither names nor its model. Raises
-    StepStateError unless it is registered with one."""
+    """Search all objects for the DDP model with this hook's state: DDP gives a hook neither names nor its model. Call it once,
+    and first: after a `gc.freeze` of the script, what is there now is never collected. Raises StepStateError unless the state
+    is registered with one model."""
     models = (each for each in all_objects() if issubclass(type(each), DistributedDataParallel))
     found: list[DistributedDataParallel] = [
         each for each in models if any(kept is state for _, kept in vars(each).get("_comm_hooks", ()))

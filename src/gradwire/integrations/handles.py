@@ -111,7 +111,8 @@ def all_objects() -> list[Any]:
     """All objects that the garbage collector knows, those too that `gc.freeze` hides."""
     if not gc.get_freeze_count():
         return gc.get_objects()
-    gc.collect()  # what is garbage now would be frozen for good
+    for _ in range(3):  # what is garbage now would be frozen for good; some is found only when C++ has let go of it
+        gc.collect()
     gc.unfreeze()
     found = gc.get_objects()
     gc.freeze()
