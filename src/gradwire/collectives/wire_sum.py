@@ -112,11 +112,9 @@ class Way(Protocol):
 
     def reduce(self, made: Operations, tag: int, shared_with: Sequence[int]) -> None:
         """List the reduce-scatter: this rank's shard becomes the sum."""
-        ...
 
     def gather(self, made: Operations, tag: int) -> None:
         """List the all-gather of all shards."""
-        ...
 
 
 class Halving:

@@ -138,32 +138,25 @@ class Driver(Protocol):
     @property
     def decisions(self) -> Latest[Any]:
         """The last ones, in order."""
-        ...
 
     @property
     def searching(self) -> bool:
         """Whether the plan that runs is only being tried, so that a run which resumes is to decide anew."""
-        ...
 
     def finished(self, session: "Session") -> None:
         """A step counted; called at the end of its backward, on every rank. May change the session's plan."""
-        ...
 
     def recorded(self) -> Any:
         """The last decision, as the `Decision` of a recorded run."""
-        ...
 
     def refuses(self, plan: Plan, own: Plan) -> str:
         """Why it would not go on under a plan that was saved; '' if it would. own: what the policy it begins with makes."""
-        ...
 
     def resumed(self, session: "Session", saved: Saved) -> None:
         """The session took up a saved state, and with it the plan that was saved."""
-        ...
 
     def detached(self) -> None:
         """The session let go of the model."""
-        ...
 
 
 class FirstDriver(Driver, Protocol):
@@ -172,11 +165,9 @@ class FirstDriver(Driver, Protocol):
     @property
     def later_specs(self) -> Sequence[Spec]:
         """Specs that may run when something is decided, in addition to those of the first policy."""
-        ...
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """The policy that runs on so many ranks until something is decided."""
-        ...
 
 
 @runtime_checkable
@@ -185,11 +176,9 @@ class KeepsMeasurements(Protocol):
 
     def state(self, session: "Session") -> dict[str, torch.Tensor]:
         """How far it is between two of these steps, as in `gradwire.exchange.states`."""
-        ...
 
     def check(self, session: "Session", saved: Saved) -> None:
         """Raises ValueError unless `resumed` can go on with the measurement that was saved."""
-        ...
 
 
 class Session(Observer):
