@@ -75,6 +75,8 @@ class TunedSize:
 class Tuning(PlanDriver):
     """Driver of one handle with `gw.Tuned`."""
 
+    searching = True
+
     def __init__(self, tuned: Tuned) -> None:
         """Raises PlanError if the search needs a library that is missing."""
         if tuned.search == "bayes":
@@ -82,7 +84,6 @@ class Tuning(PlanDriver):
         super().__init__(tuned)
         self.tuned = tuned
         self.clock: Callable[[], float] = time.perf_counter
-        self.searching = True
         self._infos: list[TensorInfo] | None = None
         self._search: SizeSearch | None = None
         """The search; None on ranks other than 0."""
