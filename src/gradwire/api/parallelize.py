@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gradwire.api.handle import Handle
 from gradwire.auto import AdaptiveBitsDriver, Auto, CorrectionPeriods, Tuning, check_schedules
 from gradwire.core import Plan, Spec, as_schedule, number, show, whole
-from gradwire.engine import REGISTRY, FirstDriver, Session, check_optimizers, facts, prepare
+from gradwire.engine import REGISTRY, Driver, Session, check_optimizers, facts, prepare
 from gradwire.errors import PlanError
 from gradwire.plan import AdaptiveBits, Policy, Tuned
 from gradwire.transport import LONGEST_S, SHORTEST_S, Group, Lanes
@@ -65,7 +65,7 @@ def parallelize(
     if silence_s is not None:
         _check_silence(silence_s)
     lanes = Lanes(process_group, silence_s)
-    driver: FirstDriver | None = None
+    driver: Driver | None = None
     try:
         what = "steps from one comparison of weights to the next, 0 for never"
         whole("drift_check_steps", drift_check_steps, what, error=PlanError)
@@ -113,7 +113,7 @@ def _driver_of(
     accuracy: str,
     schedules: Sequence[str],
     ranks: int,
-) -> FirstDriver | None:
+) -> Driver | None:
     """Return the driver that changes the plan in a running job, None if it stays. Raises PlanError for arguments without
     effect."""
     if isinstance(plan, str) and plan == "auto":

@@ -1,13 +1,11 @@
 """Decisions of `plan="auto"`, and the lines that report them to the user."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from gradwire.core import Latest, Plan, Spec
-from gradwire.engine import Session
-from gradwire.exchange import Saved
+from gradwire.core import Plan, Spec
+from gradwire.engine import Driver
 from gradwire.record import Alternative
 from gradwire.record import Decision as Recorded
 
@@ -153,14 +151,11 @@ def unlike(plan: Plan, own: Plan, ways: Collection[Spec] = ()) -> str:
     return ""
 
 
-class PlanDriver:
+class PlanDriver(Driver):
     """The parts that drivers of policies share. given: the policy, `gw.AdaptiveBits` or `gw.Tuned` of the script."""
 
-    later_specs: Sequence[Spec] = ()
-    searching = False
-
     def __init__(self, given: object) -> None:
-        self.decisions = Latest[Any]()
+        super().__init__()
         self._given = given
 
     def __repr__(self) -> str:
@@ -173,9 +168,3 @@ class PlanDriver:
     def refuses(self, plan: Plan, own: Plan) -> str:
         """Return why a saved plan cannot come from the policy with other buckets; '' if it can."""
         return unlike(plan, own)
-
-    def resumed(self, session: Session, saved: Saved) -> None:
-        """Do nothing: the saved plan is all that a resumed run needs."""
-
-    def detached(self) -> None:
-        """Do nothing: the driver adds no hooks to the model."""

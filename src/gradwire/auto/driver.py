@@ -45,6 +45,7 @@ from gradwire.auto.measuring import CODECS_SECONDS, LONG_STEP_US, LOOK_STEPS, Lo
 from gradwire.auto.planning import Offer, Seen, foreseen, offers
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Backward, Costs, Identity, Latest, LocalSteps, Plan, Profile, TensorInfo, word
+from gradwire.engine import Driver
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
 from gradwire.plan import FLAT, Policy, Uniform
@@ -58,16 +59,18 @@ _Offered = tuple[list[_Planned], list[Candidate], _Planned | None]
 """The message of rank 0: candidates with plans, the best ones of schedules that are not allowed, and local steps in any case."""
 
 
-class Auto:
+class Auto(Driver):
     """Driver of one handle with `plan="auto"`."""
+
+    decisions: Latest[AutoDecision]
 
     def __init__(self, accuracy: str, schedules: Sequence[str], ranks: int) -> None:
         """Raises PlanError for an unknown accuracy class or schedule."""
         word("accuracy", accuracy, ACCURACIES, error=PlanError)
+        super().__init__()
         self.accuracy, self._ranks = accuracy, ranks
         self.schedules = check_schedules(schedules)
         self.later_specs = later_specs(accuracy, self.schedules, ranks)
-        self.decisions = Latest[AutoDecision]()
         self._watch = ChangeWatch()
         self._infos: list[TensorInfo] | None = None
         self.clock: Callable[[], float] = time.perf_counter
@@ -87,7 +90,6 @@ class Auto:
 
     @property
     def searching(self) -> bool:
-        """Whether there is no decision yet. A run that resumes a state with `searching` decides anew."""
         return self._phase not in (self._watching, self._settle_resumed)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:

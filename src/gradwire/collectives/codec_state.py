@@ -21,15 +21,12 @@ class Store(Protocol):
 
     def widen(self, residual: torch.Tensor) -> None:
         """Write the stored residual to `residual`, float32."""
-        ...
 
     def narrow(self, residual: torch.Tensor, random: torch.Tensor) -> None:
         """Store `residual`, which is finite. `random` keys the rounding, as in gradwire.compressors.base."""
-        ...
 
     def narrow_changed(self, residual: torch.Tensor, random: torch.Tensor) -> None:
         """Store `residual`, slower: unchanged blocks keep their bytes, and values that are not finite are left out."""
-        ...
 
 
 class _Scratch:

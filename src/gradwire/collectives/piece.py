@@ -15,11 +15,9 @@ class Runs(Protocol):
 
     def cut(self, start: int, end: int, parts: int) -> Sequence[int]:
         """parts + 1 edges between `start` and `end` at which the codec allows a cut."""
-        ...
 
     def between(self, start: int, end: int) -> Segments:
         """The segments of these elements, with offsets from `start`."""
-        ...
 
 
 @dataclass(frozen=True)

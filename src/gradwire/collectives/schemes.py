@@ -34,29 +34,23 @@ class Scheme(Protocol):
     @property
     def memory(self) -> Sequence[Memory]:
         """The memory of each encode."""
-        ...
 
     @property
     def remembers(self) -> tuple[str, ...]:
         """Names of what encodes remember, the same on ranks that encode nothing."""
-        ...
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         """Announce the exchanges of these phases at the start of a step, with tags from `tag` up."""
-        ...
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         """Run one phase. From the mark `ready` on the flat buffer holds the gradient. Raises LinkError if a transfer fails."""
-        ...
 
     def take_back(self, start: int, end: int) -> None:
         """Put the unused sum of these elements into a residual, if there is one, so that the next step sends the sum again.
         Every rank calls this; one of them keeps the sum."""
-        ...
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
         """Add what another scheme of this rank remembered of the elements from `start` on. The memory is zero before."""
-        ...
 
 
 class OneEncode:

@@ -11,10 +11,10 @@ In the ring a rank sends to its neighbour alone, in small pieces, so that a slow
 shards between nodes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise, zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -104,21 +104,6 @@ def _primes(number: int) -> list[int]:
     return found
 
 
-class Way(Protocol):
-    """A way to sum a flat buffer in place, in its own dtype."""
-
-    bytes_to: list[int]
-    """Bytes that this rank sends to each rank in both phases."""
-
-    def reduce(self, made: Operations, tag: int, shared_with: Sequence[int]) -> None:
-        """List the reduce-scatter: this rank's shard becomes the sum."""
-        ...
-
-    def gather(self, made: Operations, tag: int) -> None:
-        """List the all-gather of all shards."""
-        ...
-
-
 class Halving:
     """Recursive halving and doubling. In a group terms are added in the order of its ranks, so a sum does not depend on the place
     of the element in the buffer."""
@@ -126,12 +111,14 @@ class Halving:
     def __init__(self, flat: torch.Tensor, grid: Grid, bounds: Sequence[int], by_node: bool) -> None:
         self._flat, self.stages = flat, stages_of(grid, bounds, by_node)
         self.bytes_to = [0] * grid.world_size
+        """Bytes that this rank sends to each rank in both phases."""
         for group, place, edges in self.stages:
             parts = [end - start for start, end in pairwise(edges)]
             for other, part in zip(group, parts, strict=True):
                 self.bytes_to[other] += (part + parts[place]) * flat.element_size() if other != grid.rank else 0
 
     def reduce(self, made: Operations, tag: int, shared_with: Sequence[int]) -> None:
+        """List the reduce-scatter: this rank's shard becomes the sum."""
         for group, place, edges in self.stages:
             mine = _pieces(self._flat[edges[place] : edges[place + 1]], _PIECE_BYTES)
             if len(group) == 2:
@@ -150,6 +137,7 @@ class Halving:
                 _add_terms(own, group, place, made, tag, shared_with)
 
     def gather(self, made: Operations, tag: int) -> None:
+        """List the all-gather of all shards."""
         for group, place, edges in reversed(self.stages):
             for own in _pieces(self._flat[edges[place] : edges[place + 1]], _PIECE_BYTES):
                 for to in _others(group, place):
@@ -161,7 +149,7 @@ class Halving:
 
 class RingSum:
     """Shard j starts at the rank after rank j and goes around, one term is added at each hop, and ends at rank j. The sums go
-    around once more."""
+    around once more. Same interface as `Halving`."""
 
     def __init__(self, flat: torch.Tensor, grid: Grid, bounds: Sequence[int], by_node: bool) -> None:
         order = _order(grid, by_node)
@@ -239,8 +227,8 @@ class WireSum:
         of shard j after the reduce-scatter."""
         shard_bytes = flat.nbytes // grid.world_size
         ring = grid.nodes > 1 and grid.world_size > 2 and shard_bytes >= _RING_SHARD_BYTES
-        make: Callable[..., Way] = RingSum if ring else Halving
-        self._flat, self._way = flat, partial(make, flat, grid, bounds, by_node)
+        way: type[RingSum | Halving] = RingSum if ring else Halving
+        self._flat, self._way = flat, partial(way, flat, grid, bounds, by_node)
         self.bytes_to = self._way().bytes_to
         """Bytes that this rank sends to each rank in both phases."""
         self._made: dict[tuple[int, ...], Operations] = {}

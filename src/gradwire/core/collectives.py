@@ -209,8 +209,8 @@ COLLECTIVES = {
 """Gradwire's own collectives, by name."""
 
 _REGISTRY = dict(COLLECTIVES)
-_BY_WORD: dict[str, Collective] = {}
-"""Collectives of other packages, by each of their new words."""
+_BY_WORD = {word: each for each in COLLECTIVES.values() for word in each.own_words}
+"""Collectives by each of their words that is not in `ROUTINES`; `register_collective` adds those of other packages."""
 
 
 def register_collective(added: Collective) -> Collective:

@@ -270,9 +270,9 @@ def _other_names(planned: set[str], names: set[str]) -> str:
     return " ".join([*parts, "The model changed after planning, or parameters were frozen.", _CURE])
 
 
-def _some(names: Sequence[str], limit: int = 3) -> str:
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _digest(plan: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from gradwire.engine.registry import REGISTRY
 from gradwire.engine.saving import SET, load_state, state_of, state_of_decision
 from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
-from gradwire.engine.session import FirstDriver, GradientWatcher, Session, compiled
+from gradwire.engine.session import Driver, GradientWatcher, Session, compiled
 from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, Patch, leave_hooks_behind, tensors_in
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "ClipsGradients",
     "CopiesWeights",
     "Corrects",
+    "Driver",
     "EndsLater",
-    "FirstDriver",
     "GradientHooks",
     "GradientWatcher",
     "ModelHook",

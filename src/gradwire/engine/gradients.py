@@ -8,6 +8,7 @@ the script has one left the bucket moves elsewhere.
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -284,10 +285,5 @@ def _references(holder: Any) -> int:
     return sys.getrefcount(holder.handed)
 
 
-class _Holder:
-    def __init__(self) -> None:
-        self.handed = object()
-
-
-_ALONE = _references(_Holder())
+_ALONE = _references(SimpleNamespace(handed=object()))
 """The count when nobody else refers to it; versions of Python differ."""

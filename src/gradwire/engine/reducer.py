@@ -283,7 +283,11 @@ class Reducer:
             else:  # inside the backward we know each parameter's gradient is still counted once: look at each from now on
                 self.arrivals.task = NO_BACKWARD
             if index in self.arrivals.came:
-                raise came_twice(self, index)
+                raise leave(
+                    self,
+                    f"the gradient of {self.names[index]!r} became ready twice in step {self.step}: it is used inside a "
+                    "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False).",
+                )
         return True
 
     @told_to_all
@@ -531,15 +535,6 @@ def taken_in_backward(reducer: Reducer, name: str, optimizer: str) -> GradwireEr
     if not reducer.in_hand:
         reducer.begin_by_schedule()
     return leave(reducer, words)
-
-
-def came_twice(reducer: Reducer, index: int) -> GradwireError:
-    """End the step of a backward in which a parameter is used inside a reentrant checkpoint and outside. Returns the error."""
-    return leave(
-        reducer,
-        f"the gradient of {reducer.names[index]!r} became ready twice in step {reducer.step}: it is used inside a "
-        "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False).",
-    )
 
 
 @torch.no_grad()

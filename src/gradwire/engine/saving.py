@@ -12,7 +12,7 @@ import torch
 from gradwire.core import Plan, printable
 from gradwire.engine.reducer import StepState
 from gradwire.engine.schedules.base import KeepsState, ShardsOptimizer
-from gradwire.engine.session import KeepsMeasurements, Session
+from gradwire.engine.session import Session
 from gradwire.errors import StepStateError
 from gradwire.exchange import Saved, added_up, read_state, split, warn_of_lost, write_state
 from gradwire.transport import gather_bytes
@@ -57,10 +57,16 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
             carried = {} if saved.own else added_up(split(each)[0] for each in saved.memory)
             if saved.own:
                 exchange.residuals.check(memory)
-                _check_schedule(session, saved, extra)
+                if isinstance(session.schedule, KeepsState):
+                    session.schedule.check(saved, extra)
+                elif extra:
+                    raise ValueError(
+                        f"the state has {printable(next(iter(extra)))}, which this handle's schedule does not keep: it was saved "
+                        "under another one. Use the schedule it was saved with."
+                    )
             else:
                 exchange.residuals.check_carried(carried)
-            if isinstance(session.driver, KeepsMeasurements):
+            if session.driver is not None:
                 session.driver.check(session, together)
             if isinstance(session.schedule, ShardsOptimizer):
                 session.schedule.check_exchange(exchange)
@@ -187,22 +193,11 @@ def _check_between_steps(session: Session, method: str) -> None:
     raise StepStateError(f"{method} was refused: {why}. {cure}")
 
 
-def _check_schedule(session: Session, saved: Saved, extra: Mapping[str, torch.Tensor]) -> None:
-    if isinstance(session.schedule, KeepsState):
-        session.schedule.check(saved, extra)
-    elif extra:
-        raise ValueError(
-            f"the state has {printable(next(iter(extra)))}, which this handle's schedule does not keep: it was saved under "
-            "another one. Use the schedule it was saved with."
-        )
-
-
 def _decided(session: Session) -> dict[str, torch.Tensor]:
     """The fields of a state for a plan that nothing but this run knows."""
     if session.driver is None:
         return {}
-    measured = session.driver.state(session) if isinstance(session.driver, KeepsMeasurements) else {}
-    return state_of_decision(session.plan, session.driver.searching) | measured
+    return state_of_decision(session.plan, session.driver.searching) | session.driver.state(session)
 
 
 def state_of_decision(plan: Plan, searching: bool) -> dict[str, torch.Tensor]:

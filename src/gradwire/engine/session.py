@@ -4,11 +4,12 @@ import statistics
 import time
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -139,64 +140,49 @@ class ScriptWatch:
         self._own_steps.synchronised()
 
 
-class Driver(Protocol):
+class Driver(ABC):
     """Decides what a session runs, on all ranks alike."""
 
-    @property
-    def decisions(self) -> Latest[Any]:
+    later_specs: Sequence[Spec] = ()
+    """Specs that may run when something is decided, in addition to those of the first policy."""
+
+    def __init__(self) -> None:
+        self.decisions = Latest[Any]()
         """The last ones, in order."""
-        ...
 
     @property
     def searching(self) -> bool:
         """Whether the plan that runs is only being tried, so that a run which resumes is to decide anew."""
-        ...
+        return False
 
-    def finished(self, session: "Session") -> None:
-        """A step counted; called at the end of its backward, on every rank. May change the session's plan."""
-        ...
-
-    def recorded(self) -> Any:
-        """The last decision, as the `Decision` of a recorded run."""
-        ...
-
-    def refuses(self, plan: Plan, own: Plan) -> str:
-        """Why it would not go on under a plan that was saved; '' if it would. own: what the policy it begins with makes."""
-        ...
-
-    def resumed(self, session: "Session", saved: Saved) -> None:
-        """The session took up a saved state, and with it the plan that was saved."""
-        ...
-
-    def detached(self) -> None:
-        """The session let go of the model."""
-        ...
-
-
-class FirstDriver(Driver, Protocol):
-    """One that says what to begin with, too."""
-
-    @property
-    def later_specs(self) -> Sequence[Spec]:
-        """Specs that may run when something is decided, in addition to those of the first policy."""
-        ...
-
+    @abstractmethod
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """The policy that runs on so many ranks until something is decided."""
-        ...
 
+    @abstractmethod
+    def finished(self, session: "Session") -> None:
+        """A step counted; called at the end of its backward, on every rank. May change the session's plan."""
 
-@runtime_checkable
-class KeepsMeasurements(Protocol):
-    """A driver that measures something over several steps."""
+    @abstractmethod
+    def recorded(self) -> Any:
+        """The last decision, as the `Decision` of a recorded run."""
+
+    @abstractmethod
+    def refuses(self, plan: Plan, own: Plan) -> str:
+        """Why it would not go on under a plan that was saved; '' if it would. own: what the policy it begins with makes."""
 
     def state(self, session: "Session") -> dict[str, torch.Tensor]:
-        """How far it is between two of these steps, as in `gradwire.exchange.states`."""
-        ...
+        """Measurements that take several steps, as far as they are, as in `gradwire.exchange.states`."""
+        return {}
 
-    def check(self, session: "Session", saved: Saved) -> None:
-        """Raises ValueError unless `resumed` can go on with the measurement that was saved."""
-        ...
+    def check(self, session: "Session", saved: Saved) -> None:  # noqa: B027
+        """Raises ValueError unless `resumed` can go on with the measurements that were saved."""
+
+    def resumed(self, session: "Session", saved: Saved) -> None:  # noqa: B027
+        """The session took up a saved state, and with it the plan that was saved."""
+
+    def detached(self) -> None:  # noqa: B027
+        """The session let go of the model."""
 
 
 class GradientWatcher(Protocol):

@@ -178,7 +178,8 @@ class Exchange:
             raise PlanError(f"phases is {show(phases)}: write {BOTH!r}, {REDUCE!r} or {GATHER!r}.")
         if phases != BOTH:
             check_two_phases(self._buckets, phases)
-            part_totals(self._buckets)
+            for sum_apart in _sums_apart(chunk for buffers in self._buckets for chunk in buffers.chunks):
+                sum_apart.share_total(None)  # in memory of its own: a step ends with the sums, or begins with them
         self.lanes.begin(step)
         self._lent.give_back()
         self.step, self._phases, self.sent = step, phases, set()
@@ -219,7 +220,9 @@ class Exchange:
         self._left[bucket] -= len(slots)
         if not self._left[bucket]:
             if self._phases == GATHER:
-                take_shards(self._buckets[bucket], self._executor.streams)
+                for chunk in self._buckets[bucket].chunks:  # this rank gives its shards of the flat buffer as they are
+                    assert isinstance(chunk, (TwoPhase, ShardedSum))
+                    chunk.take_shard(self._executor.streams)
             self._executor.ready(bucket)
 
     def wait(self, what: str | int | None = None, others: Sequence["Future[Any]"] = ()) -> None:
@@ -1052,12 +1055,6 @@ def share_memory(tasks_of_lanes: Sequence[Sequence[PhaseTask]], buckets: Sequenc
                 each.share_total(memory)
 
 
-def part_totals(buckets: Sequence[BucketBuffers]) -> None:
-    """Give each sum memory of its own: a step ends with the sums, or begins with them."""
-    for each in _sums_apart(chunk for buffers in buckets for chunk in buffers.chunks):
-        each.share_total(None)
-
-
 def _sums_apart(schemes: Iterable[Scheme]) -> list[TwoPhase]:
     """The schemes whose gradients lie apart and whose own sum is not part of them."""
     two_phase = [each for each in schemes if isinstance(each, TwoPhase)]
@@ -1072,13 +1069,6 @@ def put_back_shards(buffers: BucketBuffers, slot: Slot, tensor: torch.Tensor) ->
         if of is slot and values.numel():
             flat[low - slot.offset : high - slot.offset] = values
     tensor.detach().copy_(own)
-
-
-def take_shards(buffers: BucketBuffers, streams: Streams) -> None:
-    """Before a gather phase alone: this rank gives its shards of the flat buffer as they are."""
-    for chunk in buffers.chunks:
-        assert isinstance(chunk, (TwoPhase, ShardedSum))
-        chunk.take_shard(streams)
 
 
 def shards_of(buffers: BucketBuffers) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:

@@ -337,9 +337,9 @@ else:
     SpecField = Any  # msgspec accepts any value; __post_init__ converts it by the registry
 
 
-def check_block(block: object, what: str = "the elements of a block", low: int = 32, high: int = 8192) -> None:
-    """Refuse everything but a power of two from `low` to `high`."""
-    whole("block", block, what, low=low, high=high, error=SpecError)
+def check_block(block: object, what: str = "the elements of a block", high: int = 8192) -> None:
+    """Refuse everything but a power of two from 32 to `high`."""
+    whole("block", block, what, low=32, high=high, error=SpecError)
     assert isinstance(block, int)
     if block & (block - 1):
         lower = 1 << (block.bit_length() - 1)

@@ -20,15 +20,12 @@ class ScheduleClass(Protocol):
 
     def __call__(self, reducer: Reducer, schedule: Any, job: TrainingJob) -> ScheduleEvents:
         """`schedule` is the plan's: the data."""
-        ...
 
     def check_optimizers(self, prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raises PlanError where the plan's schedule cannot run with these optimizers. May be left out."""
-        ...
 
     def why_not(self, job: TrainingJob) -> str:
         """Why the schedule gains nothing in this script; '' if nothing speaks against it. May be left out."""
-        ...
 
 
 def make_schedule(reducer: Reducer, schedule: data.Schedule, job: TrainingJob) -> ScheduleEvents:
