@@ -30,7 +30,7 @@ WAYS: Mapping[str, tuple[gw.Spec, Callable[[int], Schedule]]] = {
     "4 bits": (FOUR, averaged),
     "4 bits, streaming": (FOUR, streamed),
     "2 bits with feedback": (gw.ErrorFeedback(TWO), averaged),
-    "4 bits, outer momentum": (FOUR, gw.LocalSteps),
+    "4 bits, outer momentum": (FOUR, gw.LocalSteps.diloco),
     "SparseLoCo": (gw.ErrorFeedback(gw.TopK(0.02, values=TWO), decay=0.95), gw.LocalSteps.sparseloco),
     "nothing encoded": (gw.Identity(), averaged),
 }

@@ -16,13 +16,12 @@ from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
 from gradwire.core.cluster import Cluster, Link
 
-PLAIN = gw.Nesterov(lr=1.0, momentum=0.0)
 EXACT, TWO_BITS = gw.Identity(), gw.ErrorFeedback(gw.QSGD(bits=2))
 SIZES = [(40, 30), (50, 20), (3,), (60, 7)]
 
 
 def policies(spec: gw.Spec) -> list[gw.Policy]:
-    local = [gw.LocalSteps(every=every, outer=PLAIN) for every in (4, 1, 3)]
+    local = [gw.LocalSteps(every=every) for every in (4, 1, 3)]
     ways = ("backward", local[0], "pipelined", local[1], local[2], "backward", "delayed")
     return [gw.Uniform(spec, schedule=way, bucket_bytes=1) for way in ways]
 
@@ -112,7 +111,7 @@ def residuals() -> list[float]:
     torch.manual_seed(0)
     model, largest = Given(SIZES), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    ways = [gw.Uniform(TWO_BITS), gw.Uniform(TWO_BITS, schedule=gw.LocalSteps(every=2, outer=PLAIN))]
+    ways = [gw.Uniform(TWO_BITS), gw.Uniform(TWO_BITS, schedule=gw.LocalSteps(every=2))]
     handle = gw.parallelize(model, optimizer, plan=ways[0])
     handle.session.driver = InTurn(ways)
     for number in range(9):

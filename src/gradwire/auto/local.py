@@ -14,7 +14,7 @@ import msgspec
 from gradwire.auto.accuracy import policy_of, specs_under
 from gradwire.auto.planning import Offer, words_of
 from gradwire.auto.trial import GAIN, Candidate, Trial
-from gradwire.core import Cluster, Costs, Identity, LocalSteps, Nesterov, Plan, Profile, Spec
+from gradwire.core import Cluster, Costs, Identity, LocalSteps, Plan, Profile, Spec
 from gradwire.errors import PlanError
 from gradwire.sim import Simulator
 
@@ -22,10 +22,7 @@ EVERY = (5, 10, 30, 100)
 """Numbers of steps between exchanges, as in the table of docs/local_steps.md. The first one that is long enough is chosen."""
 EXPOSED = 0.1
 """Largest share of a step that may be spent waiting for exchanges, encoding included."""
-_MEAN = Nesterov(lr=1.0, momentum=0.0)
-"""The new global weights are the mean of the local ones. Outer momentum would need a tuned rate: with the default rate
-the bench's MLP diverged at 5 steps between exchanges."""
-_STREAMED = LocalSteps(every=5, outer=_MEAN, fragments=4, delay=1, mixing=0.5)
+_STREAMED = LocalSteps(every=5, fragments=4, delay=1, mixing=0.5)
 _LONGEST_DELAY = 5
 
 
@@ -33,16 +30,16 @@ def averaged(every: int) -> LocalSteps:
     """Return the schedule that averages all weights after so many steps.
 
     >>> averaged(30)
-    LocalSteps(outer=Nesterov(lr=1.0, momentum=0.0))
+    LocalSteps()
     """
-    return LocalSteps(every=every, outer=_MEAN)
+    return LocalSteps(every=every)
 
 
 def streamed(every: int) -> LocalSteps:
     """Return the schedule that averages the weights in fragments, while some of the steps run.
 
     >>> streamed(30)
-    LocalSteps(outer=Nesterov(lr=1.0, momentum=0.0), fragments=4, delay=5, mixing=0.5)
+    LocalSteps(fragments=4, delay=5, mixing=0.5)
     """
     delay = min(_LONGEST_DELAY, every // _STREAMED.fragments)
     return msgspec.structs.replace(_STREAMED, every=every, delay=delay)
