@@ -7,8 +7,9 @@ schedule also the rank's own weights, `local/0/{tensor}`, and `weights`, checksu
 `delayed` what compressors of corrections remember, `correction_{what}/..`; of `local` the outer optimizer's momentum, the same
 on all ranks, `outer/0/{tensor}`, `local_steps`, how many the rank made, and `landed` where the last exchange landed earlier than
 the schedule says, as in `join()`. Where gradwire chose the plan itself also `decided`, its JSON in bytes, and `searching` where
-it was only being tried. Where it is measuring something over several steps also `measuring`, JSON in bytes, and what it has added
-up so far, `measured/0/{tensor}` and `measured/1/{tensor}`.
+it was only being tried. Where scripts give batches weights also `samples`, float64 numbers in bytes. Where it
+is measuring something over several steps also `measuring`, JSON in bytes, and what it has added up so far, `measured/0/{tensor}`
+and `measured/1/{tensor}`.
 
 In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
 whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
@@ -16,6 +17,7 @@ sum is kept. What is shared, the same on all ranks, it takes of the first rank t
 """
 
 import re
+import struct
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -35,8 +37,9 @@ VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
 _MEMORY = re.compile(r"\w+/([0-3]|left)/.+", re.DOTALL)
 _FIELDS = {"version", "step", "order", "plan", "ranks", "weights", "local_steps", "landed"}
-_FIELDS |= {"decided", "searching", "measuring"}
+_FIELDS |= {"decided", "searching", "measuring", "samples"}
 _DIGEST_BYTES = 32
+_DOUBLE = struct.Struct("<d")
 _CURE = "Pass what handle.state_dict() returned."
 
 
@@ -59,6 +62,8 @@ class Saved(NamedTuple):
     """The number of steps that a rank has made in the `local` schedule."""
     landed: bool
     """Whether the last exchange of the `local` schedule ended earlier than the schedule says."""
+    samples: list[float]
+    """The weights of batches that were not part of a mean yet; of another rank if memory is not this rank's own."""
     decided: Plan | None
     """The plan itself, where gradwire chose it."""
     searching: bool
@@ -99,6 +104,12 @@ def write_state(
     }
     prefix = f"rank{group.global_ranks[group.rank]}"
     return {f"{prefix}/{field}": value for field, value in {**fields, **memory}.items()}
+
+
+def packed_samples(numbers: Iterable[float]) -> dict[str, torch.Tensor]:
+    """The field `samples` of these numbers; nothing if there are none."""
+    packed = b"".join(map(_DOUBLE.pack, numbers))
+    return {"samples": torch.tensor(list(packed), dtype=torch.uint8)} if packed else {}
 
 
 def read_state(state: Mapping[str, Any], group: Group) -> Saved:
@@ -170,6 +181,10 @@ class _Fields:
         self.weights = [n % 2**64 for n in self._numbers("weights", torch.int64)] if "weights" in fields else []
         self.local_steps = self._number("local_steps") if "local_steps" in fields else None
         self.landed = "landed" in fields and bool(self._number("landed"))
+        packed = bytes(self._numbers("samples", torch.uint8)) if "samples" in fields else b""
+        if len(packed) % _DOUBLE.size:
+            raise ValueError(f"rank{rank}/samples has {len(packed)} bytes, not whole numbers of {_DOUBLE.size} bytes. {_CURE}")
+        self.samples = [number for (number,) in _DOUBLE.iter_unpack(packed)]
         self.measuring = bytes(self._numbers("measuring", torch.uint8)) if "measuring" in fields else b""
         self.memory = {field: value for field, value in fields.items() if _MEMORY.fullmatch(field)}
         if unknown := sorted(fields.keys() - _FIELDS - self.memory.keys()):
@@ -192,6 +207,7 @@ class _Fields:
             weights=weights,
             local_steps=self.local_steps,
             landed=self.landed,
+            samples=self.samples,
             decided=self.decided,
             searching=self.searching,
             measuring=self.measuring if own else b"",
