@@ -1,6 +1,7 @@
 """plan="auto" and local steps on real ranks: the engine changes to them and back, and auto chooses them where they may run."""
 
 import copy
+import re
 from collections.abc import Callable
 from unittest import mock
 
@@ -199,6 +200,7 @@ def test_local_steps_that_are_allowed_run_on_a_slow_link(worlds: Worlds) -> None
     assert schedule.startswith("LocalSteps(every=") and schedule in words and decisions == 1
     assert "took 240.0 ms, and a step waited 200.0 ms for exchanges" in words
     assert "compare the held-out loss" in words
+    assert re.search(r"expected to end \d\.\d % above that of synchronous SGD.* needs about \d\.\d\d times as many steps", words)
 
 
 @pytest.mark.parametrize(("accuracy", "times"), [("safe", fast_link), ("exact", slow_link)])
