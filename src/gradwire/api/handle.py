@@ -215,7 +215,8 @@ class Handle:
     def join(self) -> Iterator[None]:
         """Let ranks have different numbers of batches: wrap the training loop in it, on every rank.
 
-        A rank whose loop has ended takes part in the steps of the others with zero gradients, and means are still over all ranks.
+        A rank whose loop has ended takes part in the steps of the others with zero gradients. Means are still over all ranks, or
+        with `weight` over all samples.
         When the last loop has ended, all ranks get the parameters and buffers of the highest rank that trained last. The
         optimizer state of the other ranks stays as it was when their own loop ended. A step has one forward and one backward.
 
