@@ -368,3 +368,22 @@ def test_impossible_weights_are_refused_by_name(threads: Threads, samples: Any) 
 def test_schedules_whose_means_are_not_weighted_refuse(threads: Threads, schedule: Any) -> None:
     for words in threads.run(2, refused, schedule, 4):
         assert "whose means are not weighted" in words
+
+
+def other_schedules() -> list[str]:
+    """Why other schedules cannot run, before and after the script gives a weight."""
+    model = make_model()
+    optimizer = plain_sgd(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=EXACT, process_group=here.group)
+    session, words = handle.session, []
+    for _ in range(2):
+        for schedule in (gw.Pipelined(), gw.LocalSteps(every=2)):
+            words.append(session.why_not(gw.Uniform(EXACT, schedule=schedule).plan(session.tensors, 2)))
+        handle.weight(4)
+    handle.detach()
+    return words
+
+
+def test_auto_leaves_out_schedules_whose_means_are_not_weighted(threads: Threads) -> None:
+    for before, _, pipelined, local in threads.run(2, other_schedules):
+        assert before == local == "" and "pipelined schedule does not weigh batches" in pipelined

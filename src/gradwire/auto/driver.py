@@ -228,8 +228,7 @@ class Auto:
         missing = schedules_of(self.accuracy, [word for word in SCHEDULES if word not in self.schedules], self._ranks)
         others = list({schedule.word: schedule for schedule in missing}.values())  # of each kind the fastest
         if self._costs is None:
-            local = [LocalSteps()] if "local" in self.schedules else []
-            schedules = [Backward(), *allowed, *others, *local]
+            schedules = [Backward(), *allowed, *others, *([LocalSteps()] if "local" in self.schedules else [])]
             of_schedules = {spec for schedule in schedules for spec in specs_under(schedule, specs)}
             corrections = {s.correction for s in schedules if s.correction} if specs else set()
             self._costs = codecs_of(live, sorted(of_schedules | corrections, key=repr), CODECS_SECONDS)
