@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from gradwire.core import show
-from gradwire.engine.control import NOT_WEIGHED, RankReport
+from gradwire.engine.control import NOT_WEIGHED, RankReport, weighed_by_some
 from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange
 
@@ -31,6 +31,8 @@ class BatchWeights:
         """The samples since the last exchange of each fragment, where ranks train alone."""
         self._units = 1.0
         """The u of the residuals."""
+        self._by_some = False
+        """Whether the last step is void because only some ranks gave weights."""
 
     @property
     def used(self) -> bool:
@@ -65,6 +67,7 @@ class BatchWeights:
         if self._units != self.usual:
             exchange.residuals.scale(self._units / self.usual)
             self._units = self.usual
+        self._by_some = False
         self.running = self._parts[part] if self._parts else self._batch
         exchange.weigh(1.0 if self.running == NOT_WEIGHED else self.running / self.usual)
 
@@ -72,9 +75,17 @@ class BatchWeights:
         """The samples of a part are under way."""
         self._parts[part] = NOT_WEIGHED
 
+    def void(self, reports: Sequence[RankReport]) -> None:
+        """The step does not count."""
+        self._by_some = weighed_by_some(reports)
+
     def not_sent(self, part: int) -> None:
-        """The exchange of a part did not count: its next one has these samples too."""
-        self._parts[part] = _sum(self._parts[part], self.running)
+        """The exchange of a part did not count: its next one has these samples too. Where only some ranks gave weights, all ranks
+        forget the samples so far, so that they agree from the next step on."""
+        if self._by_some:
+            self._parts = [NOT_WEIGHED] * len(self._parts)
+        else:
+            self._parts[part] = _sum(self._parts[part], self.running)
 
     def settle(self, reports: Sequence[RankReport]) -> float:
         """Return the factor of the sums of a step that counts."""

@@ -121,6 +121,11 @@ class ControlExchange:
         raise lanes.fail(DisagreementError(words).about(trained, step))
 
 
+def weighed_by_some(reports: Sequence[RankReport]) -> bool:
+    """Whether some ranks with a batch gave it a weight, and others gave none."""
+    return len({report.samples == NOT_WEIGHED for report in reports if report.state is BackwardState.DONE}) > 1
+
+
 def used_anywhere(reports: Sequence[RankReport]) -> set[int]:
     """The parameters that got a gradient on any rank."""
     bits = f"{reduce(or_, (report.used for report in reports)):b}"
@@ -192,7 +197,7 @@ def why_void(reports: Sequence[RankReport], ranks: Sequence[int], parameters: in
         )
     trained = [(rank, r.samples) for rank, r in zip(ranks, reports, strict=True) if r.state is BackwardState.DONE]
     weighed = [(rank, samples) for rank, samples in trained if samples != NOT_WEIGHED]
-    if weighed and len(weighed) < len(trained):
+    if weighed_by_some(reports):
         rank, samples = weighed[0]
         other = next(rank for rank, samples in trained if samples == NOT_WEIGHED)
         return (

@@ -487,6 +487,7 @@ class Reducer:
         wait(told)
         reports = told.result()
         if problem := self.control.why_void(reports, leaving_is_void):
+            self.batches.void(reports)
             self.running.wait()
             self.take_back_all()
             mendable = len({report.plan for report in reports}) == 1
