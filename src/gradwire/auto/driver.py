@@ -229,7 +229,7 @@ class Auto(Driver):
         missing = schedules_of(self.accuracy, [word for word in SCHEDULES if word not in self.schedules], self._ranks)
         others = list({schedule.word: schedule for schedule in missing}.values())  # of each kind the fastest
         if self._costs is None:
-            schedules = [Backward(), *allowed, *others]
+            schedules = [Backward(), *allowed, *others, *([LocalSteps()] if "local" in self.schedules else [])]
             of_schedules = {spec for schedule in schedules for spec in specs_under(schedule, specs)}
             corrections = {s.correction for s in schedules if s.correction} if specs else set()
             self._costs = codecs_of(live, sorted(of_schedules | corrections, key=repr), CODECS_SECONDS)
@@ -373,7 +373,7 @@ class Auto(Driver):
 
 def _foreseen(candidate: Candidate) -> Tried:
     """Describe a candidate that did not run."""
-    return Tried(candidate.name, candidate.predicted_us, None, 0, candidate.steps_for_one)
+    return Tried(candidate.name, candidate.predicted_us, None, 0, candidate.steps_for_one, candidate.loss_above)
 
 
 def _read(text: str) -> tuple[list[Offer], list[Candidate], Offer | None]:

@@ -17,7 +17,9 @@ from gradwire.errors import DisagreementError
 from gradwire.exchange import Abandoned
 from gradwire.transport import DamagedError, Group, Lanes, Link
 
-_HEADER = struct.Struct("<qqQq?Q?")
+_HEADER = struct.Struct("<qqQq?Q?d")
+NOT_WEIGHED = -1.0
+"""The samples of a rank whose script gives no weights."""
 _CHECK = struct.Struct("<I")
 _PIECE = 2**20
 _END = b"\0"
@@ -52,6 +54,8 @@ class RankReport(NamedTuple):
     """A checksum of the weights, in the steps that compare them; 0 in others."""
     stepped: bool
     """Whether its script stepped the optimizer after the last backward, where the schedule knows."""
+    samples: float
+    """The rank's weight in the mean, or NOT_WEIGHED."""
     used: int
     """Bit i: parameter i got a gradient since the last synchronised step."""
 
@@ -65,6 +69,8 @@ class ControlExchange:
         """The first 8 bytes of the digest of the plan that runs."""
         self.joining = False
         """Whether the rank is inside `handle.join()`."""
+        self.samples = NOT_WEIGHED
+        """This rank's weight in the mean of the step that runs."""
         self.stepped = True
         """Whether this rank's script did step the optimizer after the last backward, where the schedule knows."""
 
@@ -75,7 +81,7 @@ class ControlExchange:
     def report(self, step: int, state: BackwardState, came: int, used: Collection[int], weights: int = 0) -> RankReport:
         """The report of this rank. `used`: the indices of parameters."""
         bits = "".join("1" if index in used else "0" for index in reversed(range(len(self._names))))
-        return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, int(bits, 2))
+        return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, self.samples, int(bits, 2))
 
     def tell(
         self, step: int, state: BackwardState, came: int, used: Collection[int], after: "Future[Any] | None" = None
@@ -115,6 +121,11 @@ class ControlExchange:
         raise lanes.fail(DisagreementError(words).about(trained, step))
 
 
+def weighed_by_some(reports: Sequence[RankReport]) -> bool:
+    """Whether some ranks with a batch gave it a weight, and others gave none."""
+    return len({report.samples == NOT_WEIGHED for report in reports if report.state is BackwardState.DONE}) > 1
+
+
 def used_anywhere(reports: Sequence[RankReport]) -> set[int]:
     """The parameters that got a gradient on any rank."""
     bits = f"{reduce(or_, (report.used for report in reports)):b}"
@@ -126,9 +137,9 @@ def exchange_reports(own: RankReport, parameters: int, link: Link, after: "Futur
     packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(-(-parameters // 8), "little")
     reports = []
     for raw in exchange_bytes(packed, link, after):
-        step, state, plan, came, joining, weights, stepped = _HEADER.unpack_from(raw)
+        step, state, plan, came, joining, weights, stepped, samples = _HEADER.unpack_from(raw)
         used = int.from_bytes(raw[_HEADER.size :], "little")
-        reports.append(RankReport(step, BackwardState(state), plan, came, joining, weights, stepped, used))
+        reports.append(RankReport(step, BackwardState(state), plan, came, joining, weights, stepped, samples, used))
     return reports
 
 
@@ -183,6 +194,16 @@ def why_void(reports: Sequence[RankReport], ranks: Sequence[int], parameters: in
             f"step {step} is void on all ranks: trainable parameters of rank {changed[0]}'s model were added, thawed, "
             f"converted or replaced, and those of rank {others[0]}'s were not. Change the model on all ranks before the same "
             "step; after an exception that was caught here, handle.reset() on all ranks goes on."
+        )
+    trained = [(rank, r.samples) for rank, r in zip(ranks, reports, strict=True) if r.state is BackwardState.DONE]
+    weighed = [(rank, samples) for rank, samples in trained if samples != NOT_WEIGHED]
+    if weighed_by_some(reports):
+        rank, samples = weighed[0]
+        other = next(rank for rank, samples in trained if samples == NOT_WEIGHED)
+        return (
+            f"step {step} is void on all ranks: rank {rank} gave its batch the weight {samples:g} (handle.weight), and rank "
+            f"{other} gave none. Call handle.weight(n) before each backward on all ranks or on none, with 0 for a rank without a "
+            "batch; handle.reset() on all ranks goes on."
         )
     skipped = [rank for rank, report in zip(ranks, reports, strict=True) if not report.stepped]
     if skipped and len(skipped) < len(ranks):

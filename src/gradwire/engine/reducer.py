@@ -18,7 +18,7 @@ backwards inside the backward, everything is sent when the outermost backward en
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import Enum
@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import Variable
 
+from gradwire.engine.batch_weights import BatchWeights
 from gradwire.engine.control import BackwardState, ControlExchange, RankReport, exchange_reports, used_anywhere
 from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of
 from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
@@ -145,6 +146,8 @@ class Reducer:
         self.lanes, self.group = lanes, lanes.group
         self.control = ControlExchange(lanes, drift_check_steps)
         """The exchange of reports at the end of a step."""
+        self.batches = BatchWeights()
+        """The weights of this rank's batches."""
         self.step = 0
         """Steps so far: the number of the next one, or of the one that runs."""
         self.synchronise = True
@@ -182,6 +185,7 @@ class Reducer:
 
     def use(self, schedule: ScheduleEvents) -> None:
         """Run steps by this schedule, of which the caller has detached the one before. `watch` and `attach` must follow."""
+        self.batches.watch_parts(0)
         self._schedule, self._deferred = weakref.ref(schedule), False
 
     def watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -320,9 +324,11 @@ class Reducer:
             name = type(self.schedule).__name__
             raise StepStateError(f"on_begin of {name} did not call reducer.begin(exchange), as it must: no step runs.")
 
-    def begin(self, exchange: Exchange, buckets: Sequence[int] | None = None) -> None:
-        """Begin a step with these buckets of this exchange, or all. Schedules call it, in `on_begin`."""
+    def begin(self, exchange: Exchange, buckets: Sequence[int] | None = None, part: int = 0) -> None:
+        """Begin a step with these buckets of this exchange, or all. Schedules call it, in `on_begin`. `part`: the fragment that
+        the buckets are, where ranks train alone."""
         self.arrivals.begin()
+        self.batches.begin(exchange, part)
         if exchange is not self.running:
             self.running = exchange
             self.slots = [exchange.slots[name] for name in self.names]
@@ -425,7 +431,7 @@ class Reducer:
         all ranks or none."""
         self._used.update(self.arrivals.came)
         self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
-        after = self.running.last_task
+        after, self.control.samples = self.running.last_task, self.batches.running
         return self.control.tell(self.step, state, len(self.arrivals.came), self._used, after)
 
     def run_out(self) -> None:
@@ -455,6 +461,7 @@ class Reducer:
         exposed_s = time.perf_counter() - start
         self.control.check_drift(reports, self.step)
         used = used_anywhere(reports)
+        self.weigh(reports, used)
         for index in used:
             self.slots[index].owed = None
         missing = [Missing(index, own, index in used) for index, own in kept.items()]
@@ -464,6 +471,11 @@ class Reducer:
         if not self.schedule.traits.lanes_busy_between_steps:
             self.running.release()
         self.observers.finished(exposed_s)
+
+    def weigh(self, reports: Sequence[RankReport], used: Iterable[int]) -> None:
+        """The step counts: make weighted means of the sums of these parameters, if scripts gave weights."""
+        if (factor := self.batches.settle(reports)) != 1:
+            self.running.multiply([self.slots[index] for index in used], factor)
 
     def counted(self, reports: Sequence[RankReport]) -> None:
         """The step counts: the next one is another."""
@@ -479,6 +491,7 @@ class Reducer:
         wait(told)
         reports = told.result()
         if problem := self.control.why_void(reports, leaving_is_void):
+            self.batches.void(reports)
             self.running.wait()
             self.take_back_all()
             mendable = len({report.plan for report in reports}) == 1
@@ -576,6 +589,7 @@ def announce_change(reducer: Reducer) -> None:
 def reset(reducer: Reducer) -> None:
     """Begin anew after a void step. Collective."""
     schedule = reducer.schedule
+    reducer.batches.leave()
     if isinstance(schedule, Launches):
         schedule.before_reset()
     if reducer.lanes.failure is None:

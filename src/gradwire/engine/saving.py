@@ -14,7 +14,7 @@ from gradwire.engine.reducer import StepState
 from gradwire.engine.schedules.base import KeepsState, ShardsOptimizer
 from gradwire.engine.session import Session
 from gradwire.errors import StepStateError
-from gradwire.exchange import Saved, added_up, read_state, split, warn_of_lost, write_state
+from gradwire.exchange import Saved, added_up, packed_samples, read_state, split, warn_of_lost, write_state
 from gradwire.transport import gather_bytes
 
 SET = "saved_by"
@@ -26,7 +26,8 @@ def state_of(session: Session) -> dict[str, torch.Tensor]:
     _check_between_steps(session, "state_dict()")
     session.use_specs_of_now()  # `load_state` expects what these keep, and the last step may have landed only here
     of_schedule = session.schedule.state() if isinstance(session.schedule, KeepsState) else {}
-    memory = session.exchange.residuals.state() | of_schedule | _decided(session)
+    samples = packed_samples(session.reducer.batches.state())
+    memory = session.exchange.residuals.state() | of_schedule | samples | _decided(session)
     return write_state(session.group, session.reducer.step, session.order, _digest_of(session, session.plan), memory)
 
 
@@ -82,6 +83,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
     else:
         exchange.residuals.take_over(carried)
     session.reducer.step = saved.step
+    session.reducer.batches.load(saved.samples, saved.own)
     if isinstance(session.schedule, KeepsState):
         session.schedule.load(together, extra)
     if session.driver is not None:

@@ -21,7 +21,7 @@ from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
 from gradwire.engine.reducer import Observer, Reducer, announce_change, taken_in_backward
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import PutsOff, ShardsOptimizer, TrainingJob
-from gradwire.engine.schedules.factory import make_schedule, why_not
+from gradwire.engine.schedules.factory import make_schedule, why_not, why_not_weighed
 from gradwire.engine.torch_hooks.hooks import (
     GradientHooks,
     ModelHook,
@@ -288,6 +288,8 @@ class Session(Observer):
         model = self._model()
         assert model is not None
         prepared = Prepared(self.parameters, self.tensors, plan, None)
+        if self.reducer.batches.used and (problem := why_not_weighed(plan)):
+            return problem
         return why_not(prepared, TrainingJob(model, self.optimizers, self._compiled_before))
 
     def change_to(self, plan: Plan) -> None:

@@ -146,6 +146,8 @@ class Exchange:
         """Buckets in the order in which lanes take them."""
         self.share = torch.tensor(1.0 / lanes.group.world_size, dtype=torch.float64, device="cpu")
         """The factor of this rank's values in a mean."""
+        self.weight = 1.0
+        """The factor of this rank's values in a sum, before it is divided by the number of ranks."""
         self.sent: set[Slot] = set()
         """The places whose tensors are ready in this step."""
         self._left: list[int] = []
@@ -188,11 +190,22 @@ class Exchange:
             keys[:, :, 1] = step
         self._executor.start(phases, buckets)
 
+    def weigh(self, weight: float) -> None:
+        """Multiply this rank's values by `weight` in the steps that begin from now on. With 0 the rank sends zeros."""
+        self.weight = weight
+        self.share.fill_(weight / self.group.world_size)
+
+    def multiply(self, slots: Iterable[Slot], factor: float) -> None:
+        """Multiply the means of a step whose tasks are done, before `release`."""
+        torch._foreach_mul_([self._lent.of(slot) if slot.apart else slot.view for slot in slots], factor)
+
     def place(self, slot: Slot, tensor: torch.Tensor | None) -> None:
         """Put this rank's part of the mean in a place: zeros for None. If the bucket has no memory, lend a copy. `ready` must
         follow."""
+        if not self.weight:
+            tensor = None
         if slot.apart:
-            self._lent.lend(slot, slot.empty().copy_(tensor) if tensor is not None else slot.empty().zero_())
+            self._lent.lend(slot, slot.empty().copy_(tensor).mul_(self.weight) if tensor is not None else slot.empty().zero_())
         elif tensor is None:
             slot.view.zero_()
         else:

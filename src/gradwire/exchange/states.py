@@ -7,8 +7,9 @@ schedule also the rank's own weights, `local/0/{tensor}`, and `weights`, checksu
 `delayed` what compressors of corrections remember, `correction_{what}/..`; of `local` the outer optimizer's momentum, the same
 on all ranks, `outer/0/{tensor}`, `local_steps`, how many the rank made, and `landed` where the last exchange landed earlier than
 the schedule says, as in `join()`. Where gradwire chose the plan itself also `decided`, its JSON in bytes, and `searching` where
-it was only being tried. Where it is measuring something over several steps also `measuring`, JSON in bytes, and what it has added
-up so far, `measured/0/{tensor}` and `measured/1/{tensor}`.
+it was only being tried. Where scripts give batches weights also `samples`, float64 numbers in bytes. Where it
+is measuring something over several steps also `measuring`, JSON in bytes, and what it has added up so far, `measured/0/{tensor}`
+and `measured/1/{tensor}`.
 
 In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
 whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
@@ -16,6 +17,7 @@ sum is kept. What is shared, the same on all ranks, it takes of the first rank t
 """
 
 import re
+import struct
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -35,8 +37,9 @@ VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
 _MEMORY = re.compile(r"\w+/([0-3]|left)/.+", re.DOTALL)
 _FIELDS = {"version", "step", "order", "plan", "ranks", "weights", "local_steps", "landed"}
-_FIELDS |= {"decided", "searching", "measuring"}
+_FIELDS |= {"decided", "searching", "measuring", "samples"}
 _DIGEST_BYTES = 32
+_DOUBLE = struct.Struct("<d")
 _CURE = "Pass what handle.state_dict() returned."
 
 
@@ -59,6 +62,8 @@ class Saved(NamedTuple):
     """The number of steps that a rank has made in the `local` schedule."""
     landed: bool
     """Whether the last exchange of the `local` schedule ended earlier than the schedule says."""
+    samples: list[float]
+    """The weights of batches that were not part of a mean yet; of another rank if memory is not this rank's own."""
     decided: Plan | None
     """The plan itself, where gradwire chose it."""
     searching: bool
@@ -99,6 +104,12 @@ def write_state(
     }
     prefix = f"rank{group.global_ranks[group.rank]}"
     return {f"{prefix}/{field}": value for field, value in {**fields, **memory}.items()}
+
+
+def packed_samples(numbers: Iterable[float]) -> dict[str, torch.Tensor]:
+    """The field `samples` of these numbers; nothing if there are none."""
+    packed = b"".join(map(_DOUBLE.pack, numbers))
+    return {"samples": torch.tensor(list(packed), dtype=torch.uint8)} if packed else {}
 
 
 def read_state(state: Mapping[str, Any], group: Group) -> Saved:
@@ -168,6 +179,9 @@ class _Fields:
             decided = Plan.from_json(bytes(self._numbers("decided", torch.uint8))) if "decided" in fields else None
         except GradwireError as error:
             raise ValueError(f"rank{rank}/decided is no plan: {error} {_CURE}") from error
+        packed = bytes(self._numbers("samples", torch.uint8)) if "samples" in fields else b""
+        if len(packed) % _DOUBLE.size:
+            raise ValueError(f"rank{rank}/samples has {len(packed)} bytes, not whole numbers of {_DOUBLE.size} bytes. {_CURE}")
         memory = {field: value for field, value in fields.items() if _MEMORY.fullmatch(field)}
         self.saved = Saved(
             step=step,
@@ -181,6 +195,7 @@ class _Fields:
             weights=[n % 2**64 for n in self._numbers("weights", torch.int64)] if "weights" in fields else [],
             local_steps=self._number("local_steps") if "local_steps" in fields else None,
             landed="landed" in fields and bool(self._number("landed")),
+            samples=[number for (number,) in _DOUBLE.iter_unpack(packed)],
             measuring=bytes(self._numbers("measuring", torch.uint8)) if "measuring" in fields else b"",
             measured={},
         )

@@ -33,6 +33,8 @@ class Traits:
     trains_alone: bool = False
     """Whether optimizers step by gradients of this rank alone, and no exchange belongs to such a step. What an exchange that
     does not count sent is in the weights still, and is sent by the next one."""
+    weighs_batches: bool = False
+    """Whether means may be weighted by the samples of each rank (`Handle.weight`)."""
     keeps_parameters: bool = False
     """Whether the model's trainable parameters must stay as they are, and only its buffers may change."""
 

@@ -5,14 +5,14 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.core import named
+from gradwire.core import Plan, named
 from gradwire.core import schedules as data
 from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer
-from gradwire.engine.schedules.base import ScheduleEvents, TrainingJob
+from gradwire.engine.schedules.base import ScheduleEvents, TrainingJob, Traits
 from gradwire.errors import PlanError
 
-__all__ = ["ScheduleClass", "check_optimizers", "make_schedule", "why_not"]
+__all__ = ["ScheduleClass", "check_optimizers", "make_schedule", "why_not", "why_not_weighed"]
 
 
 class ScheduleClass(Protocol):
@@ -79,6 +79,12 @@ def check_optimizers(optimizer: Any, prepared: Prepared) -> list[torch.optim.Opt
     if (check := getattr(named(schedule.engine), "check_optimizers", None)) is not None:
         check(prepared, optimizers)
     return optimizers
+
+
+def why_not_weighed(plan: Plan) -> str:
+    """Why the plan's schedule cannot run in a script that gives batches weights; '' if it can."""
+    traits: Traits = getattr(named(plan.schedule.engine), "traits", Traits())
+    return "" if traits.weighs_batches else f"the {plan.schedule.word} schedule does not weigh batches (handle.weight)"
 
 
 def why_not(prepared: Prepared, job: TrainingJob) -> str:
