@@ -14,7 +14,7 @@ import torch
 from gradwire.collectives.codec_state import Memory
 from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Gather, Scale, Transfer, Transfers, Work, in_c
 from gradwire.collectives.piece import Piece
-from gradwire.collectives.wire_sum import WireSum, can_sum, even_bounds
+from gradwire.collectives.wire_sum import WireSum, can_sum, even_bounds, sums_in_c
 from gradwire.kernels import Compressor, Scattered
 from gradwire.transport import Grid, Group, Link, Mark, Meter, Streams, transfer
 
@@ -90,6 +90,7 @@ class AllReduce(OneEncode):
         self.shared: dict[str, torch.Tensor] = {}
         sums = WireSum(flat, grid, even_bounds(flat.numel(), grid.world_size))
         self._on_wire = sums if can_sum(flat) else None
+        self._grid, self._staged = grid, dict[int, WireSum]()
         self.bytes_to = around_ring(flat.nbytes, grid.rank, grid.world_size) if self._on_wire is None else sums.bytes_to
         self._tag = 0
 
@@ -100,10 +101,24 @@ class AllReduce(OneEncode):
         if self._on_wire is not None and link.wire is not None:
             link.wire.run(self._on_wire.operations((0, 1), self._tag, link.wire.shared_with), meter)
             return
+        if link.pinned is not None and link.wire is not None and sums_in_c(self.flat.dtype):
+            with link.streams.encoding(ready):
+                staged = link.pinned.fetch([self.flat])
+            sums = self._sums_at(staged.parts[0])
+            link.wire.run(sums.operations((0, 1), self._tag, link.wire.shared_with), meter)
+            with link.streams.decoding():
+                link.pinned.put(staged)
+            return
         with link.streams.encoding(ready), transfer():
             work = link.all_reduce(self.flat)
         with link.streams.decoding(), transfer():
             work.wait()
+
+    def _sums_at(self, values: torch.Tensor) -> WireSum:
+        """The sum of a copy in the host's memory, which lies at one of a few places."""
+        if (at := values.data_ptr()) not in self._staged:
+            self._staged[at] = WireSum(values, self._grid, even_bounds(values.numel(), self._grid.world_size))
+        return self._staged[at]
 
 
 class AllGather(Transfers, OneEncode):
