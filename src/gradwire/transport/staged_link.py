@@ -24,6 +24,8 @@ __all__ = ["StagedLink"]
 class StagedLink(Link):
     """A link for tensors of a device. Its backend and its wire carry copies in the host's memory."""
 
+    pinned: PinnedRing
+
     def __init__(self, group: Group, name: str, device: torch.device, timeout: timedelta) -> None:
         super().__init__(group, name, torch.device("cpu"), timeout)
         self.streams, self._device = DeviceStreams(device), device
