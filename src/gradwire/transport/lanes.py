@@ -1,5 +1,6 @@
 """Lanes: links, each with the one thread that submits to it, and the failure that ended their work, if one did."""
 
+import json
 import logging
 import queue
 import threading
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import CommunicationError, GradwireError, StepStateError
+from gradwire.transport.adapters import SLOW_GBPS, adapter_gbps
 from gradwire.transport.agreement import agree, gather_bytes
 from gradwire.transport.devices import kind_of, offload_lanes
 from gradwire.transport.flight import Flight
@@ -197,7 +199,7 @@ class Lanes:
         if device is None:
             return
         self.offload = offload_lanes(device)
-        self.staged = self.group.stages(device)
+        self.staged = self.group.stages(device) or (device.type == "cuda" and self._is_slow_between_nodes())
         for number in range((CPU_LANES if self.staged or device.type == "cpu" else 1) + self.offload):
             self.data.append(self._lane(str(number), device, self.staged))
         if self.group.world_size > 1:
@@ -207,6 +209,12 @@ class Lanes:
                 lane.link.wire = wire
             self._heartbeats = Heartbeats(beats, f"gradwire-{self._name}-heartbeats", self._silence, self._silence_s)
         self._roll_call = RollCall(self.group, self._name)
+
+    def _is_slow_between_nodes(self) -> bool:
+        """Whether the adapters of some node are known to be slow. Collective."""
+        text = json.dumps(adapter_gbps()).encode()
+        everybody = [json.loads(raw) for raw in self._told_first(lambda link: gather_bytes(link, text))]
+        return self.group.grid.nodes > 1 and None not in everybody and min(everybody) < SLOW_GBPS
 
     def _told_first(self, job: Callable[[Link], T]) -> T:
         """The result of a job on the control lane, before there is a roll call."""

@@ -1,8 +1,10 @@
 """The host-staged lane on the double of streams: ranks have the bits of CPU ranks, and nothing is touched too early."""
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from worlds import Given
 import gradwire as gw
 from gradwire.core import example_specs, innermost
 from gradwire.kernels import cpu, kernels_for
+from gradwire.transport import Lanes, lanes
+from gradwire.transport.adapters import adapter_gbps
 from gradwire.transport.in_process import run_ranks
 
 SHAPES = ((17, 19), (130,), (1,), (13, 11))
@@ -65,6 +69,44 @@ def same_bits(run: Any, plan: Any, size: int, monkeypatch: pytest.MonkeyPatch) -
 def test_every_spec_has_the_bits_of_cpu_ranks(spec: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = gw.Policy(default=spec, exempt_vectors=False, bucket_bytes=1500, chunk_bytes=1000)
     same_bits(means, policy, size, monkeypatch)
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+    return folder
+
+
+def test_the_fastest_adapter_counts_and_an_unknown_speed_is_unknown(tmp_path: Path) -> None:
+    assert adapter_gbps(tmp_path) is None
+    files = {"net/lo/operstate": "unknown", "net/eth0/operstate": "up", "net/eth0/speed": "25000", "net/eth0/device/x": ""}
+    assert adapter_gbps(written(tmp_path, files)) == 25.0
+    port = {"infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)", "infiniband/mlx5_0/ports/1/state": "4: ACTIVE"}
+    assert adapter_gbps(written(tmp_path, port)) == 200.0
+    assert adapter_gbps(written(tmp_path, {"infiniband/mlx5_0/ports/1/state": "1: DOWN"})) == 25.0
+    assert adapter_gbps(written(tmp_path, {"net/eth0/speed": "-1"})) is None
+
+
+def lanes_for_nccl(group: Any) -> bool:
+    """Whether lanes for a GPU count the adapters between nodes as slow."""
+    made = Lanes(group)
+    try:
+        return made._is_slow_between_nodes()
+    finally:
+        made.stop()
+
+
+@pytest.mark.parametrize(
+    ("gbps", "nodes", "slow"),
+    [([25.0, 100.0], "ab", True), ([100.0, 100.0], "ab", False), ([25.0, 25.0], "aa", False), ([25.0, None], "ab", False)],
+)
+def test_slow_adapters_between_nodes_choose_the_staged_lane(
+    gbps: list[float | None], nodes: str, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list(gbps)
+    monkeypatch.setattr(lanes, "adapter_gbps", lambda: left.pop())
+    assert run_ranks(2, lanes_for_nccl, nodes=list(nodes)) == [slow, slow]
 
 
 SCHEMES = ("alltoall", "allgather", "ring", "tree")
