@@ -5,7 +5,7 @@ from pathlib import Path
 __all__ = ["SLOW_GBPS", "adapter_gbps"]
 
 SLOW_GBPS = 50.0
-"""Between nodes with slower adapters, payloads of a GPU travel through the host's memory: their copies take less time than the wire
+"""Between nodes with slower adapters, payloads of a GPU travel through the host's memory
 (docs/decisions/053-payloads-through-the-host.md)."""
 
 

@@ -1,6 +1,5 @@
 """The host-staged lane on the double of streams: ranks have the bits of CPU ranks, and nothing is touched too early."""
 
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
