@@ -43,7 +43,6 @@ from gradwire.core import (
     uncompressed,
     under,
     unique,
-    whole,
     wholes,
     word,
 )
@@ -171,15 +170,16 @@ class Policy(_Default, frozen=True, kw_only=True):
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings the bucket to this number of bytes of gradient. Larger: fewer, later launches.
     None: 1 MiB for each rank, from 2 to 8 MiB, since a rank sends a bucket as one message to each rank, and each message
-    has a price. On GPUs 32 MiB, since each bucket takes several launches. The values are plain guesses; the planner's search finds
+    has a price. On GPUs 32 MiB, since each bucket takes several launches. These are plain guesses; the planner's search finds
     better ones."""
     edge_bytes: int | None = None
-    """The size of the smallest buckets, at both ends of backward; None: 256 KiB, on GPUs 4 MiB. The first is small so that the link
-    starts early, the last one because nothing hides its exchange. In between a bucket closes when it holds as many bytes as all earlier buckets or as all
-    later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more: all alike."""
+    """The size of the smallest buckets, at both ends of backward; None: 256 KiB, on GPUs 4 MiB. The first is small so that the
+    link starts early, the last one because nothing hides its exchange. In between
+    a bucket closes when it holds as many bytes as all earlier buckets or as all later tensors, whichever is less, and at
+    `bucket_bytes` at the latest. `bucket_bytes` or more: all alike."""
     chunk_bytes: int | None = None
-    """A larger bucket is exchanged in chunks of this number of bytes; 0 never cuts; None: 8 MiB, on GPUs 48 MiB. Smaller: codecs and
-    links overlap more, and there are more launches. Plain guesses too. All-reduce is not cut: the collective cuts inside."""
+    """A larger bucket is exchanged in chunks of this number of bytes; 0 never cuts; None: 8 MiB, on GPUs 48 MiB. Smaller: codecs
+    and links overlap more, and there are more launches. Plain guesses too. All-reduce is not cut: the collective cuts inside."""
     residual_dtype: str = "float32"
     """dtype of the stored residuals of specs with error feedback: float32, bfloat16 or int8 (a byte an element and a bfloat16
     scale for each 128). Narrower: less memory, more error and more codec time. See `Bucket.residual_dtype`."""
