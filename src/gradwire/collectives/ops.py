@@ -3,21 +3,33 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.collectives.codec_state import Memory
+from gradwire.collectives.codec_state import Memory, PieceMemory
 from gradwire.collectives.piece import Piece, gathered
-from gradwire.kernels import Compressor, Context, KernelCall, Scattered, Segments, cpu, refused, run_calls
+from gradwire.kernels import (
+    Batch,
+    BatchPart,
+    Compressor,
+    Context,
+    KernelCall,
+    Scattered,
+    Segments,
+    cpu,
+    refused,
+    run_calls,
+)
 from gradwire.transport import AllToAll, Link, Mark, Meter, Operations, Streams
 
 if TYPE_CHECKING:
     from gradwire.transport import Wire
 
 __all__ = [
-    "Add", "Copy", "Decode", "Encoding", "Gather", "Scale", "Transfer", "Transfers", "Work", "joined",
-    "payload_buffers",
+    "Add", "Copy", "Decode", "Encoding", "Gather", "Scale", "Transfer", "Transfers", "Work", "batch_of", "joined",
+    "payload_buffers", "whole_of",
 ]  # fmt: skip
 
 ALIGNMENT = 16
@@ -88,7 +100,7 @@ class Encoding(Work):
 
     codec: Compressor
     source: torch.Tensor | Scattered
-    memory: Memory
+    memory: Memory | PieceMemory
     segments: Segments
     context: Context
     payload: torch.Tensor
@@ -291,6 +303,29 @@ def payload_buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Te
     # zeros, since the gaps are sent too
     memory = torch.zeros(end, dtype=torch.uint8, device=device)
     return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def batch_of(
+    codec: Compressor, dtype: torch.dtype, shards: Sequence[Segments], bounds: Sequence[int], sizes: Sequence[int]
+) -> Batch:
+    """The batch of the payloads of shards. bounds: the first element of each shard, and the end. sizes: bytes of payloads, which
+    lie as in `payload_buffers`; 0 for a shard that has none. At least one has some."""
+    starts, _ = _places(sizes)
+    parts = [
+        BatchPart(segments, low, high, at, at + size)
+        for segments, (low, high), at, size in zip(shards, pairwise(bounds), starts, sizes, strict=True)
+        if size
+    ]
+    made, inner = Batch.of_parts(parts), codec
+    while inner is not None:
+        made.payload_bytes[inner.spec, dtype] = made.nbytes
+        inner = getattr(inner, "inner", None)
+    return made
+
+
+def whole_of(payloads: Sequence[torch.Tensor], batch: Batch) -> torch.Tensor:
+    """The memory of all payloads that `payload_buffers` made, as far as the batch has payloads."""
+    return payloads[0].as_strided((batch.nbytes,), (1,), 0)
 
 
 def joined(payloads: Sequence[torch.Tensor], nothing: torch.Tensor) -> tuple[torch.Tensor, list[Work]]:

@@ -41,3 +41,6 @@ from gradwire.kernels.triton.signs import mean_sign_encode, sign_decode, sign_en
 from gradwire.kernels.triton.sparse import dgc_encode, topk_decode, topk_encode
 
 __all__ = reference.__all__
+
+TAKES_BATCHES = True
+"""Kernels in `BATCHED` take a `Batch`."""
