@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gradwire.transport import Wire
 
 __all__ = [
-    "Add", "Copy", "Decode", "Encoding", "Gather", "Scale", "Transfer", "Transfers", "Work", "batch_of", "joined",
+    "Add", "Copy", "Decode", "DecodeSum", "Encoding", "Gather", "Scale", "Transfer", "Transfers", "Work", "batch_of", "joined",
     "payload_buffers", "whole_of",
 ]  # fmt: skip
 
@@ -139,6 +139,31 @@ class Decode(Work):
         into: Any = self.into  # as above
         context = self.context.on(stream)
         return self.codec.decode_calls(self.payload, self.segments, self.dtype, self.add, into, context)
+
+
+@dataclass(frozen=True)
+class DecodeSum(Work):
+    """Add up the payloads of all ranks, in one launch where a device can."""
+
+    terms: Sequence[Work]
+    """The same work, term by term."""
+    codec: Compressor
+    payloads: torch.Tensor
+    """Those of all ranks, at multiples of `stride`. The own one is not read."""
+    stride: int
+    before: int
+    """The ranks before the own one."""
+    after: int
+    own: torch.Tensor | None
+    """The own term; None where the sum holds it from the begin on."""
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        with refused(self.codec.spec):
+            super().run(streams, stream)
+
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        terms = [call for work in self.terms for call in work.calls(stream)]
+        return [("decode_sum", terms, self.payloads, self.stride, self.before, self.after, self.own)]
 
 
 @dataclass

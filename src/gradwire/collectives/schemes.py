@@ -13,9 +13,11 @@ import torch
 
 from gradwire.collectives.codec_state import Memory, PieceMemory
 from gradwire.collectives.ops import (
+    ALIGNMENT,
     Add,
     Copy,
     Decode,
+    DecodeSum,
     Encoding,
     Gather,
     Scale,
@@ -195,7 +197,13 @@ class TwoPhase(Transfers):
         sizes_to = [0 if to == rank else size for to, size in enumerate(sizes)]
         to_owners = payload_buffers(sizes_to, piece.flat.device) if within is not None else _payloads(piece, sizes_to)
         encoded = [source != rank or codec.encodes_own_part for source in range(world_size)]
-        for_sum = _payloads(piece, [sizes[rank] if each else 0 for each in encoded])
+        fused = within is not None and not codec.encodes_own_part and sizes[rank] > 0
+        stride = -(-sizes[rank] // ALIGNMENT) * ALIGNMENT
+        if fused:
+            arriving = torch.empty(world_size * stride, dtype=torch.uint8, device=piece.flat.device)
+            for_sum = [arriving[at * stride : at * stride + sizes[rank] * each] for at, each in enumerate(encoded)]
+        else:
+            for_sum = _payloads(piece, [sizes[rank] if each else 0 for each in encoded])
         context = piece.contexts[0]
 
         def encoding(to: int, payload: torch.Tensor) -> Encoding:
@@ -205,8 +213,7 @@ class TwoPhase(Transfers):
         reduce = Transfer([encoding(to, to_owners[to]) for to in others], to_owners, for_sum)
         if within is not None and any(sizes_to):
             batch = batch_of(codec, dtype, shards, bounds, sizes_to)
-            joint = whole_of(to_owners, batch)
-            reduce.before = [Encoding(codec, piece.flat, PieceMemory(within), batch, context, joint)]
+            reduce.before = [Encoding(codec, piece.flat, PieceMemory(within), batch, context, whole_of(to_owners, batch))]
         if own_first and isinstance(mine, Scattered):
             reduce.before.append(Scale(mine, shards[rank]) if self.in_place else self._own_term(add=False))
         for source, payload in enumerate(for_sum):
@@ -217,6 +224,11 @@ class TwoPhase(Transfers):
                 works.append(Decode(codec, payload, shards[rank], dtype, add, total, context))
             elif not own_first:
                 works.append(self._own_term(add=source > 0))
+        if fused and world_size > 1:
+            terms = [work for works in reduce.arrivals.values() for work in works]
+            own = None if own_first else piece.flat[self.start : self.end]
+            reduce.arrivals = {source: [] for source in range(world_size)}
+            reduce.after = [DecodeSum(terms, codec, arriving, stride, rank, world_size - 1 - rank, own)]
 
         sum_sizes = [again.payload_bytes(segments, total.dtype) for segments in shards]
         sums = payload_buffers(sum_sizes, piece.flat.device) if within is not None else _payloads(piece, sum_sizes)

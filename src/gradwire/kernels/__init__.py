@@ -96,6 +96,13 @@ def run_calls(calls: Iterable[KernelCall]) -> None:
             kernel(*arguments)
         elif any(isinstance(each, Scattered) for each in arguments):  # only C++ reads these
             cpu.run([cpu.call(kernel, *arguments)])
+        elif kernel == "decode_sum":
+            terms, payloads, *others = arguments
+            kernels = kernels_for(payloads.device.type)
+            if hasattr(kernels, "TAKES_BATCHES"):
+                kernels.decode_sum(terms, payloads, *others)
+            else:
+                run_calls(terms)
         elif kernel in everywhere.__all__:
             getattr(everywhere, kernel)(*arguments)
         else:
