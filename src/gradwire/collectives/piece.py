@@ -1,6 +1,6 @@
 """A piece of a bucket, on which a scheme works."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -40,6 +40,8 @@ class Piece:
     store_contexts: Sequence[Context]
     """For each encode the context of its store."""
     runs: Runs
+    batched: bool = False
+    """Whether one call is to encode or decode the payloads of several shards: each call is a launch on a device."""
     apart: Scattered | None = None
     """The gradient where autograd left it, for schemes that read it and write the sum there. Given only to these."""
 
@@ -54,10 +56,19 @@ class Piece:
             return self.flat[start:end]
         return gathered(replace(self.apart[start:end], factor=1.0), self.runs.between(start, end))
 
-    def memory(self, codec: Compressor, encode: int, start: int, end: int, segments: Segments, copy: bool = False) -> Memory:
-        """The memory of one encode of elements start..end, which are these segments."""
+    def memory(
+        self,
+        codec: Compressor,
+        encode: int,
+        start: int,
+        end: int,
+        segments: Segments,
+        copy: bool = False,
+        within: Mapping[str, torch.Tensor] | None = None,
+    ) -> Memory:
+        """The memory of one encode of elements start..end, which are these segments. within: see `Memory`."""
         store = self.store_for(segments) if "residual" in codec.state else None
-        return Memory(codec.state, str(encode), start, end, store, self.store_contexts[encode].random, copy)
+        return Memory(codec.state, str(encode), start, end, store, self.store_contexts[encode].random, copy, within)
 
 
 def gathered(elements: Scattered, segments: Segments) -> torch.Tensor:

@@ -33,8 +33,12 @@ _RING_PIECES, _SMALLEST_RING_PIECE, _LARGEST_RING_PIECE = 4, 2**16, 2**20
 
 def can_sum(flat: torch.Tensor) -> bool:
     """Whether C++ can sum tensors of this dtype and device. The same on all ranks with the same version."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return flat.is_cpu and flat.dtype in dtypes and cpu.available() is None
+    return flat.is_cpu and sums_in_c(flat.dtype)
+
+
+def sums_in_c(dtype: torch.dtype) -> bool:
+    """Whether C++ can sum tensors of this dtype in the host's memory."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16) and cpu.available() is None
 
 
 def even_bounds(numel: int, parts: int) -> list[int]:

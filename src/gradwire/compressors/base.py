@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 
 from gradwire.core import Spec
-from gradwire.kernels import Compressor, Context, KernelCall, Segments, WrappingCompressor, cpu, kernels_for, refused, run_calls
+from gradwire.kernels import (
+    BATCHED,
+    Compressor,
+    Context,
+    KernelCall,
+    Segments,
+    WrappingCompressor,
+    cpu,
+    kernels_for,
+    refused,
+    run_calls,
+)
 
 __all__ = ["Compressor", "Context", "KernelCompressor", "ListCompressor", "WrappingListCompressor", "aligned", "residual_in"]
 
@@ -81,6 +92,11 @@ class KernelCompressor(ListCompressor):
         self.check(payload, segments, dtype)
         (name, *settings), typed = self.kernels.decode, [dtype] if self.kernels.typed else []
         return [(name, payload, self._seen(segments), *typed, *settings, add, dst)]
+
+    @property
+    def batches(self) -> bool:
+        kernels = self.kernels
+        return {kernels.encode[0], kernels.decode[0]} <= BATCHED and not (kernels.joined or kernels.typed)
 
     def _seen(self, segments: Segments) -> Segments:
         return segments.joined if self.kernels.joined else segments

@@ -245,16 +245,18 @@ def gradients_of(exchange: Exchange, names: Sequence[str]) -> tuple[list[AnyGrad
 
 
 _RUN_BYTES = 2**17
-"""The most bytes of a run of several gradients: they stay in a core's cache until the last one is ready."""
+"""The most bytes of a run of several gradients on CPUs: they stay in a core's cache until the last one is ready."""
+_DEVICE_RUN_BYTES = 2**26
+"""The same on a device, where a run takes two launches."""
 
 
 def _cut(slots: Sequence[Slot]) -> list[list[Slot]]:
     """The slots of a bucket, cut into runs."""
     parts: list[list[Slot]] = []
-    nbytes = 0
+    nbytes, most = 0, _RUN_BYTES if slots[0].device.type == "cpu" else _DEVICE_RUN_BYTES
     for slot in slots:
         nbytes += slot.view.nbytes
-        if not parts or nbytes > _RUN_BYTES:
+        if not parts or nbytes > most:
             parts.append([])
             nbytes = slot.view.nbytes
         parts[-1].append(slot)

@@ -215,6 +215,7 @@ def _build(
             store_for=partial(store_for, bucket.residual_dtype),
             store_contexts=contexts[encodes:],
             runs=runs,
+            batched=launches(first.device),
             apart=None if apart is None else apart[start:end],
         )
         chunks.append(make(codec, piece, group, index))
@@ -223,6 +224,11 @@ def _build(
             for encode, voice in chunk.voices.items():
                 random[[encode, encodes + encode], 3] = voice
     return BucketBuffers(index, bucket, flat, slots, bounds, chunks)
+
+
+def launches(device: torch.device) -> bool:
+    """Whether each call of a kernel is a launch, so that few calls are better."""
+    return kind_of(device) != "cpu"
 
 
 def random_streams(plan: Plan, rank: int, device: torch.device) -> torch.Tensor:

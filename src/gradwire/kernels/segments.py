@@ -72,6 +72,35 @@ class Segments:
         return Segments(tuple(rows), torch.device(device))
 
 
+class BatchPart(NamedTuple):
+    """One payload of a batch."""
+
+    segments: Segments
+    first: int
+    """Its first element in the flat buffer of the batch."""
+    end: int
+    byte: int
+    """Its first byte in the memory of all payloads."""
+    end_byte: int
+
+
+@dataclass(frozen=True)
+class Batch(Segments):
+    """Segments of several payloads, which one call encodes or decodes."""
+
+    parts: tuple[BatchPart, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The end of the last payload."""
+        return self.parts[-1].end_byte
+
+    @staticmethod
+    def of_parts(parts: Sequence[BatchPart]) -> "Batch":
+        rows = [row._replace(offset=row.offset + part.first) for part in parts for row in part.segments.rows]
+        return Batch(tuple(rows), parts[0].segments.device, parts=tuple(parts))
+
+
 def tensor_key(name: str) -> int:
     """63 bits that name a tensor, the same in every process and under every plan.
 

@@ -43,7 +43,6 @@ from gradwire.core import (
     uncompressed,
     under,
     unique,
-    whole,
     wholes,
     word,
 )
@@ -58,6 +57,8 @@ else:
     SpecField = RulesField = ScheduleField = Any  # brought to one form by __post_init__
 
 
+_EDGE_BYTES, _CHUNK_BYTES = 256 * 2**10, 8 * 2**20
+_GPU_BUCKET_BYTES, _GPU_EDGE_BYTES, _GPU_CHUNK_BYTES = 32 * 2**20, 4 * 2**20, 48 * 2**20
 _EXEMPT = Identity()
 _FEW_RANKS = 4
 """Most ranks with which vectors travel in payloads of an all-gather, which sends every payload to each other rank. With more
@@ -146,7 +147,9 @@ class Policy(_Default, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "policy"
     remedy: ClassVar[str] = "Write it from the fields of gradwire.Policy."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "exempt_vectors", "scheme", "bucket_bytes", "residual_dtype")
+    omit_at_default: ClassVar[tuple[str, ...]] = (
+        *("rules", "exempt_vectors", "scheme", "bucket_bytes", "edge_bytes", "chunk_bytes", "residual_dtype"),
+    )
 
     rules: RulesField = ()
     """(which, spec) pairs; the first match wins. `which` is a case-sensitive fnmatch pattern of whole tensor names, with |
@@ -167,14 +170,16 @@ class Policy(_Default, frozen=True, kw_only=True):
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings the bucket to this number of bytes of gradient. Larger: fewer, later launches.
     None: 1 MiB for each rank, from 2 to 8 MiB, since a rank sends a bucket as one message to each rank, and each message
-    has a price. The value is a plain guess; the planner's search finds better ones."""
-    edge_bytes: int = 256 * 1024
-    """The size of the smallest buckets, at both ends of backward. The first is small so that the link starts early, the last one
-    because nothing hides its exchange. In between a bucket closes when it holds as many bytes as all earlier buckets or as all
-    later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more: all alike."""
-    chunk_bytes: int = 8 * 2**20
-    """A larger bucket is exchanged in chunks of this number of bytes; 0 never cuts. Smaller: codecs and links overlap more, and
-    there are more launches. A plain guess too. All-reduce is not cut: the collective cuts inside."""
+    has a price. On GPUs 32 MiB, since each bucket takes several launches. These are plain guesses; the planner's search finds
+    better ones."""
+    edge_bytes: int | None = None
+    """The size of the smallest buckets, at both ends of backward; None: 256 KiB, on GPUs 4 MiB. The first is small so that the
+    link starts early, the last one because nothing hides its exchange. In between
+    a bucket closes when it holds as many bytes as all earlier buckets or as all later tensors, whichever is less, and at
+    `bucket_bytes` at the latest. `bucket_bytes` or more: all alike."""
+    chunk_bytes: int | None = None
+    """A larger bucket is exchanged in chunks of this number of bytes; 0 never cuts; None: 8 MiB, on GPUs 48 MiB. Smaller: codecs
+    and links overlap more, and there are more launches. Plain guesses too. All-reduce is not cut: the collective cuts inside."""
     residual_dtype: str = "float32"
     """dtype of the stored residuals of specs with error feedback: float32, bfloat16 or int8 (a byte an element and a bfloat16
     scale for each 128). Narrower: less memory, more error and more codec time. See `Bucket.residual_dtype`."""
@@ -188,7 +193,7 @@ class Policy(_Default, frozen=True, kw_only=True):
             check_scheme(self.scheme)
         wholes(self, "bytes of gradient at which a bucket closes", "bucket_bytes", low=1)
         wholes(self, "bytes of gradient that close a bucket at an end of backward", "edge_bytes", low=1)
-        whole("chunk_bytes", self.chunk_bytes, "bytes of gradient per chunk, 0 for never cut")
+        wholes(self, "bytes of gradient per chunk, 0 for never cut", "chunk_bytes")
         word("residual_dtype", self.residual_dtype, RESIDUAL_DTYPES)
 
     def __repr__(self) -> str:
@@ -249,6 +254,7 @@ class Policy(_Default, frozen=True, kw_only=True):
             tensor
             for tensor in tensors
             if len(tensor.shape) < 2
+            and tensor.device != "gpu"  # where each vector in a payload takes launches
             and not specs[tensor.name].encodes
             and tensor.nbytes <= _MOST_CARRIED
             and (tensor.dtype, tensor.device) in classes
@@ -298,7 +304,9 @@ class Policy(_Default, frozen=True, kw_only=True):
 
     def _close(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
         """Fill and close buckets of one class each."""
-        full = self.bucket_bytes or min(max(2, ranks), 8) * 2**20
+        on_gpu = tensors[0].device == "gpu"
+        full = self.bucket_bytes or (_GPU_BUCKET_BYTES if on_gpu else min(max(2, ranks), 8) * 2**20)
+        edge = self.edge_bytes or (_GPU_EDGE_BYTES if on_gpu else _EDGE_BYTES)
         if (fewest := as_schedule(self.schedule).fewest_buckets) > 1:
             # a bucket closes late, and few buckets are dealt out unevenly
             full = min(full, max(1, sum(tensor.nbytes for tensor in tensors) // (4 * fewest)))
@@ -313,7 +321,7 @@ class Policy(_Default, frozen=True, kw_only=True):
             key = (tensor.dtype, tensor.device, specs[tensor.name].family)
             filling.setdefault(key, []).append((position, tensor))
             filled[key] = filled.get(key, 0) + tensor.nbytes
-            least = max(min(sent, to_come), self.edge_bytes)
+            least = max(min(sent, to_come), edge)
             if specs[tensor.name] is _EXEMPT and 0 < exempt < sent + to_come:
                 exempt_to_come -= tensor.nbytes
                 least = filled[key] if 0 < exempt_to_come <= exempt // 8 < filled[key] else full
@@ -337,7 +345,10 @@ class Policy(_Default, frozen=True, kw_only=True):
             )
         option = self._option(first.device, spec)
         on_wire = {task for task in option if not task.startswith(("comp:", "decomp:"))} == {*ALL_REDUCE}
-        cut = not on_wire and sum(tensor.nbytes for tensor in members) > self.chunk_bytes
+        chunk = self.chunk_bytes
+        if chunk is None:
+            chunk = _GPU_CHUNK_BYTES if first.device == "gpu" else _CHUNK_BYTES
+        cut = not on_wire and sum(tensor.nbytes for tensor in members) > chunk
         # An identity sum must not lose bits, so float64 stays; everything else adds in float32.
         wide = not spec.encodes and (on_wire or first.dtype == "float64")
         return Bucket(
@@ -346,7 +357,7 @@ class Policy(_Default, frozen=True, kw_only=True):
             reduce_dtype=first.dtype if wide else "float32",
             residual_dtype=self.residual_dtype if spec.feedback else "float32",
             option=option,
-            chunk_bytes=self.chunk_bytes if cut else 0,
+            chunk_bytes=chunk if cut else 0,
             numel=sum(tensor.numel for tensor in members),
         )
 
@@ -369,8 +380,8 @@ def Uniform(
     schedule: Schedule | str = "backward",
     scheme: str | None = None,
     bucket_bytes: int | None = None,
-    edge_bytes: int = 256 * 1024,
-    chunk_bytes: int = 8 * 2**20,
+    edge_bytes: int | None = None,
+    chunk_bytes: int | None = None,
     residual_dtype: str = "float32",
 ) -> Policy:
     """The policy without rules: one spec for every tensor, vectors included. Fields as in `Policy`.

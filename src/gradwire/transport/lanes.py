@@ -1,5 +1,6 @@
 """Lanes: links, each with the one thread that submits to it, and the failure that ended their work, if one did."""
 
+import json
 import logging
 import queue
 import threading
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import CommunicationError, GradwireError, StepStateError
+from gradwire.transport.adapters import SLOW_GBPS, adapter_gbps
 from gradwire.transport.agreement import agree, gather_bytes
 from gradwire.transport.devices import kind_of, offload_lanes
 from gradwire.transport.flight import Flight
@@ -24,6 +26,7 @@ from gradwire.transport.grid import Grid
 from gradwire.transport.heartbeats import Heartbeats, usual_silence_s
 from gradwire.transport.link import Group, Link
 from gradwire.transport.slices import short_slices
+from gradwire.transport.staged_link import StagedLink
 from gradwire.transport.streams import Mark
 from gradwire.transport.wire import DamagedError, LinkError, transfer
 from gradwire.transport.wires import connect_wires
@@ -35,7 +38,7 @@ log = logging.getLogger(__name__)
 _GRACE_S = 0.5
 """For waits that fail by themselves when their connections are shut down: their errors say more."""
 CPU_LANES = 2
-"""A lane blocks in its collectives on CPU: while one waits for the wire the other encodes."""
+"""A lane on CPU, and a host-staged one, blocks in its collectives: while one waits for the wire the other encodes."""
 
 
 class Lane:
@@ -160,6 +163,8 @@ class Lanes:
         """For gradients."""
         self.offload = 0
         """How many of these, the last ones, take the buckets with codecs on CPUs."""
+        self.staged = False
+        """Whether gradients lie on a device and travel through the host's memory."""
         self.failure: GradwireError | None = None
         self._ended: GradwireError | None = None
         """Why another thread ended what is under way."""
@@ -183,8 +188,9 @@ class Lanes:
         """The own rank in messages."""
         return self.group.global_ranks[self.group.rank]
 
-    def _lane(self, name: str, device: torch.device) -> Lane:
-        return Lane(f"gradwire-{self._name}-{name}", Link(self.group, f"{self._name}/{name}", device, self._timeout))
+    def _lane(self, name: str, device: torch.device, staged: bool = False) -> Lane:
+        make = StagedLink if staged else Link
+        return Lane(f"gradwire-{self._name}-{name}", make(self.group, f"{self._name}/{name}", device, self._timeout))
 
     def open(self, facts: Mapping[str, Any], device: torch.device | None) -> None:
         """Compare facts with all ranks, and connect the lanes that carry gradients of this device. Collective; a rank that
@@ -193,15 +199,22 @@ class Lanes:
         if device is None:
             return
         self.offload = offload_lanes(device)
-        for number in range((CPU_LANES if device.type == "cpu" else 1) + self.offload):
-            self.data.append(self._lane(str(number), device))
+        self.staged = self.group.stages(device) or (device.type == "cuda" and self._is_slow_between_nodes())
+        for number in range((CPU_LANES if self.staged or device.type == "cpu" else 1) + self.offload):
+            self.data.append(self._lane(str(number), device, self.staged))
         if self.group.world_size > 1:
-            lanes, grid = CPU_LANES if kind_of(device) == "cpu" else 0, self.group.grid
+            lanes, grid = CPU_LANES if self.staged or kind_of(device) == "cpu" else 0, self.group.grid
             wires, beats = self._told_first(lambda link: connect_wires(link, lanes, grid))
             for lane, wire in zip(self.data, wires, strict=False):
                 lane.link.wire = wire
             self._heartbeats = Heartbeats(beats, f"gradwire-{self._name}-heartbeats", self._silence, self._silence_s)
         self._roll_call = RollCall(self.group, self._name)
+
+    def _is_slow_between_nodes(self) -> bool:
+        """Whether the adapters of some node are known to be slow. Collective."""
+        text = json.dumps(adapter_gbps()).encode()
+        everybody = [json.loads(raw) for raw in self._told_first(lambda link: gather_bytes(link, text))]
+        return self.group.grid.nodes > 1 and None not in everybody and min(everybody) < SLOW_GBPS
 
     def _told_first(self, job: Callable[[Link], T]) -> T:
         """The result of a job on the control lane, before there is a roll call."""

@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 from gradwire.errors import PlanError, StepStateError
 from gradwire.kernels import crc32c
 from gradwire.transport.grid import Grid, node_name
+from gradwire.transport.pinned import PinnedRing
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import streams_for
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
@@ -129,10 +130,14 @@ class Group:
         """The name of the node of this rank."""
         return node_name()
 
+    def stages(self, device: torch.device) -> bool:
+        """Whether tensors of this device travel through the host's memory: the caller's group does not use NCCL for them."""
+        return device.type == "cuda" and self.process_group._get_backend(device).name() != "nccl"
+
     def connect(self, name: str, device: torch.device, timeout: timedelta) -> tuple[Any, Ends]:
         """The backend of a link of this name, for tensors of this device, and its connections. Collective."""
         store, connections = self.store(name), Connections()
-        if device.type == "cuda" and dist.is_nccl_available():
+        if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options), connections
@@ -149,6 +154,8 @@ class Link:
         self.streams = streams_for(device)
         self.wire: Wire | None = None
         """The wire on which C++ runs phases, if all ranks can."""
+        self.pinned: PinnedRing | None = None
+        """The host's memory through which tensors of a device travel; None where tensors travel as they are."""
         self._unfinished: AllToAll | None = None
         self._broken = False
         self.backend: Any  # a Backend; NCCL's has more
@@ -320,7 +327,7 @@ class SilentLink:
     """A link that sends nothing, to measure the codec work of a scheme alone."""
 
     streams = streams_for(torch.device("cpu"))
-    wire = None
+    wire = pinned = None
 
     def __init__(self, group: Group) -> None:
         self.rank, self.world_size = group.rank, group.world_size

@@ -34,6 +34,7 @@ from gradwire.kernels.triton.coded import (
     threshold_decode,
     threshold_encode,
 )
+from gradwire.kernels.triton.decode_sum import decode_sum
 from gradwire.kernels.triton.local_update import local_update
 from gradwire.kernels.triton.low_rank import back_project, orthogonalise, project, reconstruct
 from gradwire.kernels.triton.randomk import gather_random, randomk_decode, randomk_encode, scatter_random
@@ -41,3 +42,6 @@ from gradwire.kernels.triton.signs import mean_sign_encode, sign_decode, sign_en
 from gradwire.kernels.triton.sparse import dgc_encode, topk_decode, topk_encode
 
 __all__ = reference.__all__
+
+TAKES_BATCHES = True
+"""Kernels in `BATCHED` take a `Batch`, and there is a `decode_sum`."""
