@@ -15,6 +15,7 @@ from gradwire.core import (
     DTYPE_BYTES,
     LINKS,
     RAW,
+    RING_SHARD_BYTES,
     Bucket,
     Cluster,
     Costs,
@@ -25,6 +26,7 @@ from gradwire.core import (
     Spec,
     TensorInfo,
     collective_of,
+    goes_around,
     show,
 )
 from gradwire.costs.collectives import Line, longest_us
@@ -195,6 +197,14 @@ class Prices:
         """The steps of an option on this cluster; rounds: the spec's rounds."""
         return steps_of(option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing)
 
+    def forms(self, option: tuple[str, ...], rounds: int) -> list[tuple[Step, ...]]:
+        """The steps of an option for small pieces, and for large pieces if their traffic differs."""
+        steps = self.steps(option, rounds)
+        small = tuple(step._replace(large=None) for step in steps)
+        if small == steps:
+            return [steps]
+        return [small, tuple(step._replace(traffic=step.large or step.traffic, large=None) for step in steps)]
+
     def _launch_us(self, step: Step, size: Bytes) -> float:
         """Processor time of an exchange in microseconds, without codecs."""
         link, launch_us = self.cluster.allreduce, self.launch_us
@@ -235,7 +245,10 @@ class Prices:
 
     def _lines(self, step: Step) -> tuple[Line, ...]:
         assert step.traffic is not None
-        return step.traffic.lines(*self.cluster.links_for(step.task))
+        measured = self.cluster.allreduce is not None and step.task == ALL_REDUCE[0]
+        # the measured link between nodes has the time of stages inside nodes
+        traffic = step.traffic._replace(in_turn=step.traffic.in_turn and not measured)
+        return traffic.lines(*self.cluster.links_for(step.task))
 
     def exchange_us(self, step: Step, held_bytes: float) -> float:
         """Microseconds of a step that is an exchange, in which a rank holds `held_bytes` bytes."""
@@ -243,6 +256,8 @@ class Prices:
 
     def _price_exchange(self, step: Step, nbytes: float) -> Price:
         assert step.traffic is not None
+        if step.large is not None and goes_around(nbytes, self.cluster.nodes, self.cluster.world_size):
+            step = step._replace(traffic=step.large)
         traffic, (intra, _) = step.traffic, self.cluster.links_for(step.task)
         held = nbytes * step.share * step.parts
         inside, between = traffic.intra_factor(intra) * held, traffic.inter.factor * held
@@ -353,6 +368,9 @@ def fold(option: tuple[str, ...], spec: Spec, prices: Prices) -> FoldedCosts:
             measured = prices.points(spec, device, "encode" if what == "comp" else "decode")
             per_byte = step.share * (step.parts if prices.decode_calls == "one" else 1)
             sizes |= {4 * round(nbytes / per_byte / 4) for nbytes, _ in measured}
+        if step.large is not None:
+            around = RING_SHARD_BYTES * prices.cluster.world_size
+            sizes |= {around - 4, around}
     rows = [(nbytes, *_times(prices, option, spec, nbytes)) for nbytes in sorted(sizes)]
     encode, intra, inter, decode = (tuple((row[0], row[place]) for row in rows) for place in range(1, 5))
     exchange = tuple((row[0], row[2] + row[3]) for row in rows)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from gradwire.core import ROUTINES, collective_of, named
-from gradwire.costs.collectives import Load, Traffic, flat_traffic, group_traffic
+from gradwire.core import ALL_REDUCE, COLLECTIVES, ROUTINES, collective_of, named
+from gradwire.costs.collectives import Load, Traffic, flat_traffic, group_traffic, sum_traffic
 from gradwire.errors import PlanError
 
 
@@ -31,6 +31,8 @@ class Step(NamedTuple):
     """The traffic of an exchange; None for a codec task."""
     gathers: bool
     """Whether the task belongs to the gather phase, which begins with the first second step of a scheme."""
+    large: Traffic | None = None
+    """The traffic of pieces that go around a ring (`gradwire.core.goes_around`); None: `traffic`, as for other pieces."""
 
 
 @lru_cache(maxsize=20_000)
@@ -62,6 +64,8 @@ def steps_of(
     return steps
 
 
+_ON_WIRES = (ALL_REDUCE, COLLECTIVES["alltoall"].uncompressed)
+"""The options that `gradwire.collectives.WireSum` runs between CPUs."""
 _CURE = "`gradwire options` lists the options there are."
 
 
@@ -120,11 +124,14 @@ class _Walk:
         if opened is not None and word != ROUTINES[opened].second:
             raise self._refusal(index, f"data that wait for {ROUTINES[opened].second}, the second step of {opened}")
         self.gathering = self.gathering or second
-        if self.flat:
+        large = None
+        if self.routing == "wires" and tuple(self.option) in _ON_WIRES:
+            traffic, large = sum_traffic(word, self.nodes, self.local)
+        elif self.flat:
             traffic = flat_traffic(word, self.nodes, self.local, self.routing)
         else:
             traffic = group_traffic(word, ranks, link, self.routing, 1 if link == "intra" else self.holders)
-        step = Step(task, 1 / self.cut, self.parts, self.payload * self.coded, traffic, self.gathering)
+        step = Step(task, 1 / self.cut, self.parts, self.payload * self.coded, traffic, self.gathering, large)
         if second:
             del self.opened[link]
             self.cut //= ranks if word == "allgather" else 1

@@ -82,9 +82,9 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
         if name == "cpu":
             continue
         ranks = {"intra": grid.ranks_per_node, "inter": grid.nodes, "allreduce": grid.world_size}[name]
-        word = "allreduce" if name == "allreduce" else "alltoall"
+        word, per_node = ("allreduce", grid.ranks_per_node) if name == "allreduce" else ("alltoall", 1)
         try:
-            links[name], fits[name] = fit_link(points, word, ranks, "direct")
+            links[name], fits[name] = fit_link(points, word, ranks, "wires" if "cpu" in times else "direct", per_node)
         except FormatError as error:
             if unknown_gbps is not None:
                 links[name] = ClusterLink(min(us for _, us in points), unknown_gbps)
