@@ -99,7 +99,7 @@ from gradwire.core.specs import (
     spec_from_text,
 )
 from gradwire.core.strict import Document, check_plain, convert, parse, read
-from gradwire.core.sums import RING_SHARD_BYTES, goes_around, primes_of
+from gradwire.core.sums import RING_SHARD_BYTES, columns_of, goes_around, primes_of
 from gradwire.core.tensors import Shaped, TensorInfo, fingerprint
 
 __all__ = [
@@ -110,11 +110,11 @@ __all__ = [
     "Natural", "Nesterov", "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "Profile", "RandomK",
     "Schedule", "Shaped", "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad", "Threshold", "TopK",
     "Truncate", "TwoBit", "as_schedule", "as_spec", "changed", "check_plain", "code_bytes", "coded_bytes",
-    "codes_on_cpu", "collective", "collective_of", "convert", "entry_points", "example_specs", "fingerprint", "freeze",
-    "freeze_pairs", "goes_around", "in_base_3", "index_bytes", "index_low_bits", "innermost", "installed_collectives",
-    "installed_specs", "is_link_word", "kept_of", "lanes_of_pieces", "launch_tasks", "make_folder", "named", "native",
-    "near", "number", "numbers", "only_version", "parse", "primes_of", "printable", "processor_name", "qsgd_bytes",
-    "read", "read_text", "register_spec", "schedule_class", "schedule_kinds", "schedules", "show", "spec_from_dict",
-    "spec_from_text", "specs", "tasks_by_lane", "text", "uncompressed", "under", "unique", "whole", "wholes", "word",
-    "write_whole",
+    "codes_on_cpu", "collective", "collective_of", "columns_of", "convert", "entry_points", "example_specs",
+    "fingerprint", "freeze", "freeze_pairs", "goes_around", "in_base_3", "index_bytes", "index_low_bits", "innermost",
+    "installed_collectives", "installed_specs", "is_link_word", "kept_of", "lanes_of_pieces", "launch_tasks",
+    "make_folder", "named", "native", "near", "number", "numbers", "only_version", "parse", "primes_of", "printable",
+    "processor_name", "qsgd_bytes", "read", "read_text", "register_spec", "schedule_class", "schedule_kinds",
+    "schedules", "show", "spec_from_dict", "spec_from_text", "specs", "tasks_by_lane", "text", "uncompressed", "under",
+    "unique", "whole", "wholes", "word", "write_whole",
 ]  # fmt: skip

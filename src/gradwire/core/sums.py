@@ -1,4 +1,6 @@
-"""Shapes of uncompressed sums on wires: what `gradwire.collectives.wire_sum` runs and `gradwire.costs` prices."""
+"""Shapes of exchanges that follow from the number of ranks: `gradwire.collectives` runs them and `gradwire.costs` prices them."""
+
+from math import isqrt
 
 RING_SHARD_BYTES = 2**16
 """Between nodes, shards of so many bytes or more go around a ring."""
@@ -26,3 +28,12 @@ def primes_of(number: int) -> list[int]:
             number //= factor
         factor += 1
     return found
+
+
+def columns_of(ranks: int) -> int:
+    """The columns of the grid of so many ranks: the least divisor that is not below the square root.
+
+    >>> columns_of(12), columns_of(16), columns_of(7)
+    (4, 4, 7)
+    """
+    return ranks // next(rows for rows in range(isqrt(ranks), 0, -1) if ranks % rows == 0)
