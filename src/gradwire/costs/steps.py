@@ -205,7 +205,7 @@ def grid_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing
         (1 / ranks, 1, 0, None),
         (1 / ranks, 1, 2, gathers[0]),
         (part, 1, 2, gathers[1]),
-        (1 / ranks, ranks, 0, None),
+        (1.0, 1, 0, None),
     )
     return tuple(Step(task, *each, number > 5) for number, (task, each) in enumerate(zip(option, steps, strict=True)))
 
