@@ -177,7 +177,7 @@ class PlanningJob:
         self.coded = {spec: self._carrying(spec, main) if given is None else given for spec in self.specs}
         """The options that can carry a spec's payloads, by spec."""
         self.beside = {spec: self._beside_tree(spec, main) if given is None else [] for spec in self.specs}
-        """The same of options that ByteComp's tree does not have."""
+        """Further options that can carry a spec's payloads, which ByteComp's tree does not have."""
         self._judged = cache(self._judge)
         self.evaluations = 0
 
