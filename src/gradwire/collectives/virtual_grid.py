@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from gradwire.collectives.codec_state import Memory
 from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, Work, in_c, joined, payload_buffers
 from gradwire.collectives.piece import Piece
 from gradwire.core import columns_of
@@ -33,7 +34,7 @@ class VirtualGrid(Transfers):
         self.shards = [piece.runs.cut(self.parts[j], self.parts[j + 1], self.rows) for j in range(self.columns)]
         """The edges of the parts, and of the shards of each part."""
         self.aliases = [piece.flat]
-        self.memory = []
+        self.memory: list[Memory] = []
         self._nothing = torch.empty(0, dtype=torch.uint8, device=piece.flat.device)
         start, end = self.parts[self.column], self.parts[self.column + 1]
         self._of_row, self._first = self._sum(start, end), start
@@ -99,10 +100,11 @@ class VirtualGrid(Transfers):
         for step in range(1, len(ranks) + 1):  # not all encode for the first rank first
             to = (place + step) % len(ranks)
             if to != place or own_is_coded:
-                payload = torch.empty(self._bytes(encode, *edges[to : to + 2]), dtype=torch.uint8, device=total.device)
-                transfer.before.append(self._encoding(encode, sources[to], *edges[to : to + 2], payload))
+                start, end = edges[to], edges[to + 1]
+                payload = torch.empty(self._bytes(encode, start, end), dtype=torch.uint8, device=total.device)
+                transfer.before.append(self._encoding(encode, sources[to], start, end, payload))
                 transfer.sent[ranks[to]] = payload
-        start, end = edges[place : place + 2]
+        start, end = edges[place], edges[place + 1]
         for number, source in enumerate(ranks):
             if number == place and not own_is_coded:
                 work: Work = Add(total, sources[place]) if number else Copy(total, sources[place])

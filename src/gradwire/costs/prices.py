@@ -207,10 +207,10 @@ class Prices:
 
     def _launch_us(self, step: Step, size: Bytes) -> float:
         """Processor time of an exchange in microseconds, without codecs."""
-        link, launch_us = self.cluster.allreduce, self.launch_us
+        link, launch_us, shared_by = self.cluster.allreduce, self.launch_us, self.cluster.ranks_per_processor
         if launch_us is None or link is None or step.task != ALL_REDUCE[0] or step.payload:
-            return launch_us or 0.0
-        return link.cpu_us + link.cpu_us_per_byte * size.raw * step.share * step.parts or launch_us
+            return shared_by * (launch_us or 0.0)
+        return shared_by * (link.cpu_us + link.cpu_us_per_byte * size.raw * step.share * step.parts or launch_us)
 
     def _shares(self, bucket: Bucket) -> dict[Spec, float]:
         """The part of the compressed bytes that each spec has."""
@@ -241,7 +241,7 @@ class Prices:
         us = 0.0
         for spec, share in shares:
             us += share * time_at(self.points(spec, device, "encode" if what == "comp" else "decode"), size)
-        return calls * us
+        return calls * us * (self.cluster.ranks_per_processor if device == "cpu" else 1.0)
 
     def _lines(self, step: Step) -> tuple[Line, ...]:
         assert step.traffic is not None
@@ -255,10 +255,11 @@ class Prices:
         return longest_us(self.lines(step), held_bytes)
 
     def _price_exchange(self, step: Step, nbytes: float) -> Price:
-        assert step.traffic is not None
-        if step.large is not None and goes_around(nbytes, self.cluster.nodes, self.cluster.world_size):
-            step = step._replace(traffic=step.large)
         traffic, (intra, _) = step.traffic, self.cluster.links_for(step.task)
+        if step.large is not None and goes_around(nbytes, self.cluster.nodes, self.cluster.world_size):
+            traffic = step.large
+            step = step._replace(traffic=traffic)
+        assert traffic is not None
         held = nbytes * step.share * step.parts
         inside, between = traffic.intra_factor(intra) * held, traffic.inter.factor * held
         return Price(step.task, self.exchange_us(step, held), step.gathers, traffic.sent * held, inside, between)

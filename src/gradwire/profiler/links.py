@@ -36,6 +36,10 @@ _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
 _MOST_MESSAGES = 50
 _COPIED_BYTES = 4 * 2**20
 """Bytes of a copy: more than a core's own caches hold, like the gradients of a model."""
+_SPIN_S = 0.03
+"""Processor time for which all ranks compute together, to find how many share a processor."""
+_SHARED_FROM = 1.15
+"""Elapsed time over processor time from which ranks share processors. Below it is noise."""
 _TAG = 1_000_000
 """First tag of the measured messages, higher than the tags of steps."""
 
@@ -68,6 +72,20 @@ def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float =
         (us_per_byte,) = _slowest(link, [_copies_us_per_byte()], device)
         times["cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
     return times
+
+
+def measure_processors(link: Link, ranks_per_node: int) -> float | None:
+    """Measure how many processors a node's ranks share: all ranks compute at the same time. Collective, on a lane.
+
+    Returns None if each rank has one to itself.
+    """
+    device = torch.device("cpu")
+    _slowest(link, [0.0], device)  # wait for all ranks
+    began, until = time.perf_counter(), time.thread_time() + _SPIN_S
+    while time.thread_time() < until:
+        pass
+    (longer,) = _slowest(link, [(time.perf_counter() - began) / _SPIN_S], device)
+    return ranks_per_node / longer if longer > _SHARED_FROM else None
 
 
 def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) -> MeasuredLinks:
