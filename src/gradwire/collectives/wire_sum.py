@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from gradwire.core import goes_around, primes_of
 from gradwire.kernels import cpu
 from gradwire.transport import Grid, Operations
 
@@ -25,8 +26,6 @@ _TOGETHER = 16
 """Shards begin at multiples of so many elements."""
 _PIECE_BYTES = 2**21
 """Longer messages of halving are cut into pieces of so many bytes: while one is added, the next one is under way."""
-_RING_SHARD_BYTES = 2**16
-"""Between nodes, shards of so many bytes or more go around a ring."""
 _RING_PIECES, _SMALLEST_RING_PIECE, _LARGEST_RING_PIECE = 4, 2**16, 2**20
 """Pieces of a shard in a ring, and the limits of their bytes. A rank sends a piece on while the next one arrives."""
 
@@ -73,7 +72,7 @@ def stages_of(grid: Grid, bounds: Sequence[int], nearest_first: bool) -> list[St
     order, size = _order(grid, nearest_first), grid.world_size
     inside = grid.ranks_per_node_if_even
     product, steps = 1, []
-    for factor in (*_primes(inside), *_primes(size // inside)):
+    for factor in (*primes_of(inside), *primes_of(size // inside)):
         steps.append((factor, product))
         product *= factor
     at, low, high = order.index(grid.rank), 0, size
@@ -91,21 +90,6 @@ def stages_of(grid: Grid, bounds: Sequence[int], nearest_first: bool) -> list[St
 def _order(grid: Grid, by_node: bool) -> list[int]:
     """All ranks, those of a node one after another."""
     return [rank for members in grid.members for rank in members] if by_node else list(range(grid.world_size))
-
-
-def _primes(number: int) -> list[int]:
-    """The prime factors in ascending order.
-
-    >>> _primes(12), _primes(1)
-    ([2, 2, 3], [])
-    """
-    found, factor = [], 2
-    while number > 1:
-        while number % factor == 0:
-            found.append(factor)
-            number //= factor
-        factor += 1
-    return found
 
 
 class Halving:
@@ -229,9 +213,7 @@ class WireSum:
     def __init__(self, flat: torch.Tensor, grid: Grid, bounds: Sequence[int], by_node: bool = True) -> None:
         """`bounds`: world_size + 1 edges of shards. by_node: whether ranks of a node are neighbours. Otherwise rank j has the sum
         of shard j after the reduce-scatter."""
-        shard_bytes = flat.nbytes // grid.world_size
-        ring = grid.nodes > 1 and grid.world_size > 2 and shard_bytes >= _RING_SHARD_BYTES
-        way: type[RingSum | Halving] = RingSum if ring else Halving
+        way: type[RingSum | Halving] = RingSum if goes_around(flat.nbytes, grid.nodes, grid.world_size) else Halving
         self._flat, self._way = flat, partial(way, flat, grid, bounds, by_node)
         self.bytes_to = self._way().bytes_to
         """Bytes that this rank sends to each rank in both phases."""
