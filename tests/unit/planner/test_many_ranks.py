@@ -5,8 +5,20 @@ from math import prod
 
 import pytest
 
-from gradwire.core import COLLECTIVES, QSGD, CodecCosts, Costs, Identity, Link, PowerSGD, Profile, TensorProfile, TopK
-from gradwire.core import Cluster as ClusterOf
+from gradwire.core import (
+    COLLECTIVES,
+    QSGD,
+    Cluster,
+    CodecCosts,
+    Costs,
+    Identity,
+    Link,
+    PowerSGD,
+    Profile,
+    Spec,
+    TensorProfile,
+    TopK,
+)
 from gradwire.plan import Policy
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import joint
@@ -33,7 +45,7 @@ def bert_large() -> Profile:
 
 def job(nodes: int, ranks_per_node: int = 1, limits: Limits | None = None) -> PlanningJob:
     """25 Gb/s and 30 us between nodes, codecs of 100 GB/s."""
-    cluster = ClusterOf(nodes=nodes, ranks_per_node=ranks_per_node, intra=Link(5.0, 400.0), inter=Link(30.0, 25.0))
+    cluster = Cluster(nodes=nodes, ranks_per_node=ranks_per_node, intra=Link(5.0, 400.0), inter=Link(30.0, 25.0))
     times = [(1024, 15.0), (2**26, 15.0 + 1e-5 * 2**26)]
     costs = Costs(codecs=[CodecCosts(spec=BITS, device="gpu", encode=times, decode=times)])
     return PlanningJob(bert_large(), cluster, costs, [BITS], limits)
@@ -99,7 +111,7 @@ def test_no_plan_is_shorter_than_the_bound() -> None:
         (64, 1, Identity(), ("allreduce:inter",)),
     ],
 )
-def test_the_default_scheme_of_many_ranks(ranks: int, per_node: int, spec: QSGD, scheme: tuple[str, ...]) -> None:
+def test_the_default_scheme_of_many_ranks(ranks: int, per_node: int, spec: Spec, scheme: tuple[str, ...]) -> None:
     infos = bert_large().tensor_infos("gpu")
     plan = Policy(default=spec, exempt_vectors=False).plan(infos, ranks, per_node)
     assert {bucket.option for bucket in plan.buckets} == {scheme}
