@@ -341,7 +341,8 @@ def batch_of(
         for segments, (low, high), at, size in zip(shards, pairwise(bounds), starts, sizes, strict=True)
         if size
     ]
-    made, inner = Batch.of_parts(parts), codec
+    made = Batch.of_parts(parts)
+    inner: Compressor | None = codec
     while inner is not None:
         made.payload_bytes[inner.spec, dtype] = made.nbytes
         inner = getattr(inner, "inner", None)
