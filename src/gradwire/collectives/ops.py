@@ -146,10 +146,10 @@ class DecodeSum(Work):
     """Add up the payloads of all ranks, in one launch where a device can."""
 
     terms: Sequence[Work]
-    """The same work, term by term."""
+    """This work, term by term."""
     codec: Compressor
     payloads: torch.Tensor
-    """Those of all ranks, at multiples of `stride`. The own one is not read."""
+    """The payloads of all ranks, at multiples of `stride`. The own one is not read."""
     stride: int
     before: int
     """The ranks before the own one."""

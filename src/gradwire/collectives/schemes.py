@@ -220,7 +220,7 @@ class TwoPhase(Transfers):
                 works.append(self._own_term(add=source > 0))
         if fused and world_size > 1:
             terms = [work for works in reduce.arrivals.values() for work in works]
-            own = None if own_first else piece.flat[self.start : self.end]
+            own = None if own_first or isinstance(mine, Scattered) else mine  # a part, which moves with the bucket
             reduce.arrivals = {source: [] for source in range(world_size)}
             reduce.after = [DecodeSum(terms, codec, arriving, stride, rank, world_size - 1 - rank, own)]
 

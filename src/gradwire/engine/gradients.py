@@ -247,7 +247,7 @@ def gradients_of(exchange: Exchange, names: Sequence[str]) -> tuple[list[AnyGrad
 _RUN_BYTES = 2**17
 """The most bytes of a run of several gradients on CPUs: they stay in a core's cache until the last one is ready."""
 _DEVICE_RUN_BYTES = 2**26
-"""The same on a device, where a run takes two launches."""
+"""The most bytes of a run on a device, where a run takes two launches."""
 
 
 def _cut(slots: Sequence[Slot]) -> list[list[Slot]]:
