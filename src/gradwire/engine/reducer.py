@@ -35,6 +35,7 @@ from gradwire.engine.torch_hooks.hooks import (
     NO_BACKWARD,
     Arrivals,
     GradientHooks,
+    ModelHook,
     has_reentrant,
     in_reentrant_backward,
     reentrant_refusal,
@@ -148,7 +149,9 @@ class Reducer:
         self.step = 0
         """Steps so far: the number of the next one, or of the one that runs."""
         self.synchronise = True
-        """False: backwards only accumulate."""
+        """False inside `no_sync`."""
+        self._decided: tuple[int, bool] = NO_BACKWARD, True
+        """The last backward that began, and whether it sends or only accumulates."""
         self.active: list[int] = []
         """Ranks of the group that had a batch in the last step."""
         self.ready_order: list[int] = []
@@ -247,8 +250,14 @@ class Reducer:
     # ---- events of a backward
 
     def expect_graph(self, outputs: list[torch.Tensor]) -> None:
-        """A forward returned these, and its backward will synchronise."""
+        """A forward returned these. As in DDP the place of the forward decides whether its backward sends; a backward of several
+        forwards does if one of them decided so."""
         schedule = self.schedule
+        decide = ModelHook(self, Reducer._sends_now if self.synchronise else Reducer._only_accumulates)
+        for output in outputs if schedule.traits.sends_in_backward else ():
+            output.register_hook(decide)
+        if not self.synchronise:
+            return
         if schedule.traits.sends_in_backward:
             if not self._seen and not self._deferred:
                 self._deferred = has_reentrant(outputs)
@@ -259,6 +268,21 @@ class Reducer:
         if isinstance(schedule, SeesBackward):
             schedule.after_forward(outputs)
 
+    def _sends_now(self, gradient: torch.Tensor) -> None:
+        self._decided = torch._C._current_graph_task_id(), True
+
+    def _only_accumulates(self, gradient: torch.Tensor) -> None:
+        if self._decided[0] != (task := torch._C._current_graph_task_id()):
+            self._decided = task, False
+
+    @property
+    def _sends(self) -> bool:
+        """Whether the backward that runs sends. Without an output of the model `no_sync` decides where backward runs."""
+        task = torch._C._current_graph_task_id()
+        if not self.in_hand and task != self._decided[0] and not in_reentrant_backward():  # that is part of another one
+            self._decided = task, self.synchronise
+        return self.in_hand or self._decided[1]
+
     @told_to_all
     def _before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         self.schedule.before_gradient(index, parameter)
@@ -268,7 +292,7 @@ class Reducer:
         """A gradient was accumulated into parameter.grad, and hooks of the script may follow. Returns whether it belongs to a
         step."""
         self._used.add(index)
-        if not self.synchronise:
+        if not self._sends:
             return False
         self.lanes.check()
         if not self.in_hand:
@@ -291,12 +315,12 @@ class Reducer:
         """A gradient came that is its run's last one in the plan's order, and all hooks on it are over. Where another one came
         last, the run is taken when the next gradient of this backward comes, or at its end."""
         self.arrivals.heard.add(index)
-        if self.synchronise and not self._deferred and torch._C._current_graph_task_id() == self._outer_task:
+        if not self._deferred and torch._C._current_graph_task_id() == self._outer_task:
             self._fill_complete(None if accumulated is None else (index, accumulated))
 
     @told_to_all
     def _outermost(self) -> None:
-        if self.synchronise and not self.in_hand:
+        if self._sends and not self.in_hand:
             self._begin_in_backward()
 
     def _begin_in_backward(self) -> None:

@@ -492,7 +492,8 @@ class Session(Observer):
         )
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if module is self._model() and self.reducer.synchronise and torch.is_grad_enabled():
+        if module is self._model() and torch.is_grad_enabled():
             leaves = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            self.first_gradient.expect(leaves)
+            if self.reducer.synchronise:
+                self.first_gradient.expect(leaves)
             self.reducer.expect_graph(leaves)

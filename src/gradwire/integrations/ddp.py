@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core import Backward, Plan, Spec, show
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, info_of, plan_for, read_state
+from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of, info_of, plan_for, read_state
 from gradwire.integrations.handles import all_objects, resume_together
 from gradwire.plan import Policy
 from gradwire.transport import Group
@@ -45,6 +45,7 @@ class DDPState:
         self.plan = _checked(plan)
         self._parameters: dict[str, torch.nn.Parameter] = {}  # by name, in the order of registration
         self._names: dict[torch.Tensor, str] = {}
+        self._embeddings: set[int] = set()
         self._group: Any = None  # DDP's group, once the model is found
         self._exchange: Exchange | None = None
         self._saved: dict[str, Any] = {}  # a state that the next step begins with
@@ -130,7 +131,7 @@ class DDPState:
 
     def _make(self) -> Exchange:
         ordered = {name: self._parameters[name] for name in self._order}
-        metas = {name: TensorMeta(tuple(each.shape), each.dtype, each.device) for name, each in ordered.items()}
+        metas = {name: TensorMeta.of(each, id(each) in self._embeddings) for name, each in ordered.items()}
         return Exchange(metas, self.plan, self._group)
 
     def _learn_order(self) -> None:
@@ -155,6 +156,7 @@ class DDPState:
         self._group = found[0].process_group
         self._parameters = _averaged(found[0].module, found[0].parameters_to_ignore)
         self._names = {parameter: name for name, parameter in self._parameters.items()}
+        self._embeddings = embeddings_of(found[0].module)
 
 
 def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -171,7 +173,8 @@ def bucket_sizes(model: torch.nn.Module, plan: PlanForDDP, group: dist.ProcessGr
 
     Example: `model = DistributedDataParallel(model, bucket_cap_mb_list=gw.bucket_sizes(model, plan))`"""
     averaged = _averaged(model, getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    infos = [info_of(*each) for each in averaged.items()][::-1]
+    embeddings = embeddings_of(model)
+    infos = [info_of(name, each, id(each) in embeddings) for name, each in averaged.items()][::-1]
     made, _ = plan_for(_checked(plan), infos, dist.get_world_size(group))
     place = {info.name: at for at, info in enumerate(infos)}
     ends = sorted({1 + max(place[name] for name in bucket.tensors) for bucket in made.buckets})

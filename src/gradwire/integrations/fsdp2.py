@@ -20,7 +20,7 @@ from gradwire.core import FP8, QSGD, Cast, Identity, Int8, Spec, TensorInfo
 from gradwire.errors import PlanError
 from gradwire.exchange import Exchange, ExchangeStats, info_of
 from gradwire.integrations.handles import from_bytes, to_bytes
-from gradwire.integrations.packs import ModulePacks, pack_of
+from gradwire.integrations.packs import ModulePacks, pack_of, packed_embeddings
 from gradwire.plan import Policy
 from gradwire.transport import Lanes
 
@@ -97,6 +97,7 @@ class ModuleExchanges:
         self._policies = {_GRADIENTS: _policy(spec, scheme)}
         if parameters is not None:  # rounded to nearest: the weights of forward and backward are the same
             self._policies[_PARAMETERS] = _policy(parameters.under_feedback(), scheme)
+        self._embeddings = packed_embeddings(self.modules, self._policies[_GRADIENTS])
         self._lanes: dict[tuple[int, ...], Lanes] = {}  # by the ranks of a group
         self._packs = {f"{what} of {module}": ModulePacks() for what in self._policies for module in self.modules}
 
@@ -105,7 +106,8 @@ class ModuleExchanges:
         pack = pack_of(next(iter(tensors.values())), group)
 
         def make() -> Exchange:
-            plan = self._policies[what].plan([info_of(*each) for each in tensors.items()], group.size())
+            embedding = what == _GRADIENTS and module in self._embeddings
+            plan = self._policies[what].plan([info_of(*each, embedding) for each in tensors.items()], group.size())
             if pack.ranks not in self._lanes:
                 self._lanes[pack.ranks] = Lanes(group)
                 specs = repr({name: repr(policy.default) for name, policy in self._policies.items()})

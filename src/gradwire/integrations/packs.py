@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
+from gradwire.core import TensorInfo
 from gradwire.errors import PlanError
-from gradwire.exchange import SHARED, Exchange, State, added_up, read_state
+from gradwire.exchange import SHARED, Exchange, State, added_up, looks_up_rows, read_state, warn_of_embeddings
+from gradwire.plan import Policy
 from gradwire.transport import Group
 
-__all__ = ["ModulePacks", "Pack", "pack_of"]
+__all__ = ["ModulePacks", "Pack", "pack_of", "packed_embeddings"]
 
 _PACKERS = ("foreach_reduce", "foreach_all_gather")
 
@@ -126,3 +128,14 @@ class ModulePacks:
                 filled = [torch.zeros(n, device=device) if p is None else p.to(device) for p, n in pairs]
                 taken[f"{what}/{tensor}"] = torch.cat(filled)
         return taken
+
+
+def packed_embeddings(modules: Mapping[str, Any], policy: Policy) -> set[str]:
+    """The names of the modules, among those that `fully_shard` was called on, whose buffers hold an embedding. Says how the policy
+    sends such a buffer, if not as the others."""
+    groups = {name: module._get_fsdp_state()._fsdp_param_group for name, module in modules.items()}
+    packed = {name: [each._module_info.module for each in group.fsdp_params] for name, group in groups.items() if group}
+    found = {name for name, owners in packed.items() if any(map(looks_up_rows, owners))}
+    if tensors := [TensorInfo(name, (1, 1), "float32", embedding=True) for name in sorted(found)]:
+        warn_of_embeddings(tensors, policy.plan(tensors), policy)
+    return found
