@@ -144,6 +144,7 @@ class Reducer:
 
     def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
         self.lanes, self.group = lanes, lanes.group
+        lanes.end_left = weakref.WeakMethod(self._end_left)
         self.control = ControlExchange(lanes, drift_check_steps)
         """The exchange of reports at the end of a step."""
         self.step = 0
@@ -360,6 +361,12 @@ class Reducer:
         if self.in_hand and not inside:
             raise was_left(self, "a new forward begins")
         return not inside
+
+    def _end_left(self) -> None:
+        """Another handle of the same lanes is about to use them: a step whose backward was left ends, void on all ranks."""
+        left = self.in_hand and self.schedule.traits.sends_in_backward and self.lanes.failure is None
+        if left and torch._C._current_graph_task_id() != self._outer_task:
+            was_left(self, "a step of another handle begins")
 
     def take_back_all(self) -> None:
         """No rank uses what was summed: residuals take it back, unless the next sum has it anyway."""
@@ -626,7 +633,7 @@ def _mend(reducer: Reducer, failure: GradwireError) -> None:
     lanes.mendable = False
     own = reducer.control.report(reducer.step, BackwardState.DONE, 0, ())
     with lanes.told("all ranks to call reset()", reducer.step):
-        reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names))).result()
+        reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names), tag=lanes.first_tag)).result()
     lanes.mend()
     reducer.idle(1 + max(report.step for report in reports))
     for parameter in reducer.living():

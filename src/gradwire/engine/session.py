@@ -439,6 +439,7 @@ class Session(Observer):
         if torch.is_grad_enabled() and self.reducer.may_send():
             self._check_parameters(module)  # where torch.compile stops tracing, before it comes to a clock
             CROSSING.uses()
+            self.lanes.use_here()
             if module.training and self.began_s is None:
                 self.began_s = time.perf_counter()
             if self.driver is not None and module.training:

@@ -709,7 +709,7 @@ class Executor:
         """The lanes that have tasks of each bucket."""
         self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
         pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
-        self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=0), strict=False))
+        self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=lanes.first_tag), strict=False))
         self.progress = _Progress(0, ())
         self.streams = Streams()
         self.running: list[Future[tuple[Meter, Mark]]] = []
@@ -794,6 +794,8 @@ class Executor:
 
     def give_up(self) -> None:
         """Let the lanes go that wait for buckets or before the gate, and forget the step."""
+        if not all(future.done() for future in self.running):
+            self.lanes.step_given_up()
         self.progress.tell(_GIVE_UP)
         self.progress, self.running = _Progress(0, ()), []  # their errors hold the frames they passed
 

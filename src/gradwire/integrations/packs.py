@@ -131,8 +131,8 @@ class ModulePacks:
 
 
 def packed_embeddings(modules: Mapping[str, Any], policy: Policy) -> set[str]:
-    """The names of the modules, among those that `fully_shard` was called on, whose buffers hold an embedding. Says how the policy
-    sends such a buffer, if not as the others."""
+    """The names of the modules, among those that `fully_shard` was called on, whose buffers hold an embedding. Says how the
+    policy sends such a buffer, if not as the others."""
     groups = {name: module._get_fsdp_state()._fsdp_param_group for name, module in modules.items()}
     packed = {name: [each._module_info.module for each in group.fsdp_params] for name, group in groups.items() if group}
     found = {name for name, owners in packed.items() if any(map(looks_up_rows, owners))}
