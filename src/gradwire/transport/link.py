@@ -129,7 +129,8 @@ class Group:
 
     def with_own_store(self) -> "Group":
         """The group, connected to the rendezvous store once more: a thread that waits for a key keeps others from the store."""
-        return replace(self, own_store=distributed_c10d._get_default_store().clone())
+        default: Any = distributed_c10d._get_default_store()
+        return replace(self, own_store=default.clone())
 
     def node_name(self) -> str:
         """The name of the node of this rank."""
