@@ -9,7 +9,7 @@ from worlds import Place
 
 from gradwire.testbed import EmulatedCluster, namespaces, network
 from soak.settings import HOOK
-from soak.stage import ALLOWANCE_S, TIMEOUT_S, Stage, ended, expect
+from soak.stage import ALLOWANCE_S, ENDLESS, TIMEOUT_S, Stage, ended, expect
 from soak.training import End
 from soak.trials import KINDS, LEFT_OUT
 
@@ -52,8 +52,8 @@ def link_flaps(stage: Stage) -> None:
 
 
 def outage_shorter(stage: Stage) -> None:
-    """The network is away for less than `silence_s`: nothing is lost."""
-    ends = _outage(stage, stage.chance.uniform(1.0, 2.0))
+    """The network is away for 3 s less than `silence_s`, or shorter: nothing is lost."""
+    ends = _outage(stage, stage.chance.uniform(1.0, SILENCE_S - 3.5))
     stage.alike([replace(end, longest_s=0.0) for end in ends])  # the step of the outage is long
 
 
@@ -66,7 +66,8 @@ def outage_longer(stage: Stage) -> None:
 def _outage(stage: Stage, seconds: float) -> list[End]:
     _without_memory(stage)
     stage.decide()
-    job = replace(stage.job, steps=stage.begin + 4000, checkpoint_every=500, silence_s=SILENCE_S)
+    steps = stage.begin + 300 if seconds < SILENCE_S else ENDLESS
+    job = replace(stage.job, steps=steps, silence_s=SILENCE_S)
     cluster = stage.cluster()
     node = stage.chance.randrange(cluster.nodes)
     try:
@@ -85,7 +86,7 @@ def _outage(stage: Stage, seconds: float) -> list[End]:
         cluster.set_link(node, up=True)
 
 
-SILENCE_S = 4.0
+SILENCE_S = 8.0
 OF_LINKS = {"link lost": link_lost, "link flaps": link_flaps, "outage shorter": outage_shorter, "outage longer": outage_longer}
 KINDS |= OF_LINKS
 LEFT_OUT |= {(kind, HOOK): "the hook has no `silence_s`" for kind in ("outage shorter", "outage longer")}
