@@ -284,7 +284,8 @@ def in_lightning(job: Job, run: Run) -> Iterator[torch.Tensor]:
 
 
 def in_transformers(job: Job, run: Run) -> Iterator[torch.Tensor]:
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+    from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers.utils import logging as told
 
     from gradwire.integrations.transformers import use
 
@@ -295,6 +296,8 @@ def in_transformers(job: Job, run: Run) -> Iterator[torch.Tensor]:
         def on_save(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
             run.saved(state.global_step)
 
+    told.set_verbosity_error()
+    told.disable_progress_bar()
     torch.manual_seed(job.seed)
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2, **drops))
@@ -308,6 +311,7 @@ def in_transformers(job: Job, run: Run) -> Iterator[torch.Tensor]:
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": each, "labels": each} for each in words])
     use(trainer, plan=gw.Uniform(SPECS[job.spec]))
     trainer.add_callback(Watch())
+    trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=f"{job.folder}/checkpoint-{run.first}" if run.first else None)
     yield from model.parameters()
 
