@@ -169,7 +169,8 @@ class Lanes:
         and may share them. Collective. Raises what the constructor does."""
         if isinstance(process_group, Group):
             return cls(process_group, silence_s)
-        group, key = Group.of(process_group), (silence_s, device)
+        group = Group.of(process_group)
+        key = silence_s, device, group.node_name()
         of_group = known(group.process_group)
         of_group.handles += 1
         if of_group.handles > 1:  # else no rank has any
