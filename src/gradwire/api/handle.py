@@ -71,7 +71,8 @@ class Handle:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside send nothing and add to `grad`. The first backward outside synchronises the sum, as under DDP."""
+        """Accumulate: the backward of a forward inside sends nothing and adds to `grad`. The first other backward sends the sum.
+        As under DDP the place of the forward decides; without a forward of the model that of the backward."""
         reducer = self.session.reducer
         before, reducer.synchronise = reducer.synchronise, False
         try:

@@ -18,6 +18,7 @@ from gradwire.errors import PlanError
 from gradwire.plan import FLAT, Policy
 from gradwire.sim import Simulator
 
+_NEVER_US = 1e300
 LINKS_SECONDS = 0.3
 """Time for measuring one kind of link."""
 
@@ -85,6 +86,9 @@ def _us_of(tensor: TensorInfo, specs: Sequence[Spec], cluster: Cluster, costs: C
     profile = Profile(model="alone", batch=1, device=device, steps=1, optimizer_us=0.0, tensors=(profiled,))
     simulator, us = Simulator(profile, cluster, costs), []
     for spec in specs:
+        if tensor.embedding and not spec.keeps_zeros:
+            us.append(_NEVER_US)
+            continue
         policy = Policy(default=spec, exempt_vectors=False, scheme=FLAT)
         us.append(simulator.step_us(policy.plan([tensor], cluster.world_size)) * steps_for_one([spec]))
     return us

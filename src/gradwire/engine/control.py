@@ -93,7 +93,7 @@ class ControlExchange:
         doing = self._lanes.flight.doing("control exchange")
 
         def exchange(link: Link) -> list[RankReport]:
-            reports = exchange_reports(own, len(self._names), link, after)
+            reports = exchange_reports(own, len(self._names), link, after, self._lanes.first_tag)
             doing.done()
             return reports
 
@@ -111,7 +111,7 @@ class ControlExchange:
             return
         lanes = self._lanes
         with lanes.told("checksums of all weights", step):
-            packed = lanes.control.submit(partial(exchange_bytes, self._drift.packed())).result()
+            packed = lanes.control.submit(partial(exchange_bytes, self._drift.packed(), tag=lanes.first_tag)).result()
         trained = {
             rank: raw
             for rank, raw, report in zip(lanes.group.global_ranks, packed, reports, strict=True)
@@ -132,24 +132,26 @@ def used_anywhere(reports: Sequence[RankReport]) -> set[int]:
     return {index for index, bit in enumerate(reversed(bits)) if bit == "1"}
 
 
-def exchange_reports(own: RankReport, parameters: int, link: Link, after: "Future[Any] | None" = None) -> list[RankReport]:
+def exchange_reports(
+    own: RankReport, parameters: int, link: Link, after: "Future[Any] | None" = None, tag: int = 0
+) -> list[RankReport]:
     """Everybody's report, by rank of the group. `parameters` is how many bits `used` has. See `exchange_bytes`."""
     packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(-(-parameters // 8), "little")
     reports = []
-    for raw in exchange_bytes(packed, link, after):
+    for raw in exchange_bytes(packed, link, after, tag):
         step, state, plan, came, joining, weights, stepped, samples = _HEADER.unpack_from(raw)
         used = int.from_bytes(raw[_HEADER.size :], "little")
         reports.append(RankReport(step, BackwardState(state), plan, came, joining, weights, stepped, samples, used))
     return reports
 
 
-def exchange_bytes(own: bytes, link: Link, after: "Future[Any] | None" = None) -> list[bytes]:
+def exchange_bytes(own: bytes, link: Link, after: "Future[Any] | None" = None, tag: int = 0) -> list[bytes]:
     """Everybody's bytes, as many from each, by rank of the group, sent when `after` is done. Raises LinkError, DamagedError
     for bytes that changed on the way, and Abandoned where the result of `after` is None."""
     sent = torch.frombuffer(bytearray(own + _CHECK.pack(zlib.crc32(own))), dtype=torch.uint8)
     rows = [sent if rank == link.rank else torch.empty_like(sent) for rank in range(link.world_size)]
     # one hop and point to point, so that a transfer that fails tells with whom
-    exchange = link.expect(0, rows, checked=False)
+    exchange = link.expect(tag, rows, checked=False)
     if after is not None and after.result() is None:
         raise Abandoned
     exchange.send([sent] * link.world_size)

@@ -36,6 +36,7 @@ from gradwire.engine.torch_hooks.hooks import (
     NO_BACKWARD,
     Arrivals,
     GradientHooks,
+    ModelHook,
     has_reentrant,
     in_reentrant_backward,
     reentrant_refusal,
@@ -144,6 +145,7 @@ class Reducer:
 
     def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
         self.lanes, self.group = lanes, lanes.group
+        lanes.end_left = weakref.WeakMethod(self._end_left)
         self.control = ControlExchange(lanes, drift_check_steps)
         """The exchange of reports at the end of a step."""
         self.batches = BatchWeights()
@@ -151,7 +153,9 @@ class Reducer:
         self.step = 0
         """Steps so far: the number of the next one, or of the one that runs."""
         self.synchronise = True
-        """False: backwards only accumulate."""
+        """False inside `no_sync`."""
+        self._decided: tuple[int, bool] = NO_BACKWARD, True
+        """The last backward that began, and whether it sends or only accumulates."""
         self.active: list[int] = []
         """Ranks of the group that had a batch in the last step."""
         self.ready_order: list[int] = []
@@ -251,8 +255,14 @@ class Reducer:
     # ---- events of a backward
 
     def expect_graph(self, outputs: list[torch.Tensor]) -> None:
-        """A forward returned these, and its backward will synchronise."""
+        """A forward returned these. As in DDP the place of the forward decides whether its backward sends; a backward of several
+        forwards does if one of them decided so."""
         schedule = self.schedule
+        decide = ModelHook(self, Reducer._sends_now if self.synchronise else Reducer._only_accumulates)
+        for output in outputs if schedule.traits.sends_in_backward else ():
+            output.register_hook(decide)
+        if not self.synchronise:
+            return
         if schedule.traits.sends_in_backward:
             if not self._seen and not self._deferred:
                 self._deferred = has_reentrant(outputs)
@@ -263,6 +273,21 @@ class Reducer:
         if isinstance(schedule, SeesBackward):
             schedule.after_forward(outputs)
 
+    def _sends_now(self, gradient: torch.Tensor) -> None:
+        self._decided = torch._C._current_graph_task_id(), True
+
+    def _only_accumulates(self, gradient: torch.Tensor) -> None:
+        if self._decided[0] != (task := torch._C._current_graph_task_id()):
+            self._decided = task, False
+
+    @property
+    def _sends(self) -> bool:
+        """Whether the backward that runs sends. Without an output of the model `no_sync` decides where backward runs."""
+        task = torch._C._current_graph_task_id()
+        if not self.in_hand and task != self._decided[0] and not in_reentrant_backward():  # that is part of another one
+            self._decided = task, self.synchronise
+        return self.in_hand or self._decided[1]
+
     @told_to_all
     def _before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         self.schedule.before_gradient(index, parameter)
@@ -272,7 +297,7 @@ class Reducer:
         """A gradient was accumulated into parameter.grad, and hooks of the script may follow. Returns whether it belongs to a
         step."""
         self._used.add(index)
-        if not self.synchronise:
+        if not self._sends:
             return False
         self.lanes.check()
         if not self.in_hand:
@@ -299,12 +324,12 @@ class Reducer:
         """A gradient came that is its run's last one in the plan's order, and all hooks on it are over. Where another one came
         last, the run is taken when the next gradient of this backward comes, or at its end."""
         self.arrivals.heard.add(index)
-        if self.synchronise and not self._deferred and torch._C._current_graph_task_id() == self._outer_task:
+        if not self._deferred and torch._C._current_graph_task_id() == self._outer_task:
             self._fill_complete(None if accumulated is None else (index, accumulated))
 
     @told_to_all
     def _outermost(self) -> None:
-        if self.synchronise and not self.in_hand:
+        if self._sends and not self.in_hand:
             self._begin_in_backward()
 
     def _begin_in_backward(self) -> None:
@@ -346,6 +371,12 @@ class Reducer:
         if self.in_hand and not inside:
             raise was_left(self, "a new forward begins")
         return not inside
+
+    def _end_left(self) -> None:
+        """Another handle of the same lanes is about to use them: a step whose backward was left ends, void on all ranks."""
+        left = self.in_hand and self.schedule.traits.sends_in_backward and self.lanes.failure is None
+        if left and torch._C._current_graph_task_id() != self._outer_task:
+            was_left(self, "a step of another handle begins")
 
     def take_back_all(self) -> None:
         """No rank uses what was summed: residuals take it back, unless the next sum has it anyway."""
@@ -611,7 +642,7 @@ def _mend(reducer: Reducer, failure: GradwireError) -> None:
     lanes.mendable = False
     own = reducer.control.report(reducer.step, BackwardState.DONE, 0, ())
     with lanes.told("all ranks to call reset()", reducer.step):
-        reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names))).result()
+        reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names), tag=lanes.first_tag)).result()
     lanes.mend()
     reducer.idle(1 + max(report.step for report in reports))
     for parameter in reducer.living():

@@ -462,6 +462,7 @@ class Session(Observer):
         if torch.is_grad_enabled() and self.reducer.may_send():
             self._check_parameters(module)  # where torch.compile stops tracing, before it comes to a clock
             CROSSING.uses()
+            self.lanes.use_here()
             if module.training and self.began_s is None:
                 self.began_s = time.perf_counter()
             if self.driver is not None and module.training:
@@ -515,7 +516,8 @@ class Session(Observer):
         )
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if module is self._model() and self.reducer.synchronise and torch.is_grad_enabled():
+        if module is self._model() and torch.is_grad_enabled():
             leaves = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            self.first_gradient.expect(leaves)
+            if self.reducer.synchronise:
+                self.first_gradient.expect(leaves)
             self.reducer.expect_graph(leaves)

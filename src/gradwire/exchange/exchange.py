@@ -37,7 +37,7 @@ from gradwire.collectives import Scheme, ShardedSum, TwoPhase, share_scratch
 from gradwire.core import Plan, codes_on_cpu, launch_tasks, near, printable, show, tasks_by_lane
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange.layout import BucketBuffers, Slot, build_buckets, random_streams
-from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for
+from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for, warn_of_embeddings
 from gradwire.exchange.residual_store import Remembered, added_up
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
@@ -82,8 +82,9 @@ class Exchange:
         problem, made, checked, device = None, None, {}, None
         try:
             checked = checked_tensors(tensors)
-            infos = [info_of(name, like(tensor)) for name, tensor in checked.items()]
-            made, _ = plan_for(plan, infos, lanes.group.world_size, lanes.group.grid.ranks_per_node_if_even)
+            infos = [info_of(name, like(tensor), getattr(tensor, "embedding", False)) for name, tensor in checked.items()]
+            made, policy = plan_for(plan, infos, lanes.group.world_size, lanes.group.grid.ranks_per_node_if_even)
+            warn_of_embeddings(infos, made, policy)
             device = like(next(iter(checked.values()))).device
         except Exception as error:
             problem = error
@@ -737,7 +738,7 @@ class Executor:
         """The lanes that have tasks of each bucket."""
         self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
         pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
-        self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=0), strict=False))
+        self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=lanes.first_tag), strict=False))
         self.progress = _Progress(0, ())
         self.streams = Streams()
         self.running: list[Future[tuple[Meter, Mark]]] = []
@@ -822,6 +823,8 @@ class Executor:
 
     def give_up(self) -> None:
         """Let the lanes go that wait for buckets or before the gate, and forget the step."""
+        if not all(future.done() for future in self.running):
+            self.lanes.step_given_up()
         self.progress.tell(_GIVE_UP)
         self.progress, self.running = _Progress(0, ()), []  # their errors hold the frames they passed
 

@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from gradwire.auto import Auto, AutoDecision
-from gradwire.core import Plan, Spec, show
+from gradwire.core import Plan, Spec, TensorInfo, show
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, info_of, plan_for, read_state
+from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of, info_of, plan_for, read_state
 from gradwire.integrations.ddp_auto import DDPJob
 from gradwire.integrations.ddp_plans import ONE_EACH, PlanForDDP, averaged, bucket_sizes, checked, model_of
 from gradwire.integrations.handles import resume_together
@@ -60,6 +60,7 @@ class DDPState:
         self._model: Any = None  # a weak reference
         self._parameters: dict[str, torch.nn.Parameter] = {}  # by name, in the order of registration
         self._names: dict[torch.Tensor, str] = {}
+        self._infos: dict[str, TensorInfo] = {}
         self._exchange: Exchange | None = None
         self._saved: dict[str, Any] = {}  # a state that the next step begins with
         self._order, self._order_known = list[str](), False  # names in the order for which the plan was made
@@ -167,14 +168,13 @@ class DDPState:
         plan: Any = self.plan
         if driver is not None:
             plan = saved.decided if saved is not None and saved.decided is not None else driver.first_policy
-        ordered = {name: self._parameters[name] for name in self._order}
-        metas = {name: TensorMeta(tuple(each.shape), each.dtype, each.device) for name, each in ordered.items()}
+        metas = {name: TensorMeta.of(self._parameters[name], self._infos[name].embedding) for name in self._order}
         made = Exchange(metas, plan, self._group)
         own = f"{driver!r}, {bool(saved and saved.own)}"
         resume_together(made, self._saved, {"driver of gw.DDPState, and whether its state is of these ranks": own})
         self._exchange, self._saved = made, {}
         if driver is not None:
-            self._job = DDPJob(self._model(), self._parameters, made, driver)
+            self._job = DDPJob(self._model(), [*self._infos.values()], made, driver)
             if saved is not None:
                 driver.resumed(self._job, saved)
 
@@ -184,7 +184,7 @@ class DDPState:
         if exchange is None or self._order_known or self.plan is None or isinstance(self.plan, Plan) or self._came[0] == came:
             return
         self._order, self._order_known = came, True
-        infos, group = [info_of(name, self._parameters[name]) for name in came], exchange.group
+        infos, group = [self._infos[name] for name in came], exchange.group
         exchange.change_to(plan_for(self.plan, infos, group.world_size, group.grid.ranks_per_node_if_even)[0])
 
     def _find_model(self) -> None:
@@ -193,6 +193,8 @@ class DDPState:
             self._group, self._model = model.process_group, weakref.ref(model)
             self._parameters = averaged(model.module, model.parameters_to_ignore)
             self._names = {parameter: name for name, parameter in self._parameters.items()}
+            embeddings = embeddings_of(model.module)
+            self._infos = {name: info_of(name, each, id(each) in embeddings) for name, each in self._parameters.items()}
 
 
 def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -6,16 +6,16 @@ all its gradients, and the driver plans with what DDP's buckets allow."""
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.auto import Auto, say
-from gradwire.core import Plan
+from gradwire.core import Plan, TensorInfo
 from gradwire.engine import GradientWatcher, ModelHook, leave_hooks_behind, state_of_decision, tensors_in
-from gradwire.exchange import Exchange, StepReport, info_of
+from gradwire.exchange import Exchange, StepReport
 from gradwire.plan import Policy
 
 __all__ = ["DDPJob"]
@@ -26,22 +26,19 @@ _MOST_BYTES = 2**21
 class DDPJob:
     """A DDP model in training, for `Auto` to read between two steps. Every rank's hook calls it alike.
 
-    parameters: those that the exchange averages, by name, in registration order."""
+    tensors: those that the exchange averages, in registration order."""
 
     optimizers: Sequence[torch.optim.Optimizer] = ()
 
-    def __init__(
-        self, model: DistributedDataParallel, parameters: Mapping[str, torch.nn.Parameter], exchange: Exchange, driver: Auto
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, tensors: list[TensorInfo], exchange: Exchange, driver: Auto) -> None:
         self.exchange, self.driver = exchange, driver
         self.group, self.lanes = exchange.group, exchange.lanes
-        self.tensors = [info_of(*each) for each in parameters.items()]
-        self.device = next(iter(parameters.values())).device
+        self.tensors, self.device = tensors, exchange.flats[0].device
         self.reports = deque[StepReport](maxlen=100)
         self.began_s: float | None = None
         self.first_gradient_s, self.inputs = 0.0, 0
-        self._place = {name: index for index, name in enumerate(parameters)}
-        self._order = list(parameters)[::-1]
+        self._place = {tensor.name: index for index, tensor in enumerate(tensors)}
+        self._order = list(self._place)[::-1]
         self._came: list[str] = []
         self._bucket_bytes: list[int] = []
         self._watchers: list[weakref.ref[GradientWatcher]] = []

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core import Backward, Plan, Spec, show
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import info_of, plan_for
+from gradwire.exchange import embeddings_of, info_of, plan_for
 from gradwire.integrations.handles import all_objects
 from gradwire.plan import Policy
 
@@ -28,7 +28,8 @@ def bucket_sizes(model: torch.nn.Module, plan: PlanForDDP, group: dist.ProcessGr
 
     Example: `model = DistributedDataParallel(model, bucket_cap_mb_list=gw.bucket_sizes(model, plan))`"""
     parameters = averaged(model, getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    infos = [info_of(*each) for each in parameters.items()][::-1]
+    embeddings = embeddings_of(model)
+    infos = [info_of(name, each, id(each) in embeddings) for name, each in parameters.items()][::-1]
     made, _ = plan_for(checked(plan), infos, dist.get_world_size(group))
     place = {info.name: at for at, info in enumerate(infos)}
     ends = sorted({1 + max(place[name] for name in bucket.tensors) for bucket in made.buckets})

@@ -11,7 +11,8 @@ from torch import Tensor
 from gradwire.auto import AllRanks, ChosenSpecs, check_accuracy, choose_alone, say
 from gradwire.core import Spec, TensorInfo, show
 from gradwire.errors import PlanError
-from gradwire.exchange import info_of
+from gradwire.exchange import info_of, warn_of_embeddings
+from gradwire.integrations.packs import packed_embeddings
 from gradwire.plan import Policy
 from gradwire.transport import Lanes
 
@@ -31,16 +32,21 @@ class ModuleSpecs:
         self.chosen: ChosenSpecs | None = None
         """The choice of auto, made in the first backward."""
         self._specs: dict[str, Spec] = {}
-        self._infos = [TensorInfo(name, (size,), "float32") for name, module in modules.items() if (size := _size_of(module))]
+        embeddings = packed_embeddings(modules)
+        sizes = {name: _size_of(module) for name, module in modules.items()}
+        self._infos = [TensorInfo(name, (n,), "float32", embedding=name in embeddings) for name, n in sizes.items() if n]
         if plan == "auto":
             check_accuracy(accuracy)
         elif accuracy != "safe":
             raise PlanError(f"accuracy={accuracy!r} is for plan='auto' alone, and plan is {show(plan)}: leave one of them out.")
-        elif isinstance(plan, Policy):
-            made = msgspec.structs.replace(plan, exempt_vectors=False).plan(self._infos)
+        elif isinstance(plan, (Policy, Spec)):
+            given = Policy(default=plan) if isinstance(plan, Spec) else plan
+            policy = msgspec.structs.replace(given, exempt_vectors=False)
+            made = policy.plan(self._infos)
             self._set({name: bucket.spec_of(name) for bucket in made.buckets for name in bucket.tensors})
+            warn_of_embeddings(self._infos, made, policy)
         else:
-            self._set(dict.fromkeys(modules, plan))
+            self._set({"model": plan})
 
     def __repr__(self) -> str:
         return f"{self.plan!r}, accuracy={self._accuracy!r}"
@@ -49,7 +55,7 @@ class ModuleSpecs:
         """The policy of a module's buffer, of which this is a part. Collective where auto has not chosen yet."""
         if not self._specs:
             kind = info_of(module, buffer)
-            infos = [TensorInfo(info.name, info.shape, kind.dtype, kind.device) for info in self._infos]
+            infos = [msgspec.structs.replace(info, dtype=kind.dtype, device=kind.device) for info in self._infos]
             self.chosen = choose_alone(AllRanks(lanes, buffer.device), infos, self._accuracy, self._scheme)
             self._specs = self.chosen.specs
             if dist.get_rank() == 0:

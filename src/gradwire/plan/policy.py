@@ -23,6 +23,7 @@ from gradwire.core import (
     ALL_REDUCE,
     COLLECTIVES,
     DTYPE_BYTES,
+    QSGD,
     RESIDUAL_DTYPES,
     Backward,
     Bucket,
@@ -62,6 +63,8 @@ else:
 _EDGE_BYTES, _CHUNK_BYTES = 256 * 2**10, 8 * 2**20
 _GPU_BUCKET_BYTES, _GPU_EDGE_BYTES, _GPU_CHUNK_BYTES = 32 * 2**20, 4 * 2**20, 48 * 2**20
 _EXEMPT = Identity()
+_EMBEDDINGS = QSGD(bits=4)
+"""For embeddings that the default cannot send: zeros stay zeros."""
 _FEW_RANKS = 4
 """Most ranks with which vectors travel in payloads of an all-gather, which sends every payload to each other rank. With more
 ranks vectors have all-reduces of their own."""
@@ -146,7 +149,8 @@ class _Default(Document, frozen=True):
     """The field of a policy that may be given without its name."""
 
     default: SpecField
-    """Spec of the tensors that no rule matches."""
+    """Spec of the tensors that no rule matches. Where it has no code for zero (`Spec.keeps_zeros`), QSGD with 4 bits sends
+    embeddings, so that rows which no batch uses stay as they are."""
 
 
 class Policy(_Default, frozen=True, kw_only=True):
@@ -271,6 +275,8 @@ class Policy(_Default, frozen=True, kw_only=True):
             specs.update(dict.fromkeys(fresh, spec))
         exempt = [tensor.name for tensor in tensors if self.exempt_vectors and len(tensor.shape) < 2]
         specs = dict.fromkeys(exempt, _EXEMPT) | specs
+        if not self.default.keeps_zeros:
+            specs = dict.fromkeys((tensor.name for tensor in tensors if tensor.embedding), _EMBEDDINGS) | specs
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:

@@ -17,7 +17,7 @@ import stat
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -95,6 +95,8 @@ class Group:
     timeout: timedelta
     grid: Grid
     """The ranks by node; a single node until ranks have exchanged their nodes' names."""
+    own_store: Any = field(default=None, kw_only=True)
+    """A connection of its own to the rendezvous store, for a thread that connects while others do. None: the process's."""
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> "Group":
@@ -124,7 +126,12 @@ class Group:
 
     def store(self, name: str) -> Any:
         """The rendezvous store with the prefix gradwire/name."""
-        return distributed_c10d.PrefixStore(f"gradwire/{name}", distributed_c10d._get_default_store())
+        return distributed_c10d.PrefixStore(f"gradwire/{name}", self.own_store or distributed_c10d._get_default_store())
+
+    def with_own_store(self) -> "Group":
+        """The group, connected to the rendezvous store once more: a thread that waits for a key keeps others from the store."""
+        default: Any = distributed_c10d._get_default_store()
+        return replace(self, own_store=default.clone())
 
     def node_name(self) -> str:
         """The name of the node of this rank."""

@@ -25,7 +25,7 @@ from gradwire.exchange.exchange import BOTH, GATHER, REDUCE
 from gradwire.exchange.host_codec import HostCodec, Staging
 from gradwire.kernels import Compressor, cpu, kernels_for
 from gradwire.transport import Grid, Group, Lane, Lanes, Link
-from gradwire.transport.flight import Flight
+from gradwire.transport.shared_lanes import LaneSet
 
 SHAPES = ((37, 19), (1,), (13, 23))
 
@@ -38,10 +38,11 @@ class DeviceLanes(Lanes):
         self.group = Group(nobody, 0, (0, 1), timedelta(seconds=60), Grid.even(1, 2, 0))
         link: Any = DeviceLink(device, 0, 2)
         self.control = Lane("gradwire-double", link)
-        self.data = [self.control]
-        self._name, self.flight = "double", Flight(0, (0, 1), "double")
-        self.failure = self._ended = self.running = self._heartbeats = None
-        self.mendable, self.observers, self.value_observers = False, [], []
+        self.data, self.device = [self.control], torch.device("cuda")
+        self.shared = LaneSet("double")
+        self.shared.lanes = [self.control]
+        self._use("double")
+        self._heartbeats = None
         self.offload = 0
 
 

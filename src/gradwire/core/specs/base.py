@@ -79,6 +79,8 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether gradients are encoded. Only Identity sends them uncompressed."""
     touches_segments_only: ClassVar[bool] = False
     """Whether encode and decode leave elements outside their segments alone."""
+    keeps_zeros: ClassVar[bool] = True
+    """Whether zeros decode to zeros, also among other values. Else rows of an embedding that no batch used are changed."""
     compressor: ClassVar[Any] = None
     """The factory of the spec's compressor, or its "module:name". None if `kernels` describes the compressor completely."""
 

@@ -53,6 +53,10 @@ class ErrorFeedback(Spec, frozen=True):
         return self.inner.schemes
 
     @property
+    def keeps_zeros(self) -> bool:  # type: ignore[override]
+        return self.inner.keeps_zeros
+
+    @property
     def rounds(self) -> int:  # type: ignore[override]
         return self.inner.rounds
 

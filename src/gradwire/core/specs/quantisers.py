@@ -105,6 +105,10 @@ class QSGD(BlockSpec, frozen=True):
         return nearest if self.rounding == "auto" and nearest.law.kind == "contractive" else self
 
     @property
+    def keeps_zeros(self) -> bool:  # type: ignore[override]
+        return self.scale != "minmax" and self.levels != "lloyd"
+
+    @property
     def touches_segments_only(self) -> bool:  # type: ignore[override]
         return self.blocks == "tensor"
 
