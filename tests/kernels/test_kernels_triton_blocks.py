@@ -12,6 +12,7 @@ from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_ali
 
 from gradwire.core.payload import coded_bytes
 from gradwire.kernels import kernels_for, reference
+from gradwire.kernels.reference.weights import ONE
 from gradwire.kernels.segments import Segment, Segments
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
@@ -32,14 +33,22 @@ METHODS = {
     "terngrad": (2, 1),
     "fitted uniform": (0, 1),
     "fitted lloyd": (0, 1),
+    "fitted uniform weights": (0, 1),
+    "fitted lloyd weights": (0, 1),
 }
 """Bits of an element, 0 for those of its segment, and scales of a block."""
-TERNARY = ("terngrad", "fitted uniform")
+TERNARY = ("terngrad", "fitted uniform", "fitted uniform weights")
+
+
+def weights_like(x: torch.Tensor) -> torch.Tensor:
+    """Weights of x: powers of two from 2^-9 to 2^9."""
+    return (torch.arange(x.numel(), device=x.device) * 7 % 19 + ONE - 9).to(torch.uint8)
 
 
 def encode(
     kernels: Any, method: str, x: torch.Tensor, residual: torch.Tensor | None, rows: Segments, block: int, payload: Any
 ) -> None:
+    weights = weights_like(x) if "weights" in method and residual is not None else None
     stream, words = torch.tensor(STREAM, device=x.device), method.split()
     if words[0] == "natural":
         kernels.natural_encode(x, residual, rows, stream, block, payload)
@@ -50,7 +59,7 @@ def encode(
     elif words[0] == "terngrad":
         kernels.terngrad_encode(x, residual, rows, stream, block, 1.3, payload)
     elif words[0] == "fitted":
-        kernels.fitted_encode(x, residual, rows, block, words[1], payload)
+        kernels.fitted_encode(x, residual, rows, weights, block, words[1], payload)
     else:
         kernels.fp8_encode(x, residual, rows, block, method, payload)
 
@@ -66,10 +75,9 @@ def decode(kernels: Any, method: str, payload: torch.Tensor, rows: Segments, blo
     elif words[0] == "terngrad":
         two = Segments.of([row._replace(bits=2) for row in rows.rows], rows.device)
         kernels.qsgd_decode(payload, two, block, "max", add, dst)
-    elif method == "fitted uniform":
-        kernels.qsgd_decode(payload, rows, block, "max", add, dst)
-    elif method == "fitted lloyd":
-        kernels.lloyd_decode(payload, rows, block, add, dst)
+    elif words[0] == "fitted":
+        weights = weights_like(dst) if "weights" in words else None
+        kernels.fitted_decode(payload, rows, weights, block, words[1], add, dst)
     else:
         kernels.fp8_decode(payload, rows, block, method, add, dst)
 
@@ -124,6 +132,7 @@ def test_tensors_of_few_elements_have_their_own_bits(interpreter: Interpreter, m
         ("terngrad", 64),
         ("fitted uniform", 256),
         ("fitted lloyd", 64),
+        ("fitted lloyd weights", 256),
     ],
 )
 def test_blocks_of_any_size(interpreter: Interpreter, method: str, block: int) -> None:

@@ -2,11 +2,11 @@
 
 from gradwire.collectives.codec_state import Memory, share_scratch
 from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, in_c
-from gradwire.collectives.piece import Piece
+from gradwire.collectives.piece import Energies, Piece
 from gradwire.collectives.route import Route
 from gradwire.collectives.schemes import AllReduce, OneEncode, PlainTwoPhase, Scheme, ShardedSum, TwoPhase
 
 __all__ = [
-    "Add", "AllReduce", "Copy", "Decode", "Encoding", "Memory", "OneEncode", "Piece", "PlainTwoPhase", "Route", "Scheme",
-    "ShardedSum", "Transfer", "Transfers", "TwoPhase", "in_c", "share_scratch",
+    "Add", "AllReduce", "Copy", "Decode", "Encoding", "Energies", "Memory", "OneEncode", "Piece", "PlainTwoPhase", "Route",
+    "Scheme", "ShardedSum", "Transfer", "Transfers", "TwoPhase", "in_c", "share_scratch",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from gradwire.collectives.codec_state import Memory
-from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Gather, Scale, Transfer, Transfers, Work, in_c
+from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Gather, Scale, Transfer, Transfers, Work, in_c, weighted
 from gradwire.collectives.piece import Piece
 from gradwire.collectives.wire_sum import WireSum, can_sum, even_bounds
 from gradwire.kernels import Compressor, Scattered
@@ -71,6 +71,8 @@ class OneEncode:
         return self.memory[0].names if self.memory else ()
 
     def take_back(self, start: int, end: int) -> None:
+        if self.memory:
+            self.piece.forget(start, end)
         if self.memory and self.rank == 0:
             self.take_over("residual", start, self.piece.values(start, end))
 
@@ -122,7 +124,7 @@ class AllGather(Transfers, OneEncode):
         for source, payload in enumerate(payloads):
             only.arrivals[source] = [Decode(codec, payload, segments, dtype, source > 0, total, context)]
         only.after += [Copy(piece.flat, total)] if isinstance(total, torch.Tensor) and wide else []
-        super().__init__([[only]], rank, world_size)
+        super().__init__(weighted([[only]], piece), rank, world_size)
         self.runs_in_c = in_c([codec], piece, self.memory)
 
 
@@ -189,7 +191,7 @@ class TwoPhase(Transfers):
         gather = Transfer([encode_sum], [sums[rank]] * world_size, sums)
         for j, part in enumerate(self.parts):
             gather.arrivals[j] = [Decode(again, sums[j], shards[j], total.dtype, False, part, context)]
-        super().__init__([[reduce], [gather]], rank, world_size)
+        super().__init__(weighted([[reduce], [gather]], piece), rank, world_size)
         self.runs_in_c = in_c([codec, again], piece, self.memory)
 
     def share_total(self, memory: torch.Tensor | None) -> None:
@@ -214,6 +216,7 @@ class TwoPhase(Transfers):
         self._done = streams.mark()
 
     def take_back(self, start: int, end: int) -> None:
+        self.piece.forget(start, end)
         self.of_sum.add("residual", start, self.piece.values(start, end))
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
