@@ -122,6 +122,27 @@ def test_tensors_of_few_elements_have_their_own_bits(interpreter: Interpreter, m
     interpreter.check(run, method, x, rows, 32, True)
 
 
+def weigh(kernels: Any, mean: torch.Tensor, rows: list[Segment], block: int, floor: float) -> dict[str, torch.Tensor]:
+    """The energies and weights after a mean; one block has none before."""
+    segments = Segments.of(rows, mean.device)
+    energy = torch.linspace(-9, 9, mean.numel(), device=mean.device).exp2()
+    energy[rows[0].offset : rows[0].offset + block] = 0.0
+    weights = torch.zeros(mean.numel(), dtype=torch.uint8, device=mean.device)
+    kernels.weigh_elements(energy, segments, block, floor, weights)
+    before = weights.clone()
+    kernels.learn_energy(mean, segments, 0.98, energy)
+    kernels.weigh_elements(energy, segments, block, floor, weights)
+    return {"energy": energy, "before": before, "weights": weights}
+
+
+@pytest.mark.parametrize(("block", "floor"), [(32, 0.01), (128, 1e-6), (1024, 1.0)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_energies_and_weights_are_those_of_the_reference(
+    interpreter: Interpreter, dtype: torch.dtype, block: int, floor: float
+) -> None:
+    interpreter.check(weigh, awkward(dtype), SPECIAL, block, floor)
+
+
 @pytest.mark.parametrize(
     ("method", "block"),
     [
@@ -156,12 +177,13 @@ def test_payloads_of_any_bytes_decode_as_by_the_reference(interpreter: Interpret
     interpreter.check(decode_bytes, method)
 
 
-CODES = {"residual": "*fp32", "table": "*i64", "payload": "*u8"}
-DECODE = {"payload": "*u8", "table": "*i64", "dst": "*fp32"}
+CODES = {"residual": "*fp32", "weights": "*u8", "table": "*i64", "payload": "*u8"}
+DECODE = {"payload": "*u8", "table": "*i64", "dst": "*fp32", "weights": "*u8"}
 SIZES = {
     "ROWS": 4,
     "BLOCK": 32,
     "TERNARY": False,
+    "WEIGHTED": False,
     "ALIGNED": True,
 }  # fewer than in earnest compile faster, to the same operations
 COMPILED = {
@@ -204,10 +226,19 @@ COMPILED = {
     ),
     "lloyd, sm_80": Compile(
         "coded_encode_kernel", {"src": "*bf16", "stream": "*i64", **CODES},
-        {"CODE": 10, "NORM": False, "FACTOR": 0.0, "STOCHASTIC": False, "RESIDUAL": True, **SIZES}, 80,
+        {"CODE": 10, "NORM": False, "FACTOR": 0.0, "STOCHASTIC": False, "RESIDUAL": True, **SIZES, "WEIGHTED": True}, 80,
     ),
     "lloyd back, sm_90": Compile(
-        "coded_decode_kernel", DECODE, {"CODE": 10, "FACTOR": 0.0, "ADD": True, **SIZES}, 90
+        "coded_decode_kernel", DECODE, {"CODE": 10, "FACTOR": 0.0, "ADD": True, **SIZES, "WEIGHTED": True}, 90
+    ),
+    "energies, sm_80": Compile(
+        "learn_energy_kernel",
+        {"mean": "*bf16", "table": "*i64", "energy": "*fp32", "kept": "fp32", "taken": "fp32"},
+        {"BLOCK": 128, "ALIGNED": True}, 80,
+    ),
+    "weights, sm_90": Compile(
+        "weigh_elements_kernel", {"energy": "*fp32", "table": "*i64", "weights": "*u8"},
+        {"FLOOR": 0.01, "ROWS": 4, "BLOCK": 128, "ALIGNED": True}, 90,
     ),
 }  # fmt: skip
 
