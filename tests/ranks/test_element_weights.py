@@ -263,3 +263,38 @@ def refused_phase() -> str:
     finally:
         exchange.close()
     return ""
+
+
+# ---- a warm-up of more bits
+
+
+def test_a_warm_up_sends_four_bits_and_hands_on_residuals_and_energies(threads: Threads) -> None:
+    warming = gw.ErrorFeedback(FOUR, weights=0.98, warm_up_steps=2)
+    found = threads.run(2, averaged, warming, "allgather")
+    more_bits = threads.run(2, averaged, gw.ErrorFeedback(gw.QSGD(bits=4, scale="ls", levels="lloyd"), weights=0.98), "allgather")
+    for name in NUMELS:
+        for rank in range(2):
+            for step in range(2):
+                assert torch.equal(found[rank][0][step][name], more_bits[rank][0][step][name])
+            assert not torch.equal(found[rank][0][2][name], more_bits[rank][0][2][name])
+        given = [sum(gradients(step, rank)[name] for step in range(STEPS)) / 2 for rank in range(2)]
+        left = [found[rank][1][f"rank{rank}/residual/0/{name}"] for rank in range(2)]
+        sent = sum(found[0][0][step][name] for step in range(STEPS))
+        assert torch.allclose(sent + sum(left), sum(given), atol=1e-4)
+
+
+def bytes_of_steps(plan: gw.Policy) -> list[int]:
+    """The bytes that a rank sends in each of three steps of a model."""
+    handle, model = prepared(plan)
+    found = []
+    for step in range(3):
+        backward(model, step)
+        handle.session.use_specs_of_now()
+        found.append(handle.stats().wire_bytes)
+    handle.detach()
+    return found
+
+
+def test_a_model_warms_up_too(threads: Threads) -> None:
+    mean = threads.run(2, bytes_of_steps, gw.Policy(default=gw.ErrorFeedback(FOUR, warm_up_steps=2), scheme="alltoall"))[0]
+    assert mean[0] > 1.5 * mean[1] and mean[1] == mean[2]
