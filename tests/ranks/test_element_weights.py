@@ -8,6 +8,7 @@ from threads import Threads, built, here
 from worlds import seeded
 
 import gradwire as gw
+from gradwire.core.schedules import Schedule
 from gradwire.kernels import Segment, Segments, reference
 
 FOUR = gw.QSGD(bits=2, scale="ls", levels="lloyd")
@@ -298,3 +299,32 @@ def bytes_of_steps(plan: gw.Policy) -> list[int]:
 def test_a_model_warms_up_too(threads: Threads) -> None:
     mean = threads.run(2, bytes_of_steps, gw.Policy(default=gw.ErrorFeedback(FOUR, warm_up_steps=2), scheme="alltoall"))[0]
     assert mean[0] > 1.5 * mean[1] and mean[1] == mean[2]
+
+
+WARMING = gw.ErrorFeedback(FOUR, weights=0.98, warm_up_steps=2)
+
+
+def trained(schedule: Schedule) -> dict[str, torch.Tensor]:
+    """The energies and the weights after some steps of a schedule."""
+    model = built(0, Small)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    handle = gw.parallelize(model, optimizer, gw.Policy(default=WARMING, schedule=schedule), process_group=here.group)
+    for step in range(9):
+        backward(model, step)
+        optimizer.step()
+    handle.flush()
+    found = {f"energy of {name}": energy for name, energy in energies_in(handle.state_dict()).items()}
+    found |= {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    handle.detach()
+    return found
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [gw.Backward(), gw.Pipelined(), gw.Delayed(k=3), gw.Delayed(k=2, correction=WARMING), gw.LocalSteps(every=3)],
+    ids=repr,
+)
+def test_every_schedule_keeps_the_energies_of_ranks_alike(threads: Threads, schedule: Schedule) -> None:
+    for found in (results := threads.run(3, trained, schedule)):
+        assert all(torch.equal(value, results[0][name]) for name, value in found.items())
+        assert all(bool(value.any()) for name, value in found.items() if name.startswith("energy"))
