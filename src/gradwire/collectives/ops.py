@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradwire.collectives.codec_state import Memory, PieceMemory
-from gradwire.collectives.piece import Piece, gathered
+from gradwire.collectives.piece import Energies, Piece, gathered
 from gradwire.kernels import (
     Batch,
     BatchPart,
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from gradwire.transport import Wire
 
 __all__ = [
-    "Add", "Copy", "Decode", "DecodeSum", "Encoding", "Gather", "Scale", "Transfer", "Transfers", "Work", "batch_of", "joined",
-    "payload_buffers", "whole_of",
+    "Add", "Copy", "Decode", "DecodeSum", "Encoding", "Gather", "Learn", "Scale", "Transfer", "Transfers", "Weigh", "Work",
+    "batch_of", "joined", "payload_buffers", "weighted", "whole_of",
 ]  # fmt: skip
 
 ALIGNMENT = 16
@@ -92,6 +92,30 @@ class Scale(Work):
 
     def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
         return [("scale_rows", self.into, self.segments)]
+
+
+@dataclass(frozen=True)
+class Weigh(Work):
+    """Find the weights of a step, before its first encode."""
+
+    energies: Energies
+    segments: Segments
+
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        energy, weights, how = self.energies.energy, self.energies.weights, self.energies.how
+        return [("weigh_elements", energy, self.segments, how.block, how.floor, weights)]
+
+
+@dataclass(frozen=True)
+class Learn(Work):
+    """Add the squares of the decoded mean to the energies, after the last decode of a step."""
+
+    energies: Energies
+    mean: torch.Tensor | Scattered
+    segments: Segments
+
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        return [("learn_energy", self.mean, self.segments, self.energies.how.keep, self.energies.energy)]
 
 
 @dataclass(frozen=True)
@@ -292,6 +316,15 @@ class Transfers:
             tensors = [tensor for tensor in [*each.sent, *held] if isinstance(tensor, torch.Tensor)]
             uses += sum(tensor.untyped_storage().data_ptr() == memory for tensor in tensors)
         return only if uses == 1 else None
+
+
+def weighted(phases: list[list[Transfer]], piece: Piece) -> list[list[Transfer]]:
+    """The phases, in which elements get the weights of the step first, and teach those of the next step last."""
+    if piece.energies is not None:
+        phases[0][0].before.insert(0, Weigh(piece.energies, piece.whole))
+        mean = piece.flat if piece.apart is None else replace(piece.apart, factor=1.0)
+        phases[-1][-1].after.append(Learn(piece.energies, mean, piece.whole))
+    return phases
 
 
 def in_c(codecs: Sequence[Compressor], piece: Piece, memory: Sequence[Memory]) -> bool:

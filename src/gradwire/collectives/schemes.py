@@ -27,6 +27,7 @@ from gradwire.collectives.ops import (
     batch_of,
     in_c,
     payload_buffers,
+    weighted,
     whole_of,
 )
 from gradwire.collectives.piece import Piece
@@ -81,6 +82,8 @@ class OneEncode:
         return self.memory[0].names if self.memory else ()
 
     def take_back(self, start: int, end: int) -> None:
+        if self.memory:
+            self.piece.forget(start, end)
         if self.memory and self.rank == 0:
             self.take_over("residual", start, self.piece.values(start, end))
 
@@ -147,7 +150,7 @@ class AllGather(Transfers, OneEncode):
         for source, payload in enumerate(payloads):
             only.arrivals[source] = [Decode(codec, payload, segments, dtype, source > 0, total, context)]
         only.after += [Copy(piece.flat, total)] if isinstance(total, torch.Tensor) and wide else []
-        super().__init__([[only]], rank, world_size)
+        super().__init__(weighted([[only]], piece), rank, world_size)
         self.runs_in_c = in_c([codec], piece, self.memory)
 
 
@@ -235,7 +238,7 @@ class TwoPhase(Transfers):
             batch = batch_of(again, total.dtype, shards, bounds, sum_sizes)
             gather.arrivals = {j: [] for j in range(world_size)}
             gather.after = [Decode(again, whole_of(sums, batch), batch, total.dtype, False, piece.flat, context)]
-        super().__init__([[reduce], [gather]], rank, world_size)
+        super().__init__(weighted([[reduce], [gather]], piece), rank, world_size)
         self.runs_in_c = in_c([codec, again], piece, self.memory)
 
     def share_total(self, memory: torch.Tensor | None) -> None:
@@ -260,6 +263,7 @@ class TwoPhase(Transfers):
         self._done = streams.mark()
 
     def take_back(self, start: int, end: int) -> None:
+        self.piece.forget(start, end)
         self.of_sum.add("residual", start, self.piece.values(start, end))
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
@@ -372,7 +376,7 @@ class Summing(OneEncode):
 
 def _together(codec: Compressor, again: Compressor, piece: Piece) -> dict[str, torch.Tensor] | None:
     """The state of all shards of a piece, zeros, where one call encodes several shards; None where each has a call of its own."""
-    if not (piece.batched and piece.apart is None and codec.batches and again.batches):
+    if not (piece.batched and piece.apart is None and piece.energies is None and codec.batches and again.batches):
         return None
     if "residual" in codec.state and piece.store_for(piece.whole) is not None:
         return None

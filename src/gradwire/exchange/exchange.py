@@ -1050,6 +1050,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def check_two_phases(buckets: Sequence[BucketBuffers], what: str) -> None:
     """Raises PlanError unless every bucket has a reduce and a gather phase, and a shard for each rank between the two."""
     for buffers in buckets:
+        if buffers.energies is not None:
+            raise PlanError(
+                f"{what!r} runs one phase, and bucket {buffers.index} has spec {buffers.bucket.main_spec!r}: weights of elements "
+                "follow from whole means, which one phase alone gives to no rank. Leave weights out."
+            )
         if not all(isinstance(chunk, (TwoPhase, ShardedSum)) for chunk in buffers.chunks):
             raise PlanError(
                 f"{what!r} needs two phases, and bucket {buffers.index} has option {list(buffers.bucket.option)}. Use a plan "

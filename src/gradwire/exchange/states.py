@@ -33,6 +33,8 @@ CORRECTION, LOCAL, OUTER = "correction_", "local/", "outer/"
 MEASURED = "measured/"
 """How keys of a measurement begin that takes several steps."""
 
+_ALIKE = ("shared/", "energy/", OUTER)
+"""How keys begin of what is the same on all ranks."""
 VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
 _MEMORY = re.compile(r"\w+/([0-3]|left)/.+", re.DOTALL)
@@ -141,7 +143,7 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     same = first.ranks == group.global_ranks
     taken = [rank] if same else list(first.ranks[group.rank :: group.world_size])
     memory = [entries[each].saved.memory[0] for each in taken if each in entries]
-    shared = {key: value for key, value in first.saved.memory[0].items() if key.startswith(("shared/", OUTER))}
+    shared = {key: value for key, value in first.saved.memory[0].items() if key.removeprefix(CORRECTION).startswith(_ALIKE)}
     missing = [each for each in taken if each not in entries]
     others = [*memory, shared]
     return first.saved._replace(own=False, memory=others, missing=missing, weights=[], measuring=b"", measured={})

@@ -165,13 +165,10 @@ class DDPState:
         group = Group.of(self._group)
         driver = Auto(self.accuracy, ("backward",), group.world_size) if self.plan is None else None
         saved = read_state(self._saved, group) if self._saved else None
-        plan: Any = self.plan
-        if driver is not None:
-            plan = saved.decided if saved is not None and saved.decided is not None else driver.first_policy
+        plan: Any = self.plan if driver is None else (saved and saved.decided) or driver.first_policy
         metas = {name: TensorMeta.of(self._parameters[name], self._infos[name].embedding) for name in self._order}
         made = Exchange(metas, plan, self._group)
-        own = f"{driver!r}, {bool(saved and saved.own)}"
-        resume_together(made, self._saved, {"driver of gw.DDPState, and whether its state is of these ranks": own})
+        resume_together(made, self._saved, {"gw.DDPState and its state": f"{driver!r}, {bool(saved and saved.own)}"})
         self._exchange, self._saved = made, {}
         if driver is not None:
             self._job = DDPJob(self._model(), [*self._infos.values()], made, driver)

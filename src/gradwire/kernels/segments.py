@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -36,6 +36,8 @@ class Segments:
     """The tensors' names, where they are known."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """The tensors' shapes, where they are known; () of one that is cut."""
+    weights: torch.Tensor | None = field(default=None, compare=False)
+    """The weights of the elements of the flat buffer, as long as it; see `gradwire.kernels.reference.weights`."""
 
     @cached_property
     def table(self) -> torch.Tensor:

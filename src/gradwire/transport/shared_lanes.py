@@ -119,7 +119,7 @@ class _Known:
         self.handles = 0
         """Handles made so far; the same on all ranks."""
         self.sets: list[tuple[tuple[object, ...], weakref.ref[LaneSet[Any]]]] = []
-        """With the device and the options that a handle must have."""
+        """Sets, with the device and the options that a handle must have."""
 
 
 _known: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Known]" = weakref.WeakKeyDictionary()

@@ -41,8 +41,8 @@ class Law(NamedTuple):
 class Kernels(NamedTuple):
     """The kernels of a compressor that has one for each direction: the name of the kernel, then its settings. They are called as
 
-    encode(src, residual, segments, [random stream,] *settings, payload)
-    decode(payload, segments, [dtype,] *settings, add, dst)
+    encode(src, residual, segments, [random stream,] [weights,] *settings, payload)
+    decode(payload, segments, [dtype,] [weights,] *settings, add, dst)
     """
 
     encode: tuple[Any, ...]
@@ -53,6 +53,19 @@ class Kernels(NamedTuple):
     """Whether the payload holds numbers of the gradient's dtype, which the decode takes."""
     joined: bool = False
     """Whether the kernels see the tensors of a bucket as one."""
+    weighted: bool = False
+    """Whether both kernels take the weights of the elements, or None."""
+
+
+class ElementWeights(NamedTuple):
+    """How the weights of the elements follow from the means of earlier steps; see `gradwire.kernels.reference.weights`."""
+
+    keep: float
+    """The part of the old mean square that a step keeps."""
+    floor: float
+    """The part of a block's mean square that is added to the mean square of each element."""
+    block: int
+    """Elements of a block."""
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,6 +131,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def feedback(self) -> bool:
         """Whether a later step sends the error of a step."""
         return "residual" in self.state
+
+    @property
+    def element_weights(self) -> ElementWeights | None:
+        """The weights that elements are divided by before an encode; None: there are none."""
+        return None
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         """Bytes of the payload of these runs. itemsize: bytes of a gradient element. Independent of values."""

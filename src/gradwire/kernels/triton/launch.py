@@ -146,6 +146,12 @@ def check_flat(flat: Tensor, numel: int, remembered: Sequence[Tensor | None] = (
             raise RuntimeError("the residual must be float32, contiguous and as long as the flat buffer")
 
 
+def check_weights(weights: Tensor | None, flat: Tensor) -> None:
+    """Raise RuntimeError unless kernels may read the weights of a flat buffer."""
+    if weights is not None and not (weights.is_contiguous() and weights.dtype == torch.uint8 and weights.numel() == flat.numel()):
+        raise RuntimeError("the weights must be uint8, contiguous and as long as the flat buffer")
+
+
 def check_dst(dst: Tensor, numel: int, add: bool) -> None:
     """Raise RuntimeError unless kernels may write `numel` elements of dst, or add to them."""
     check_flat(dst, numel)
