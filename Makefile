@@ -17,7 +17,7 @@ demo: .venv/.demo
 WORKERS ?= 3
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# a minute: nothing but functions of one process
+# one to three minutes: nothing but functions of one process
 unit: .venv/.dev
 	$(PYTEST) -m "not slow" tests/unit
 
@@ -83,7 +83,7 @@ fmt: .venv/.dev
 
 # torch alone first and spelled exactly as pinned, so that nothing pulls another build of it; the kernels are compiled beside it
 .venv/.torch: constraints.txt
-	@echo "Setting up .venv (once): installing torch and compiling the C++ kernels, one to three minutes ..."
+	@echo "Setting up .venv (once): installing torch and compiling the C++ kernels. Some minutes, more on a busy machine ..."
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install "setuptools>=77"
 	@$(PY) setup.py --quiet build_ext --inplace & $(PIP) install $$(grep ^torch= constraints.txt); installed=$$?; wait; exit $$installed
@@ -97,7 +97,7 @@ fmt: .venv/.dev
 
 # and what the tests need: every SIMD level, and the tools
 .venv/.dev: .venv/.torch $(SOURCES)
-	@echo "Installing what the tests need and compiling the kernels for every processor, one to two minutes ..."
+	@echo "Installing what the tests need and compiling the kernels for every processor. Some minutes, more on a busy machine ..."
 	@GRADWIRE_LEVELS=all $(PIP) install -c constraints.txt -e ".[bench,dev,docs,transformers,accelerate,lightning,ray]"
 	@touch .venv/.demo .venv/.docs $@
 

@@ -56,6 +56,12 @@ ENTRIES: list[Entry] = [
         QUANTISER,
     ),
     Entry(
+        gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls", levels="lloyd"), weights=0.98, warm_up_steps=20),
+        "weights of elements ([decision 50](decisions/050-weights-of-elements.md))",
+        "four levels, for elements of unlike sizes",
+        QUANTISER,
+    ),
+    Entry(
         gw.ErrorFeedback(gw.QSGD(bits=3, scale="ls", levels="lloyd")),
         "Lloyd 1982; Max 1960",
         "eight levels: a third of the error of four",

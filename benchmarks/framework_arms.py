@@ -28,10 +28,12 @@ from torch.utils.data import DataLoader, Dataset
 import gradwire as gw
 from gradwire.bench.ranks import Ranks, sent_by_interface
 
-WARMUP_STEPS, TURN_STEPS = 4, 3
+WARMUP_STEPS, DECIDING_STEPS, TURN_STEPS = 4, 20, 3
+"""Steps that do not count: before the first turn, and before that of arms that choose their plan; and the steps of a turn."""
 BATCH, LENGTH, WORDS = 4, 64, 4608
 PLAN = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2)))
 """The plan that auto chooses on such links in the class "safe"."""
+ROUNDED = "auto, parameters in 8 bits"
 Arm = Callable[[int, Callable[[], None]], None]
 """A training of so many steps, which calls the function after each step."""
 
@@ -39,12 +41,12 @@ Arm = Callable[[int, Callable[[], None]], None]
 class Turns:
     """The arm that has the turn, and the times and bytes of the steps that count."""
 
-    def __init__(self, names: Sequence[str], rounds: int, ranks: Ranks) -> None:
+    def __init__(self, names: Sequence[str], rounds: int, ranks: Ranks, warmup: int = WARMUP_STEPS) -> None:
         self.names, self.ranks = names, ranks
         self.us: dict[str, list[float]] = {name: [] for name in names}
         self.sent: dict[str, int] = dict.fromkeys(names, 0)
-        self.steps = WARMUP_STEPS + rounds * TURN_STEPS
-        self._turns = [(name, WARMUP_STEPS) for name in names]
+        self.steps = warmup + rounds * TURN_STEPS
+        self._turns = [(name, warmup) for name in names]
         for at in range(rounds):
             first = at % len(names)
             self._turns += [(name, TURN_STEPS) for name in (*names[first:], *names[:first])]
@@ -207,11 +209,31 @@ def hook(way: str, steps: int, stepped: Callable[[], None]) -> None:
     elif way == "hook":
         trained = DistributedDataParallel(model, bucket_cap_mb_list=gw.bucket_sizes(model, PLAN))
         trained.register_comm_hook(gw.DDPState(PLAN), gw.ddp_hook)
-    elif way == "parallelize":
-        handle = gw.parallelize(model, optimizer, plan=PLAN)
+    elif way == "auto hook":
+        trained = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
+        trained.register_comm_hook(gw.DDPState(), gw.ddp_hook)
+    elif way in ("parallelize", "auto"):
+        handle = gw.parallelize(model, optimizer, plan="auto" if way == "auto" else PLAN)
     _loop(trained, optimizer, steps, stepped)
     if handle is not None:
         handle.detach()
+
+
+def sharded(way: str, steps: int, stepped: Callable[[], None]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    from gradwire.integrations import fsdp2
+
+    model, exchanges = gpt2(), None
+    for module in (*model.transformer.h, model) if way != "floor" else ():
+        fully_shard(module)
+    plans: dict[str, Any] = {"4 bits": gw.QSGD(bits=4), "2 bits": gw.ErrorFeedback(gw.QSGD(bits=2))}
+    if way != "floor" and way != "native":
+        rounded = gw.QSGD(bits=8) if way == ROUNDED else None
+        exchanges = fsdp2.compress(model, plans.get(way, "auto"), parameters=rounded)
+    _loop(model, adamw(model), steps, stepped)
+    if exchanges is not None:
+        exchanges.close()
 
 
 def hsdp(way: str, steps: int, stepped: Callable[[], None]) -> None:
@@ -224,12 +246,12 @@ def hsdp(way: str, steps: int, stepped: Callable[[], None]) -> None:
     grid = (size, 1) if size == 2 else (size // 2, 2)
     mesh = init_device_mesh("cpu", grid, mesh_dim_names=("between", "inside"))
     model, exchanges = gpt2(), None
-    shards = {"native": mesh, "gradwire": mesh["inside"], "floor": mesh["inside"]}[way]
+    shards = mesh if way == "native" else mesh["inside"]
     for block in model.transformer.h:
         fully_shard(block, mesh=shards)
     fully_shard(model, mesh=shards)
-    if way == "gradwire":
-        exchanges = fsdp2.replicate(model, mesh["between"].get_group(), gw.QSGD(bits=4))
+    if way in ("gradwire", "auto"):
+        exchanges = fsdp2.replicate(model, mesh["between"].get_group(), "auto" if way == "auto" else gw.QSGD(bits=4))
     _loop(model, adamw(model), steps, stepped)
     if exchanges is not None:
         exchanges.close()
@@ -253,7 +275,9 @@ CELLS: dict[str, tuple[Callable[[str, int, Callable[[], None]], None], Sequence[
     "accelerate": (accelerate, WHOLE),
     "lightning": (lightning, WHOLE),
     "hook": (hook, ("floor", "ddp", "hook", "parallelize")),
-    "hsdp": (hsdp, ("floor", "native", "gradwire")),
+    "auto": (hook, ("floor", "ddp", "auto hook", "auto")),
+    "fsdp2": (sharded, ("floor", "native", "4 bits", "2 bits", "auto", ROUNDED)),
+    "hsdp": (hsdp, ("floor", "native", "gradwire", "auto")),
 }
 
 
@@ -262,13 +286,14 @@ def main(cell: str, rounds: int) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TORCHELASTIC_RUN_ID": "benchmarks"}
     ranks = Ranks(300.0, communicating=True)
     train, ways = CELLS[cell]
-    turns = Turns(ways, rounds, ranks)
+    warmup = DECIDING_STEPS if cell == "auto" else WARMUP_STEPS
+    turns = Turns(ways, rounds, ranks, warmup)
     turns.run({way: partial(train, way) for way in ways})
     steps = ranks.gather(turns.us)
     sent = ranks.gather(turns.sent)
     if ranks.rank == 0:
         mean = {way: [sum(us) / len(us) for us in zip(*(each[way] for each in steps), strict=True)] for way in ways}
-        counted = {way: us[WARMUP_STEPS:] for way, us in mean.items()}
+        counted = {way: us[warmup:] for way, us in mean.items()}
         bytes_a_step = {way: sent[0][way] / len(counted[way]) for way in ways}
         parameters = sum(each.numel() for each in gpt2().parameters())
         print(json.dumps({"cell": cell, "parameters": parameters, "step_us": counted, "sent": bytes_a_step}), flush=True)

@@ -40,7 +40,7 @@ BEGIN, END = "<!-- local: made by `python -m benchmarks local` -->", "<!-- end o
 AUTO = "auto, accuracy safe"
 FOUR_BITS: dict[str, Any] = {"id": "qsgd", "bits": 4}
 TWO_BITS: dict[str, Any] = {"id": "qsgd", "bits": 2}
-PLAIN = {"lr": 1.0, "momentum": 0.0}
+DILOCO = {"lr": 0.7, "momentum": 0.9}
 
 
 EVERY, DELAY = 30, 5
@@ -60,14 +60,14 @@ def methods_of(every: int, delay: int = DELAY) -> dict[str, str]:
         AUTO: "gradwire:auto",
         "torchft's DiLoCo, float32": f"{RIVAL_PREFIX}{TORCHFT}@{every}",
         "torchft's DiLoCo, mean of weights": f"{RIVAL_PREFIX}{TORCHFT_MEAN}@{every}",
-        "local, float32": local({"id": "identity"}),
-        "local, 4 bits": local(FOUR_BITS),
-        "local, 2 bits with feedback": local(feedback),
-        "local, 4 bits, mean of weights": local(FOUR_BITS, outer=PLAIN),
-        "local, 2 bits with feedback, mean of weights": local(feedback, outer=PLAIN),
+        "local, float32": local({"id": "identity"}, outer=DILOCO),
+        "local, 4 bits": local(FOUR_BITS, outer=DILOCO),
+        "local, 2 bits with feedback": local(feedback, outer=DILOCO),
+        "local, 4 bits, mean of weights": local(FOUR_BITS),
+        "local, 2 bits with feedback, mean of weights": local(feedback),
         "streaming, 4 bits": local(FOUR_BITS, **streamed, outer={"lr": 0.4}),
-        "streaming, 4 bits, mean of weights": local(FOUR_BITS, **streamed, outer=PLAIN),
-        "SparseLoCo": local(sparse, outer=PLAIN),
+        "streaming, 4 bits, mean of weights": local(FOUR_BITS, **streamed),
+        "SparseLoCo": local(sparse),
     }
 
 

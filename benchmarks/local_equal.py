@@ -20,7 +20,8 @@ from benchmarks import paired
 from benchmarks.common import RESULTS
 from benchmarks.markdown import table
 from benchmarks.paired import DESIGN, PLAIN, REFERENCE, Arm, Finals, differences, interval
-from gradwire.auto.local import EVERY, averaged, streamed
+from gradwire.auto.accuracy import SPARSELOCO
+from gradwire.auto.local_losses import EVERY, averaged, streamed
 from gradwire.core.schedules import Schedule
 
 PATH = RESULTS / "local-equal.json"
@@ -30,8 +31,8 @@ WAYS: Mapping[str, tuple[gw.Spec, Callable[[int], Schedule]]] = {
     "4 bits": (FOUR, averaged),
     "4 bits, streaming": (FOUR, streamed),
     "2 bits with feedback": (gw.ErrorFeedback(TWO), averaged),
-    "4 bits, outer momentum": (FOUR, gw.LocalSteps),
-    "SparseLoCo": (gw.ErrorFeedback(gw.TopK(0.02, values=TWO), decay=0.95), gw.LocalSteps.sparseloco),
+    "4 bits, outer momentum": (FOUR, gw.LocalSteps.diloco),
+    "SparseLoCo": (SPARSELOCO, gw.LocalSteps.sparseloco),
     "nothing encoded": (gw.Identity(), averaged),
 }
 """The most wanted first, for runs that are cut short."""

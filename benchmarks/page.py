@@ -117,7 +117,7 @@ def _cells(entry: Entry, rows: list[dict[str, Any]], finals: dict[str, Any]) -> 
         f"`{spec!r}`",
         law + (", feedback" if spec.feedback else ""),
         f"{spec.payload_bytes([run], 4) / numel:.3f}",
-        f"{4 * len(spec.state)}",
+        f"{4 * len(spec.state) + (5 if spec.element_weights else 0)}",
         *speed,
         *(_loss(entry, finals.get(job, {})) for job in JOBS),
         entry.source,

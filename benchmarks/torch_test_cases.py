@@ -3,8 +3,9 @@
     python -m benchmarks.torch_test_cases FILE PLACE[,PLACE...] [WORD ...]
 
 Appends one JSON object for each test to FILE: the place, the test's name, how it ended and why. Places: gloo alone; gradwire's
-backend wherever a test asks for gloo; gradwire's hook in every DistributedDataParallel. With WORDs, only tests with one of them
-in their names run. BACKEND, WORLD_SIZE and TEMP_DIR are variables that PyTorch's tests need when they are imported.
+backend wherever a test asks for gloo; gradwire's hook in every DistributedDataParallel, with one plan or with auto. With WORDs,
+only tests with one of them in their names run. BACKEND, WORLD_SIZE and TEMP_DIR are variables that PyTorch's tests need when they
+are imported.
 """
 
 import importlib.util
@@ -15,8 +16,8 @@ import re
 import sys
 import types
 import unittest
-from collections.abc import Sequence
-from functools import wraps
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,14 @@ def use_backend() -> None:
             setattr(module, name, made)
 
 
-def use_hook() -> None:
-    """Give each later DistributedDataParallel gradwire's hook, uncompressed."""
+def use_hook(state: Callable[[], gw.DDPState]) -> None:
+    """Give each later DistributedDataParallel gradwire's hook with a state of its own."""
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @wraps(build)
     def built(model: Any, *arguments: Any, **named: Any) -> None:
         build(model, *arguments, **named)
-        register(model, gw.DDPState(plan=gw.Identity()), gw.ddp_hook)
+        register(model, state(), gw.ddp_hook)
         _hooked().touch()
 
     def refused(*arguments: Any, **named: Any) -> None:
@@ -85,7 +86,12 @@ def _hooked() -> Path:
     return Path(os.environ["TOLD_DIR"], "hooked")  # torch's tests move TEMP_DIR
 
 
-PLACES = {"gloo": lambda: None, "backend": use_backend, "hook": use_hook}
+PLACES: dict[str, Callable[[], None]] = {
+    "gloo": lambda: None,
+    "backend": use_backend,
+    "hook": partial(use_hook, partial(gw.DDPState, gw.Identity())),
+    "auto hook": partial(use_hook, partial(gw.DDPState, accuracy="exact")),
+}
 
 
 class FreshRanks(MultiProcessTestCase):
@@ -166,7 +172,7 @@ class Told(unittest.TestResult):
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
-        if self.place == "hook" and not _hooked().exists():
+        if self.place.endswith("hook") and not _hooked().exists():
             return  # nothing of gradwire's was in it
         told = {"place": self.place, "test": test._testMethodName, "how": self.how, "why": self.why}
         with open(self.file, "a") as file:

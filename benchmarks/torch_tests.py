@@ -28,7 +28,12 @@ import torch
 from benchmarks.common import RESULTS, write
 from benchmarks.markdown import table
 
-PLACES = {"gloo": "gloo", "backend": 'the backend "gradwire"', "hook": "DDP with `gw.ddp_hook`"}
+PLACES = {
+    "gloo": "gloo",
+    "backend": 'the backend "gradwire"',
+    "hook": "DDP with `gw.ddp_hook`",
+    "auto hook": "DDP with `gw.ddp_hook` and auto",
+}
 SECONDS_OF_A_TEST = 60
 COLUMNS = ("with", "gloo passes", "also pass", "ask for gloo by name", "lost")
 

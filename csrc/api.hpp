@@ -84,6 +84,14 @@ inline float* remembered(const Tensor* state, const Tensor& flat) {
   return static_cast<float*>(state->data);
 }
 
+// The weights of a flat buffer's elements, a byte each. NULL if there are none.
+inline const uint8_t* weights_of(const Tensor* weights, const Tensor& flat) {
+  if (!weights) return nullptr;
+  GW_CHECK(weights->contiguous && weights->dtype == kUint8 && weights->numel == flat.numel,
+           "the weights must be uint8 and as long as the flat buffer");
+  return static_cast<const uint8_t*>(weights->data);
+}
+
 inline void check_buffers(const Tensor& flat, const Tensor& payload) {
   GW_CHECK((flat.contiguous || flat.places) && payload.contiguous && payload.dtype == kUint8,
            "flat buffer and uint8 payload must be contiguous");

@@ -116,23 +116,52 @@ GW_API gw_qsgd_decode(const Tensor* payload, const Tensor* segments, int64_t blo
   });
 }
 
-GW_API gw_fitted_encode(const Tensor* src, const Tensor* residual, const Tensor* segments, int64_t block, int64_t levels,
-                        const Tensor* payload) {
+GW_API gw_fitted_encode(const Tensor* src, const Tensor* residual, const Tensor* segments, const Tensor* weights, int64_t block,
+                        int64_t levels, const Tensor* payload) {
   return guarded([&] {
     Call call = checked_fitted(*segments, *src, *payload, block, levels);
+    float* const left = remembered(residual, *src);
+    call.q.weights = weights_of(weights, *src);
+    call.q.residual = left;
+    GW_CHECK(residual || !weights, "weights need a residual");
     encode_and_sum(*payload, [&](Summing* sum) {
       call.q.summing = sum;
-      kernels().fitted_encode(gradient_of(*src, call.table), remembered(residual, *src), call.table.rows, call.table.count,
-                              call.q, levels == 1, bytes_of(*payload));
+      kernels().fitted_encode(gradient_of(*src, call.table), left, call.table.rows, call.table.count, call.q, levels == 1,
+                              bytes_of(*payload));
     });
   });
 }
 
-GW_API gw_lloyd_decode(const Tensor* payload, const Tensor* segments, int64_t block, bool add, const Tensor* dst) {
+GW_API gw_fitted_decode(const Tensor* payload, const Tensor* segments, const Tensor* weights, int64_t block, int64_t levels,
+                        bool add, const Tensor* dst) {
   return guarded([&] {
-    const Call call = checked_fitted(*segments, *dst, *payload, block, 1);
+    const Call call = checked_fitted(*segments, *dst, *payload, block, levels);
     check_add(add, *dst);
-    kernels().lloyd_decode(bytes_of(*payload), call.table.data, dtype_of(*dst), add, call.table.placed, call.table.count, block);
+    kernels().fitted_decode(bytes_of(*payload), call.table.data, dtype_of(*dst), add, call.table.placed, call.table.rows,
+                            call.table.count, block, levels == 1, weights_of(weights, *dst));
+  });
+}
+
+GW_API gw_learn_energy(const Tensor* mean, const Tensor* segments, double keep, const Tensor* energy) {
+  return guarded([&] {
+    GW_CHECK(mean->contiguous || mean->places, "the mean must be contiguous");
+    const Table table = table_of(*segments, *mean, 1);
+    float* const to = remembered(energy, *mean);
+    const int64_t each = item_bytes(dtype_of(*mean));
+    for (int64_t i = 0; i < table.count; ++i)
+      kernels().learn_energy(static_cast<const char*>(table.data) + table.placed[i].offset * each, dtype_of(*mean),
+                             table.rows[i].numel, float(keep), float(1.0 - keep), to + table.rows[i].offset);
+  });
+}
+
+GW_API gw_weigh_elements(const Tensor* energy, const Tensor* segments, int64_t block, double floor, const Tensor* weights) {
+  return guarded([&] {
+    check_block(block);
+    const float* const from = remembered(energy, *energy);
+    const Table table = table_of(*segments, *energy, block);
+    auto* const to = const_cast<uint8_t*>(weights_of(weights, *energy));
+    for (int64_t i = 0; i < table.count; ++i)
+      kernels().weigh_elements(from + table.rows[i].offset, table.rows[i].numel, block, floor, to + table.rows[i].offset);
   });
 }
 
@@ -200,7 +229,9 @@ GW_API gw_exponential_decode(const Tensor* payload, const Tensor* segments, int6
 GW_PACKED(qsgd_encode)
 GW_PACKED(qsgd_decode)
 GW_PACKED(fitted_encode)
-GW_PACKED(lloyd_decode)
+GW_PACKED(fitted_decode)
+GW_PACKED(learn_energy)
+GW_PACKED(weigh_elements)
 GW_PACKED(cast_encode)
 GW_PACKED(cast_decode)
 GW_PACKED(fp8_encode)

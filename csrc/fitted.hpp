@@ -26,6 +26,10 @@ struct Magnitudes {
   static constexpr float bound(int k) { return (of(k) + of(k + 1)) / 2; }  // above it comes level k + 1
 };
 
+// Stored weights are exponents of float32.
+GW_INLINE float weight_of(u8 stored) { return float_of(u32(stored) << 23); }
+GW_INLINE float over_weight(float x, u8 stored) { return x * float_of((254u - stored) << 23); }  // a power of two: exact
+
 GW_INLINE float size_of(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
 
 // What one block's elements are compared with: the bounds between levels for this unit, infinite where nothing is sent.
@@ -114,9 +118,10 @@ GW_INLINE float fitted_scale(float products, float squares) {
   return float_of(scale >= kTiny ? nearest : 0u);
 }
 
-// A block that no batch takes: n elements, with room for a multiple of 8 in v. Returns the bytes written.
+// A block that no batch takes: n elements, with room for a multiple of 8 in v. Returns the bytes written. v was divided by the
+// weights, if there are any.
 template <int Bits, bool Lloyd, bool Residual>
-static __attribute__((noinline)) i64 encode_fitted(const float* v, i64 n, const Task& t, float* left) {
+static __attribute__((noinline)) i64 encode_fitted(const float* v, i64 n, const Task& t, float* left, const u8* weights) {
   using M = Magnitudes<Bits, Lloyd>;
   alignas(64) u8 codes[kMaxBlock];
   float lane[2][kSumLanes] = {};
@@ -145,7 +150,7 @@ static __attribute__((noinline)) i64 encode_fitted(const float* v, i64 n, const 
   for (i64 i = 0; i < n; ++i) {
     float rest;
     codes[i] = u8(code_and_rest<Bits, Lloyd, M>(v[i], at, to, rest));
-    if (Residual) left[i] = rest;
+    if (Residual) left[i] = weights ? rest * weight_of(weights[i]) : rest;
   }
   for (i64 i = n; i < packed; ++i) codes[i] = 0;
   GW_SETTLE(codes);
@@ -218,8 +223,9 @@ GW_ROLLED
 // Encodes whole blocks, a power of two from 32 elements on. Returns how many: all, or those before a batch that holds something
 // not finite. The passes over a batch find in turn the first units, the scales, and the codes. What is found for each block
 // is found for as many blocks as a batch may have, by whole vectors: a loop of another length would be one of single numbers.
-template <int Bits, bool Lloyd, bool Residual, int Block>
-static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, float* __restrict left, const Task& t) {
+template <int Bits, bool Lloyd, bool Residual, bool Weighted, int Block>
+static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, float* __restrict left, const Task& t,
+                                                 const u8* __restrict weights) {
   using M = Magnitudes<Bits, Lloyd>;
   constexpr i64 room = Block ? kFitted : kMaxBlock;
   constexpr int fits = int(Block ? kFitted / Block : kFits), run = Block ? Block / 2 : 16;
@@ -235,7 +241,8 @@ static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, f
     for (i64 c = 0; c < count; ++c) {
       const i64 first = c * block;
       const auto given_size = [&](i64 i) {
-        const float x = Residual ? from[first + i] + left[first + i] : from[first + i];
+        float x = Residual ? from[first + i] + left[first + i] : from[first + i];
+        if (Weighted) x = over_weight(x, weights[first + i]);
         if (Residual) tile[first + i] = x;
         return size_of(x);
       };
@@ -286,6 +293,7 @@ static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, f
       const Values<M> to(scale[c]);
       const float *const x = v + c * block, *const y = x + half;
       float* const rest = left + (Residual ? c * block : 0);
+      const u8* const w = weights + (Weighted ? c * block : 0);
       for (i64 j = 0; j < half; j += run) {
         alignas(64) u32 both[run];
 #pragma GCC ivdep
@@ -295,8 +303,8 @@ static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, f
           const u32 b = code_and_rest<Bits, Lloyd, M>(y[j + l], at, to, other);
           both[l] = a | b << 4;
           if (Residual) {
-            rest[j + l] = lost;
-            rest[j + l + half] = other;
+            rest[j + l] = Weighted ? lost * weight_of(w[j + l]) : lost;
+            rest[j + l + half] = Weighted ? other * weight_of(w[j + l + half]) : other;
           }
         }
         GW_SETTLE(both);
@@ -312,6 +320,7 @@ static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, f
     scales += 2 * count;
     from += count * block;
     left += Residual ? count * block : 0;
+    weights += Weighted ? count * block : 0;
     done += count;
   }
   return done;
@@ -326,10 +335,31 @@ struct FittedCodec {
 
   static bool fast(const Quantiser& q) { return batches(q.block); }
 
+  // The weights of the elements of this residual.
+  static GW_INLINE_MEMBER const u8* weights_at(const float* left, const Quantiser& q) {
+    return q.weights ? q.weights + (left - q.residual) : nullptr;
+  }
+
+  template <bool Residual, bool Weighted, int Bits>
+  static i64 several_as(const float* from, float* left, const Task& t) {
+    const u8* const weights = Weighted ? weights_at(left, t.q) : nullptr;
+    return t.q.block == kUnit ? fit_batches<Bits, Lloyd, Residual, Weighted, kUnit>(from, left, t, weights)
+                              : fit_batches<Bits, Lloyd, Residual, Weighted, 0>(from, left, t, weights);
+  }
+
   template <bool Residual, int Bits>
   static i64 several_of(const float* from, float* left, const Task& t) {
-    return t.q.block == kUnit ? fit_batches<Bits, Lloyd, Residual, kUnit>(from, left, t)
-                              : fit_batches<Bits, Lloyd, Residual, 0>(from, left, t);
+    if (Residual && t.q.weights) return several_as<Residual, Residual, Bits>(from, left, t);
+    return several_as<Residual, false, Bits>(from, left, t);
+  }
+
+  template <bool Residual, int Bits>
+  static i64 one_of(const float* v, i64 n, const Task& t, float* left) {
+    alignas(64) float over[kMaxBlock];
+    const u8* const weights = Residual ? weights_at(left, t.q) : nullptr;
+    if (!weights) return encode_fitted<Bits, Lloyd, Residual>(v, n, t, left, nullptr);
+    for (i64 i = 0; i < n; ++i) over[i] = over_weight(v[i], weights[i]);
+    return encode_fitted<Bits, Lloyd, Residual>(over, n, t, left, weights);
   }
 
   template <bool Residual>
@@ -340,8 +370,8 @@ struct FittedCodec {
 
   template <bool Residual>
   static GW_INLINE_MEMBER i64 one(const float* v, i64 n, const Task& t, float* left) {
-    if (t.bits == 2) return encode_fitted<2, Lloyd, Residual>(v, n, t, left);
-    return t.bits == 3 ? encode_fitted<3, Lloyd, Residual>(v, n, t, left) : encode_fitted<4, Lloyd, Residual>(v, n, t, left);
+    if (t.bits == 2) return one_of<Residual, 2>(v, n, t, left);
+    return t.bits == 3 ? one_of<Residual, 3>(v, n, t, left) : one_of<Residual, 4>(v, n, t, left);
   }
 };
 
@@ -401,14 +431,16 @@ static __attribute__((noinline)) void lloyd_decode_run(const u8*& scales, const 
 }
 
 template <class T, bool Add>
+GW_INLINE void lloyd_decode_bits(const u8*& scales, const u8*& in, T* to, i64 numel, i64 block, int bits) {
+  if (bits == 2) lloyd_decode_run<T, Add, 2>(scales, in, to, numel, block);
+  else if (bits == 3) lloyd_decode_run<T, Add, 3>(scales, in, to, numel, block);
+  else lloyd_decode_run<T, Add, 4>(scales, in, to, numel, block);
+}
+
+template <class T, bool Add>
 static void lloyd_decode_to(const u8* payload, T* dst, const Segment* segments, i64 count, i64 block) {
   const u8* scales = payload;
   const u8* in = payload + coded_size(segments, count, block, 1, 0).scales;
-  for (i64 s = 0; s < count; ++s) {
-    const Segment& seg = segments[s];
-    T* const to = dst + seg.offset;
-    if (seg.bits == 2) lloyd_decode_run<T, Add, 2>(scales, in, to, seg.numel, block);
-    else if (seg.bits == 3) lloyd_decode_run<T, Add, 3>(scales, in, to, seg.numel, block);
-    else lloyd_decode_run<T, Add, 4>(scales, in, to, seg.numel, block);
-  }
+  for (i64 s = 0; s < count; ++s)
+    lloyd_decode_bits<T, Add>(scales, in, dst + segments[s].offset, segments[s].numel, block, int(segments[s].bits));
 }

@@ -56,6 +56,8 @@ struct Quantiser {
   Scale scale;
   Rounding rounding;
   Summing* summing = nullptr;
+  const uint8_t* weights = nullptr;  // of the elements whose residuals begin at `residual`
+  const float* residual = nullptr;
 };
 
 // The kinds of payloads of blocks with one scale each, other than QSGD's uniform levels.
@@ -130,11 +132,14 @@ struct Kernels {
   // dst = decoded, or dst += decoded (float32 dst only).
   void (*qsgd_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
                       const Quantiser& q);
-  // 2 to 4 bits with a scale by least squares, as qsgd_encode. qsgd_decode takes uniform levels, lloyd_decode the others.
+  // 2 to 4 bits with a scale by least squares, as qsgd_encode and qsgd_decode. `rows`: segments with the offsets of the weights.
   void (*fitted_encode)(const Gradient& src, float* residual, const Segment* segments, int64_t count, const Quantiser& q,
                         bool lloyd, uint8_t* payload);
-  void (*lloyd_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
-                       int64_t block);
+  void (*fitted_decode)(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, const Segment* rows,
+                        int64_t count, int64_t block, bool lloyd, const uint8_t* weights);
+  // Energies of elements from a mean, and weights from energies.
+  void (*learn_energy)(const void* mean, Dtype dtype, int64_t numel, float kept, float taken, float* energy);
+  void (*weigh_elements)(const float* energy, int64_t numel, int64_t block, double floor, uint8_t* weights);
   // numel elements of src (+ residual) as wire (bfloat16 or float16). Decoding takes float32 too: a copy, or a sum.
   void (*cast_encode)(const void* src, Dtype dtype, float* residual, int64_t numel, Dtype wire, uint8_t* payload);
   void (*cast_decode)(const uint8_t* payload, Dtype wire, void* dst, Dtype dtype, bool add, int64_t numel);
@@ -193,7 +198,7 @@ struct Kernels {
 
 // The kernels by name, in the order of the struct.
 #define GW_KERNELS(X)                                                                                                          \
-  X(qsgd_encode) X(qsgd_decode) X(fitted_encode) X(lloyd_decode)                                                              \
+  X(qsgd_encode) X(qsgd_decode) X(fitted_encode) X(fitted_decode) X(learn_energy) X(weigh_elements)                           \
   X(cast_encode) X(cast_decode) X(scale) X(scale_into) X(project) X(back_project)               \
   X(orthogonalise) X(reconstruct) X(select_encode) X(select_decode) X(block_topk_encode) X(block_topk_decode) X(stream_base)                   \
   X(random_gather) X(random_scatter) X(sign_encode) X(mean_sign_encode) X(sign_decode) X(threshold_encode)                    \

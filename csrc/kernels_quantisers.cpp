@@ -13,6 +13,7 @@ namespace GRADWIRE_LEVEL {
 #include "qsgd.hpp"
 #include "scaled.hpp"
 #include "fitted.hpp"
+#include "weights.hpp"
 #include "fp8.hpp"
 #include "powers.hpp"
 #include "runs.hpp"
@@ -41,15 +42,30 @@ void fitted_encode(const Gradient& src, float* residual, const Segment* segments
   else encode_with<FittedCodec<false>>(src, residual, segments, count, {}, q, payload);
 }
 
-void lloyd_decode(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, int64_t count,
-                  int64_t block) {
+void fitted_decode(const uint8_t* payload, void* dst, Dtype dtype, bool add, const Segment* segments, const Segment* rows,
+                   int64_t count, int64_t block, bool lloyd, const uint8_t* weights) {
+  const auto decode = [&](auto* to, auto added) {
+    fitted_decode_to<std::remove_pointer_t<decltype(to)>, added.value>(payload, to, segments, rows, count, block, lloyd, weights);
+  };
   switch (dtype) {
     case Dtype::float32:
-      if (add) return lloyd_decode_to<float, true>(payload, static_cast<float*>(dst), segments, count, block);
-      return lloyd_decode_to<float, false>(payload, static_cast<float*>(dst), segments, count, block);
-    case Dtype::bfloat16: return lloyd_decode_to<bf16, false>(payload, static_cast<bf16*>(dst), segments, count, block);
-    case Dtype::float16: return lloyd_decode_to<f16, false>(payload, static_cast<f16*>(dst), segments, count, block);
+      if (add) return decode(static_cast<float*>(dst), std::true_type{});
+      return decode(static_cast<float*>(dst), std::false_type{});
+    case Dtype::bfloat16: return decode(static_cast<bf16*>(dst), std::false_type{});
+    case Dtype::float16: return decode(static_cast<f16*>(dst), std::false_type{});
   }
+}
+
+void learn_energy(const void* mean, Dtype dtype, int64_t numel, float kept, float taken, float* energy) {
+  switch (dtype) {
+    case Dtype::float32: return learn_run(static_cast<const float*>(mean), numel, kept, taken, energy);
+    case Dtype::bfloat16: return learn_run(static_cast<const bf16*>(mean), numel, kept, taken, energy);
+    case Dtype::float16: return learn_run(static_cast<const f16*>(mean), numel, kept, taken, energy);
+  }
+}
+
+void weigh_elements(const float* energy, int64_t numel, int64_t block, double floor, uint8_t* weights) {
+  for (i64 at = 0; at < numel; at += block) weigh_block(energy + at, numel - at < block ? numel - at : block, floor, weights + at);
 }
 
 template <class T>

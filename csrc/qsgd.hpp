@@ -136,24 +136,25 @@ static i64 decode_block(const u8* scales, const u8* in, T* __restrict to, i64 n,
   return code_bytes(n, q.block, bits, !shifted);
 }
 
+// Moves `scales` and `in` on.
+template <class T, bool Add>
+static void decode_run(const u8*& scales, const u8*& in, T* to, i64 numel, const Quantiser& q, int bits) {
+  const bool shifted = q.scale == Scale::minmax;
+  const i64 scale_bytes = shifted ? 4 : 2, blocks = batches(q.block) ? numel / q.block : 0;
+  if (shifted) decode_batches<T, Add, true>(scales, in, to, blocks, q.block, bits);
+  else decode_batches<T, Add, false>(scales, in, to, blocks, q.block, bits);
+  scales += scale_bytes * blocks;
+  in += blocks * code_bytes(q.block, q.block, bits, !shifted);
+  for (i64 at = blocks * q.block; at < numel; at += q.block, scales += scale_bytes) {
+    const i64 n = numel - at < q.block ? numel - at : q.block;
+    in += decode_block<T, Add>(scales, in, to + at, n, q, bits);
+  }
+}
+
 template <class T, bool Add>
 static void decode_segments(const u8* payload, T* dst, const Segment* segments, i64 count, const Quantiser& q) {
-  const bool shifted = q.scale == Scale::minmax;
-  const i64 scale_bytes = shifted ? 4 : 2;
   const u8* scales = payload;
   const u8* in = payload + payload_size(segments, count, q).scales;
-  for (i64 s = 0; s < count; ++s) {
-    const Segment& seg = segments[s];
-    const int bits = int(seg.bits);
-    const i64 blocks = batches(q.block) ? seg.numel / q.block : 0;
-    T* to = dst + seg.offset;
-    if (shifted) decode_batches<T, Add, true>(scales, in, to, blocks, q.block, bits);
-    else decode_batches<T, Add, false>(scales, in, to, blocks, q.block, bits);
-    scales += scale_bytes * blocks;
-    in += blocks * code_bytes(q.block, q.block, bits, !shifted);
-    for (i64 at = blocks * q.block; at < seg.numel; at += q.block, scales += scale_bytes) {
-      const i64 n = seg.numel - at < q.block ? seg.numel - at : q.block;
-      in += decode_block<T, Add>(scales, in, to + at, n, q, bits);
-    }
-  }
+  for (i64 s = 0; s < count; ++s)
+    decode_run<T, Add>(scales, in, dst + segments[s].offset, segments[s].numel, q, int(segments[s].bits));
 }

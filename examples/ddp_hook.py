@@ -14,8 +14,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(100, 400), torch.nn.ReLU(), torch.nn.Linear(400, 10))
-    wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(gw.DDPState(plan=gw.QSGD(bits=4)), gw.ddp_hook)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+    wrapped.register_comm_hook(gw.DDPState(), gw.ddp_hook)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     for step in range(20):
         torch.manual_seed(100 * step + dist.get_rank())

@@ -16,7 +16,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(100, 400), torch.nn.ReLU(), torch.nn.Linear(400, 10))
     fully_shard(model)
-    exchanges = fsdp2.compress(model, gw.QSGD(bits=4))
+    exchanges = fsdp2.compress(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     for step in range(20):
         torch.manual_seed(100 * step + dist.get_rank())

@@ -1,5 +1,6 @@
 """The tables of the matrix, for the terminal, its page and the README. Pure: no torch."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -100,13 +101,20 @@ def matrix_page(cells: Sequence[MatrixCell]) -> str:
 def readme_block(cells: Sequence[MatrixCell]) -> str:
     """Return the text between the marks of the README: one job's steps, in short."""
     shown = [cell for cell in cells if cell.job == README_JOB]
-    header = ["nodes", "link", "DDP", "DDP, fp16 hook", "DDP, PowerSGD hook", "gradwire, exact", "gradwire"]
+    header = ["nodes", "link", "DDP", "DDP, fp16 hook", "DDP, PowerSGD hook", "gradwire, exact", "gradwire, 4 bits", "gradwire"]
     rows = []
     for cell in shown:
         row = [str(cell.run.nodes), cell.link.replace("mbit", " Mb/s"), f"{cell.median_ms('ddp'):.0f} ms"]
-        row += [f"{cell.speedup(name).ratio:.2f}x" for name in ("ddp-fp16", POWERSGD, EXACT, SAFE)]
+        row += [f"{cell.speedup(name).ratio:.2f}x" for name in ("ddp-fp16", POWERSGD, EXACT, "gradwire:qsgd4", SAFE)]
+        row[-1] += f" ({_sent(cell.chose(SAFE))})"
         rows.append(row)
     return _markdown(Sheet("", header, rows))
+
+
+def _sent(chosen: str) -> str:
+    """Shorten a plan in the words of `MatrixCell.chose` to its bits, for example "2 bits", or to its compressor."""
+    found = re.search(r"bits=(\d)", chosen)
+    return f"{found[1]} bits" if found else chosen.partition(" in ")[0]
 
 
 def in_readme(text: str, block: str) -> str | None:

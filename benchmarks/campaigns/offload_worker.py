@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
+from benchmarks.sleeping_model import LayerTimes, SleepingModel
 from gradwire.bench.ranks import Ranks
-from gradwire.bench.sleeping import LayerTimes, SleepingAccelerator, SleepingModel
+from gradwire.bench.sleeping import SleepingAccelerator
 from gradwire.core.launch import codes_on_cpu
 from gradwire.core.plan import Plan
 from gradwire.exchange.host_codec import OFFLOAD_WORKERS

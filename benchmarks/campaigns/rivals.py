@@ -15,7 +15,7 @@ TORCHFT, TORCHFT_MEAN = "torchft-diloco", "torchft-diloco-mean"
 """torchft's DiLoCo, float32 on gloo: rival:torchft-diloco@30 exchanges every 30 steps. The second one has an outer optimizer that
 makes the global weights the mean of the local ones."""
 OUTER = {TORCHFT: (0.7, 0.9), TORCHFT_MEAN: (1.0, 0.0)}
-"""Rate and momentum of the outer optimizer; the first are those of `gw.LocalSteps` by default."""
+"""Rate and momentum of the outer optimizer; the first are those of `gw.LocalSteps.diloco`."""
 
 
 def outer_of(name: str) -> tuple[int, float, float]:

@@ -13,7 +13,7 @@ from gradwire.costs.steps import Step
 
 
 class Relay(Transfers, OneEncode):
-    """What one rank does: it encodes once, passes payloads on world_size - 1 times, then adds all of them in rank order."""
+    """Encodes once on each rank, passes payloads on world_size - 1 times, then adds all of them in rank order."""
 
     def __init__(self, codec, piece, group, root):
         rank, size, flat = group.rank, group.world_size, piece.flat
@@ -37,7 +37,7 @@ class Relay(Transfers, OneEncode):
 
 
 def relay_steps(option, nodes, ranks_per_node, routing):
-    """What each task costs: the exchange as much as an all-gather around a ring."""
+    """Return the costs of each task: those of the exchange are those of an all-gather around a ring."""
     traffic = flat_traffic("allgather", nodes, ranks_per_node, "ring")
     if option == RELAY.uncompressed:
         return (Step("relay:inter", share=1.0, parts=1, payload=0, traffic=traffic, gathers=False),)

@@ -407,14 +407,13 @@ def test_ranks_that_load_unlike_states_are_told(worlds: Worlds) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        "auto",
         gw.AdaptiveBits(),
         gw.Tuned(gw.Policy(default=gw.QSGD(bits=4))),
         gw.Uniform(gw.Identity(), schedule="pipelined", scheme="alltoall"),
         gw.Policy(default=gw.QSGD(bits=4), schedule=gw.Delayed()),
         3,
     ],
-    ids=["auto", "bits", "tuned", "pipelined", "delayed", "number"],
+    ids=["bits", "tuned", "pipelined", "delayed", "number"],
 )
 def test_plans_that_ddp_cannot_run_name_parallelize(plan: Any) -> None:
     with pytest.raises(gw.PlanError, match=r"handle = gw\.parallelize\(model, optimizer"):

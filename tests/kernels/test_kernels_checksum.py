@@ -70,7 +70,7 @@ def test_an_encoder_that_sums_on_its_way_sums_the_same(kernel: str, dtype: torch
             "fp8_encode": (coded_bytes([(numel, 8) for numel in numels], block), [segments, block, "e4m3"]),
             "natural_encode": (coded_bytes([(numel, 8) for numel in numels], block), [segments, stream, block]),
             "cast_encode": ((2 * x.numel(),), [torch.float16]),
-            "fitted_encode": (qsgd_bytes(runs, block, "ls"), [segments, block, "uniform"]),
+            "fitted_encode": (qsgd_bytes(runs, block, "ls"), [segments, None, block, "uniform"]),
         }[kernel]
         payload = torch.zeros(sum(sizes), dtype=torch.uint8)
         call = cpu.call(kernel, x, residual, *how, payload)

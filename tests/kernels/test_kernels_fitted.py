@@ -20,6 +20,7 @@ from test_kernels import (
 from gradwire.core.payload import coded_bytes
 from gradwire.kernels import cpu
 from gradwire.kernels.reference.numbers import pack
+from gradwire.kernels.reference.weights import ONE
 from gradwire.kernels.segments import Segment, Segments
 
 FORMS = list(itertools.product(("uniform", "lloyd"), (2, 3, 4)))
@@ -43,17 +44,22 @@ def run(way: Way, levels: str, x: torch.Tensor, segments: Segments, block: int =
         "tiny residual": torch.linspace(-1, 1, x.numel()) * 2.0**-98,
         "decoded": torch.ones_like(x),
         "decoded and added": torch.linspace(-2, 2, x.numel()),
+        "payload with weights": torch.full((size,), 170, dtype=torch.uint8),
+        "residual with weights": torch.linspace(-1, 1, x.numel()),
+        "decoded with weights": torch.ones_like(x),
+        "decoded with weights and added": torch.linspace(-2, 2, x.numel()),
     }
+    weights = (torch.arange(x.numel()) * 7 % 19 + ONE - 9).to(torch.uint8)
     with way.chosen():
-        k.fitted_encode(x, None, segments, block, levels, out["payload"])
-        k.fitted_encode(x, out["residual"], segments, block, levels, out["payload with residual"])
-        k.fitted_encode(x * 0, out["tiny residual"], segments, block, levels, out["payload with tiny residual"])
-        for payload, dst in (("payload", "decoded"), ("payload with residual", "decoded and added")):
-            add = dst == "decoded and added"
-            if levels == "uniform":
-                k.qsgd_decode(out[payload], segments, block, "max", add, out[dst])
-            else:
-                k.lloyd_decode(out[payload], segments, block, add, out[dst])
+        k.fitted_encode(x, None, segments, None, block, levels, out["payload"])
+        k.fitted_encode(x, out["residual"], segments, None, block, levels, out["payload with residual"])
+        k.fitted_encode(x * 0, out["tiny residual"], segments, None, block, levels, out["payload with tiny residual"])
+        k.fitted_encode(x, out["residual with weights"], segments, weights, block, levels, out["payload with weights"])
+        k.fitted_decode(out["payload"], segments, None, block, levels, False, out["decoded"])
+        k.fitted_decode(out["payload with residual"], segments, None, block, levels, True, out["decoded and added"])
+        k.fitted_decode(out["payload with weights"], segments, weights, block, levels, False, out["decoded with weights"])
+        added = out["decoded with weights and added"]
+        k.fitted_decode(out["payload with weights"], segments, weights, block, levels, True, added)
     return out
 
 
@@ -123,7 +129,7 @@ def levels_of(way: Way, levels: str, bits: int) -> torch.Tensor:
     payload[:2] = torch.tensor([1.0]).bfloat16().view(torch.uint8)
     payload[scales:] = pack((torch.arange(128) % count).reshape(1, -1), bits).reshape(-1)
     with way.chosen():
-        way.kernels.lloyd_decode(payload, whole(128, bits), 128, False, decoded)
+        way.kernels.fitted_decode(payload, whole(128, bits), None, 128, "lloyd", False, decoded)
     assert torch.equal(decoded, decoded[:count].repeat(128 // count))
     return decoded[:count].double()
 
@@ -195,8 +201,13 @@ def test_zeros_and_tiny_blocks_decode_to_zeros_and_stay_in_the_residual(way: Way
 def test_wrong_arguments_are_refused_in_words() -> None:
     for bits in (1, 5):
         with pytest.raises(RuntimeError, match="impossible bits"):
-            cpu.fitted_encode(torch.ones(300), None, whole(300, bits), 128, "lloyd", torch.zeros(999).byte())
+            cpu.fitted_encode(torch.ones(300), None, whole(300, bits), None, 128, "lloyd", torch.zeros(999).byte())
     with pytest.raises(RuntimeError, match="has 10 bytes"):
-        cpu.lloyd_decode(torch.zeros(10).byte(), whole(300, 2), 128, False, torch.zeros(300))
+        cpu.fitted_decode(torch.zeros(10).byte(), whole(300, 2), None, 128, "lloyd", False, torch.zeros(300))
     with pytest.raises(RuntimeError, match="sum"):
-        cpu.lloyd_decode(torch.zeros(92).byte(), whole(300, 2), 128, True, torch.zeros(300).half())
+        cpu.fitted_decode(torch.zeros(92).byte(), whole(300, 2), None, 128, "lloyd", True, torch.zeros(300).half())
+    ones = torch.full((300,), ONE, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="need a residual"):
+        cpu.fitted_encode(torch.ones(300), None, whole(300, 2), ones, 128, "lloyd", torch.zeros(92).byte())
+    with pytest.raises(RuntimeError, match="as long as the flat buffer"):
+        cpu.fitted_decode(torch.zeros(92).byte(), whole(300, 2), ones[1:], 128, "lloyd", False, torch.zeros(300))

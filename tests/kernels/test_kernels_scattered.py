@@ -28,6 +28,7 @@ from gradwire.core.specs import (
     TwoBit,
 )
 from gradwire.kernels import cpu, run_calls
+from gradwire.kernels.reference.weights import ONE
 from gradwire.kernels.scattered import Addresses, Scattered
 from gradwire.kernels.segments import Segment, Segments
 
@@ -43,6 +44,8 @@ SPECS = [
         QSGD(bits=3, levels="exponential"),
         ErrorFeedback(QSGD(bits=2, scale="ls")),
         QSGD(bits=3, scale="ls", levels="lloyd"),
+        ErrorFeedback(QSGD(bits=2, scale="ls"), weights=0.98),
+        ErrorFeedback(QSGD(bits=2, scale="ls", levels="lloyd"), weights=0.98),
     ),
     *(Int8(), FP8(), Natural(), TernGrad(), ErrorFeedback(TernGrad()), TwoBit(), ErrorFeedback(TopK(0.05)), TopK(0.05)),
     *(DGC(0.05), BlockTopK(0.1), ErrorFeedback(RandomK(0.1, indices="own")), Threshold(0.1), SignSGD(), Signum()),
@@ -60,7 +63,7 @@ def set_all(addresses: Addresses, tensors: list[torch.Tensor]) -> None:
 class Apart:
     """The same elements twice: in a flat buffer, and in tensors of their own."""
 
-    def __init__(self, dtype: torch.dtype, bits: int, factor: float, vectors: bool) -> None:
+    def __init__(self, dtype: torch.dtype, bits: int, factor: float, vectors: bool, weighted: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         offset, rows, self.tensors = 0, [], []
         for number, numel in enumerate(NUMELS):
@@ -69,7 +72,8 @@ class Apart:
             offset += numel
             self.tensors.append((3 * torch.randn(BEFORE + numel + AFTER, generator=generator)).to(dtype))
         self.tensors[3][BEFORE + 300] = float("inf")
-        self.segments = Segments.of(rows)
+        weights = (torch.arange(offset) * 7 % 19 + ONE - 9).to(torch.uint8) if weighted else None
+        self.segments = Segments(tuple(rows), torch.device("cpu"), weights=weights)
         self.flat = torch.cat([tensor[BEFORE:-AFTER] for tensor in self.tensors]) * factor
         self.before = [tensor.clone() for tensor in self.tensors]
         addresses = Addresses(row.key for row in rows)
@@ -96,7 +100,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_payloads_and_values_are_those_of_a_scaled_copy(
     spec: Spec, dtype: torch.dtype, factor: float, vectors: bool, level: str
 ) -> None:
-    apart = Apart(dtype, spec.element_bits, factor, vectors)
+    apart = Apart(dtype, spec.element_bits, factor, vectors, spec.element_weights is not None)
     codec = compressor_for(spec)
     if vectors:
         assert spec.carries_uncompressed
@@ -131,6 +135,16 @@ def test_rows_are_gathered_scaled_and_rounded_as_torch_does(dtype: torch.dtype, 
     if into.dtype is torch.float32:
         cpu.run([cpu.call("gather_rows", apart.elements, apart.segments, True, into)])
         assert same(into, apart.flat.float() + apart.flat.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_energies_come_from_rows_where_they_lie(dtype: torch.dtype) -> None:
+    apart = Apart(dtype, 2, 1.0, False)
+    energies = [torch.linspace(0, 1, apart.elements.numel()) for _ in range(2)]
+    run_calls([("learn_energy", apart.elements, apart.segments, 0.9, energies[0])])
+    run_calls([("learn_energy", apart.flat, apart.segments, 0.9, energies[1])])
+    assert torch.equal(*energies)
+    assert int((energies[0] == torch.linspace(0, 1, apart.elements.numel())).sum()) == 1  # an infinite mean
 
 
 def test_rows_are_scaled_where_they_lie() -> None:

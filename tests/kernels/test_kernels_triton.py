@@ -144,7 +144,7 @@ def test_casts_have_the_bytes_of_the_reference(
 # ---- compiled
 
 
-ENCODE = {"residual": "*fp32", "table": "*i64", "stream": "*i64", "payload": "*u8"}
+ENCODE = {"residual": "*fp32", "weights": "*u8", "table": "*i64", "stream": "*i64", "payload": "*u8"}
 CAST = {"payload": "*i16", "numel": "i32"}
 
 
@@ -155,6 +155,7 @@ def qsgd_constants(block: int, scale: int, aligned: bool, **others: bool) -> dic
         "BLOCK": block,
         "CODE": scale == 1,
         "TERNARY": scale != 1 and block >= 64,
+        "WEIGHTED": False,
         "ALIGNED": aligned,
         **others,
     }
@@ -179,7 +180,7 @@ COMPILED = {
         for arch in (80, 90)
         for name, kernel, types, constants in (
             (
-                "decode", "coded_decode_kernel", {"payload": "*u8", "table": "*i64", "dst": "*fp32"},
+                "decode", "coded_decode_kernel", {"payload": "*u8", "table": "*i64", "dst": "*fp32", "weights": "*u8"},
                 qsgd_constants(128, arch == 90, True, ADD=True),
             ),
             (

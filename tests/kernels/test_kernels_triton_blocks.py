@@ -12,6 +12,7 @@ from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_ali
 
 from gradwire.core.payload import coded_bytes
 from gradwire.kernels import kernels_for, reference
+from gradwire.kernels.reference.weights import ONE
 from gradwire.kernels.segments import Segment, Segments
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
@@ -32,14 +33,22 @@ METHODS = {
     "terngrad": (2, 1),
     "fitted uniform": (0, 1),
     "fitted lloyd": (0, 1),
+    "fitted uniform weights": (0, 1),
+    "fitted lloyd weights": (0, 1),
 }
 """Bits of an element, 0 for those of its segment, and scales of a block."""
-TERNARY = ("terngrad", "fitted uniform")
+TERNARY = ("terngrad", "fitted uniform", "fitted uniform weights")
+
+
+def weights_like(x: torch.Tensor) -> torch.Tensor:
+    """Weights of x: powers of two from 2^-9 to 2^9."""
+    return (torch.arange(x.numel(), device=x.device) * 7 % 19 + ONE - 9).to(torch.uint8)
 
 
 def encode(
     kernels: Any, method: str, x: torch.Tensor, residual: torch.Tensor | None, rows: Segments, block: int, payload: Any
 ) -> None:
+    weights = weights_like(x) if "weights" in method and residual is not None else None
     stream, words = torch.tensor(STREAM, device=x.device), method.split()
     if words[0] == "natural":
         kernels.natural_encode(x, residual, rows, stream, block, payload)
@@ -50,7 +59,7 @@ def encode(
     elif words[0] == "terngrad":
         kernels.terngrad_encode(x, residual, rows, stream, block, 1.3, payload)
     elif words[0] == "fitted":
-        kernels.fitted_encode(x, residual, rows, block, words[1], payload)
+        kernels.fitted_encode(x, residual, rows, weights, block, words[1], payload)
     else:
         kernels.fp8_encode(x, residual, rows, block, method, payload)
 
@@ -66,10 +75,9 @@ def decode(kernels: Any, method: str, payload: torch.Tensor, rows: Segments, blo
     elif words[0] == "terngrad":
         two = Segments.of([row._replace(bits=2) for row in rows.rows], rows.device)
         kernels.qsgd_decode(payload, two, block, "max", add, dst)
-    elif method == "fitted uniform":
-        kernels.qsgd_decode(payload, rows, block, "max", add, dst)
-    elif method == "fitted lloyd":
-        kernels.lloyd_decode(payload, rows, block, add, dst)
+    elif words[0] == "fitted":
+        weights = weights_like(dst) if "weights" in words else None
+        kernels.fitted_decode(payload, rows, weights, block, words[1], add, dst)
     else:
         kernels.fp8_decode(payload, rows, block, method, add, dst)
 
@@ -114,6 +122,27 @@ def test_tensors_of_few_elements_have_their_own_bits(interpreter: Interpreter, m
     interpreter.check(run, method, x, rows, 32, True)
 
 
+def weigh(kernels: Any, mean: torch.Tensor, rows: list[Segment], block: int, floor: float) -> dict[str, torch.Tensor]:
+    """The energies and weights after a mean; one block has none before."""
+    segments = Segments.of(rows, mean.device)
+    energy = torch.linspace(-9, 9, mean.numel(), device=mean.device).exp2()
+    energy[rows[0].offset : rows[0].offset + block] = 0.0
+    weights = torch.zeros(mean.numel(), dtype=torch.uint8, device=mean.device)
+    kernels.weigh_elements(energy, segments, block, floor, weights)
+    before = weights.clone()
+    kernels.learn_energy(mean, segments, 0.98, energy)
+    kernels.weigh_elements(energy, segments, block, floor, weights)
+    return {"energy": energy, "before": before, "weights": weights}
+
+
+@pytest.mark.parametrize(("block", "floor"), [(32, 0.01), (128, 1e-6), (1024, 1.0)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_energies_and_weights_are_those_of_the_reference(
+    interpreter: Interpreter, dtype: torch.dtype, block: int, floor: float
+) -> None:
+    interpreter.check(weigh, awkward(dtype), SPECIAL, block, floor)
+
+
 @pytest.mark.parametrize(
     ("method", "block"),
     [
@@ -124,6 +153,7 @@ def test_tensors_of_few_elements_have_their_own_bits(interpreter: Interpreter, m
         ("terngrad", 64),
         ("fitted uniform", 256),
         ("fitted lloyd", 64),
+        ("fitted lloyd weights", 256),
     ],
 )
 def test_blocks_of_any_size(interpreter: Interpreter, method: str, block: int) -> None:
@@ -147,12 +177,13 @@ def test_payloads_of_any_bytes_decode_as_by_the_reference(interpreter: Interpret
     interpreter.check(decode_bytes, method)
 
 
-CODES = {"residual": "*fp32", "table": "*i64", "payload": "*u8"}
-DECODE = {"payload": "*u8", "table": "*i64", "dst": "*fp32"}
+CODES = {"residual": "*fp32", "weights": "*u8", "table": "*i64", "payload": "*u8"}
+DECODE = {"payload": "*u8", "table": "*i64", "dst": "*fp32", "weights": "*u8"}
 SIZES = {
     "ROWS": 4,
     "BLOCK": 32,
     "TERNARY": False,
+    "WEIGHTED": False,
     "ALIGNED": True,
 }  # fewer than in earnest compile faster, to the same operations
 COMPILED = {
@@ -195,10 +226,19 @@ COMPILED = {
     ),
     "lloyd, sm_80": Compile(
         "coded_encode_kernel", {"src": "*bf16", "stream": "*i64", **CODES},
-        {"CODE": 10, "NORM": False, "FACTOR": 0.0, "STOCHASTIC": False, "RESIDUAL": True, **SIZES}, 80,
+        {"CODE": 10, "NORM": False, "FACTOR": 0.0, "STOCHASTIC": False, "RESIDUAL": True, **SIZES, "WEIGHTED": True}, 80,
     ),
     "lloyd back, sm_90": Compile(
-        "coded_decode_kernel", DECODE, {"CODE": 10, "FACTOR": 0.0, "ADD": True, **SIZES}, 90
+        "coded_decode_kernel", DECODE, {"CODE": 10, "FACTOR": 0.0, "ADD": True, **SIZES, "WEIGHTED": True}, 90
+    ),
+    "energies, sm_80": Compile(
+        "learn_energy_kernel",
+        {"mean": "*bf16", "table": "*i64", "energy": "*fp32", "kept": "fp32", "taken": "fp32"},
+        {"BLOCK": 128, "ALIGNED": True}, 80,
+    ),
+    "weights, sm_90": Compile(
+        "weigh_elements_kernel", {"energy": "*fp32", "table": "*i64", "weights": "*u8"},
+        {"FLOOR": 0.01, "ROWS": 4, "BLOCK": 128, "ALIGNED": True}, 90,
     ),
 }  # fmt: skip
 

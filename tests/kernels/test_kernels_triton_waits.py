@@ -31,6 +31,7 @@ from gradwire.core.specs import (
     TwoBit,
 )
 from gradwire.kernels import kernels_for
+from gradwire.kernels.reference.weights import ONE
 from gradwire.kernels.segments import Segment, Segments
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
@@ -44,6 +45,7 @@ SPECS: list[Spec] = [
         QSGD(bits=4),
         QSGD(bits=4, levels="exponential"),
         QSGD(bits=2, scale="ls", levels="lloyd"),
+        ErrorFeedback(QSGD(bits=2, scale="ls", levels="lloyd"), weights=0.98),
         TernGrad(clip=2.5),
         TwoBit(),
     ),
@@ -61,7 +63,9 @@ NUMEL = 700
 
 def codec_calls(spec: Spec, device: str) -> list[Callable[[], None]]:
     """An encode, and a decode that adds, of what lies on the device."""
-    compressor, segments = compressor_for(spec), Segments.of([Segment(0, NUMEL, 1, 0, spec.element_bits)], device)
+    weights = None if spec.element_weights is None else torch.full((NUMEL,), ONE, dtype=torch.uint8, device=device)
+    rows = (Segment(0, NUMEL, 1, 0, spec.element_bits),)
+    compressor, segments = compressor_for(spec), Segments(rows, torch.device(device), weights=weights)
     x, total = torch.linspace(-1, 1, NUMEL, device=device), torch.zeros(NUMEL, device=device)
     state = [torch.zeros(NUMEL, device=device) for _ in spec.state]
     context = Context(torch.tensor([0, 1, 0, 0], device=device))
@@ -74,11 +78,11 @@ def codec_calls(spec: Spec, device: str) -> list[Callable[[], None]]:
 
 
 def program_calls(kernels: Any, device: str) -> list[Callable[[], None]]:
-    """Those that are no part of an encode: the products, and Random-k with common elements."""
+    """Those that are no part of an encode: the products, Random-k with common elements, and weights of elements."""
     segments, stream = Segments.of([Segment(0, 600, 1, 0, 0)], device), torch.tensor([0, 1, 0, 0], device=device)
     x, residual, values = (torch.ones(n, device=device) for n in (600, 600, 6))
     p, q = torch.ones(40, device=device), torch.ones(60, device=device)
-    matrices = torch.tensor([[0, 20, 30, 0, 0]], device=device)
+    matrices, weights = torch.tensor([[0, 20, 30, 0, 0]], device=device), torch.ones(600, dtype=torch.uint8, device=device)
     return [
         lambda: kernels.project(x, residual, matrices, 2, q, p),
         lambda: kernels.orthogonalise(matrices, 2, p),
@@ -86,6 +90,8 @@ def program_calls(kernels: Any, device: str) -> list[Callable[[], None]]:
         lambda: kernels.reconstruct(x, residual, matrices, 2, p, q, q),
         lambda: kernels.gather_random(x, residual, segments, stream, 0.01, values),
         lambda: kernels.scatter_random(values, segments, stream, 0.01, True, x),
+        lambda: kernels.learn_energy(x, segments, 0.98, residual),
+        lambda: kernels.weigh_elements(residual, segments, 128, 0.01, weights),
     ]
 
 

@@ -40,7 +40,8 @@ def replicas(job_name: str, form: str, steps: int) -> tuple[list[torch.Tensor], 
 
 
 @pytest.mark.parametrize(
-    ("job", "form", "steps"), [("transformer", "today2", 20), ("transformer", "four+warm3", 5), ("cnn", "today2", 4)]
+    ("job", "form", "steps"),
+    [("transformer", "today2", 20), ("transformer", "four+warm3", 5), ("transformer", "weighted4", 22), ("cnn", "today2", 4)],
 )
 def test_one_model_has_the_bits_of_three_ranks(threads: Threads, job: str, form: str, steps: int) -> None:
     ranks = threads.run(3, replicas, job, form, steps, deadline_s=300.0)

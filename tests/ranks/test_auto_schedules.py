@@ -15,10 +15,11 @@ from worlds import Given, Worlds, digest
 import gradwire as gw
 from gradwire.api.handle import Handle
 from gradwire.auto.changes import StepPace
+from gradwire.auto.decision import PlanDriver
 from gradwire.auto.driver import Auto
 from gradwire.auto.live import Live
 from gradwire.auto.trial import Candidate, Trial
-from gradwire.core.latest import Latest
+from gradwire.core import TensorInfo
 from gradwire.engine.session import Session
 
 ALL = ("backward", "pipelined", "delayed")
@@ -34,15 +35,15 @@ def worlds() -> Iterator[Worlds]:
 # ---- the engine changes schedules on a live job
 
 
-class InTurn:
+class InTurn(PlanDriver):
     """A driver that changes to the next plan every three steps."""
 
-    decisions, searching = Latest[str](), False
-
     def __init__(self, policies: list[gw.Policy]) -> None:
+        super().__init__(policies)
         self.policies, self.seen = policies, 0
 
-    def detached(self) -> None: ...
+    def first_policy(self, tensors: list[TensorInfo], ranks: int) -> gw.Policy:
+        return self.policies[0]
 
     def finished(self, session: Session) -> None:
         self.seen += 1

@@ -27,6 +27,7 @@ SPECS = [
     gw.Truncate(4.0, True),
     gw.QSGD(blocks="bucket"),
     gw.ErrorFeedback(gw.QSGD(bits=2, blocks="bucket")),
+    gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls", levels="lloyd"), weights=0.98, warm_up_steps=1),
 ]
 STEPS = 3
 

@@ -18,7 +18,6 @@ import gradwire as gw
 
 STEPS = 13
 EXACT, TWO_BITS = gw.Identity(), gw.ErrorFeedback(gw.QSGD(bits=2))
-PLAIN = gw.Nesterov(lr=1.0, momentum=0.0)
 
 
 def training(spec: gw.Spec, schedule: gw.LocalSteps, make_optimizer: Any = momentum) -> Any:
@@ -54,13 +53,13 @@ def engine(spec: gw.Spec, schedule: gw.LocalSteps, make_optimizer: Any, look: bo
 
 
 SCHEDULES = {
-    "DiLoCo": gw.LocalSteps(every=3),
-    "mean of weights": gw.LocalSteps(every=4, outer=PLAIN),
+    "DiLoCo": gw.LocalSteps.diloco(every=3),
+    "mean of weights": gw.LocalSteps(every=4),
     "every step": gw.LocalSteps(every=1, outer=gw.Nesterov(lr=0.3, momentum=0.5)),
-    "a delay": gw.LocalSteps(every=4, delay=2),
+    "a delay": gw.LocalSteps(every=4, outer=gw.Nesterov(), delay=2),
     "a delay of a whole period": gw.LocalSteps(every=3, delay=3),
     "mixed": gw.LocalSteps(every=3, delay=1, mixing=0.5),
-    "two fragments": gw.LocalSteps(every=3, fragments=2),
+    "two fragments": gw.LocalSteps(every=3, outer=gw.Nesterov(), fragments=2),
     "streaming": gw.LocalSteps(every=5, outer=gw.Nesterov(0.4, 0.9), fragments=4, delay=1, mixing=0.5),
 }
 
@@ -114,7 +113,7 @@ def as_backward(schedule: str | gw.LocalSteps) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_averaging_in_each_step_is_the_backward_schedule(threads: Threads, ranks: int) -> None:
-    found = threads.run(ranks, as_backward, gw.LocalSteps(every=1, outer=PLAIN))
+    found = threads.run(ranks, as_backward, gw.LocalSteps(every=1))
     for own, expected in zip(found, threads.run(ranks, as_backward, "backward"), strict=True):
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(own, expected, strict=True))
 
@@ -154,11 +153,11 @@ def resumed(schedule: gw.LocalSteps, at: int, saved: Any, handle_first: bool) ->
 @pytest.mark.parametrize(
     ("schedule", "at"),
     [
-        (gw.LocalSteps(every=4), 6),
+        (gw.LocalSteps.diloco(every=4), 6),
         (gw.LocalSteps(every=4), 8),
-        (gw.LocalSteps(every=4, delay=3, mixing=0.5), 5),
+        (gw.LocalSteps(every=4, outer=gw.Nesterov(), delay=3, mixing=0.5), 5),
         (gw.LocalSteps(every=4, delay=2), 4),
-        (gw.LocalSteps(every=6, fragments=2, delay=3, mixing=0.5), 8),
+        (gw.LocalSteps(every=6, outer=gw.Nesterov(), fragments=2, delay=3, mixing=0.5), 8),
     ],
     ids=["in a period", "between two", "while an exchange runs", "as an exchange begins", "while a fragment is sent"],
 )
@@ -181,7 +180,7 @@ def on_other_ranks(schedule: gw.LocalSteps, states: dict[str, torch.Tensor], wei
 
 
 def test_another_number_of_ranks_goes_on_from_the_global_weights(threads: Threads) -> None:
-    schedule = gw.LocalSteps(every=4)
+    schedule = gw.LocalSteps.diloco(every=4)
     saved = threads.run(2, saved_at, schedule, 4)
     states = {key: value for own, *_ in saved for key, value in own.items()}
     ends = threads.run(3, on_other_ranks, schedule, states, saved[0][1])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from delayed_steps import momentum
 from test_delayed import adam, make_model
 from test_delayed_scripts import Odd
-from test_local import EXACT, PLAIN, TWO_BITS, own_weights, step_on, training
+from test_local import EXACT, TWO_BITS, own_weights, step_on, training
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
@@ -65,7 +65,7 @@ def test_a_run_resumed_after_join_goes_on_bit_for_bit(worlds: Worlds, schedule: 
 
 def memory_told() -> tuple[int, int, int]:
     """Bytes of the model, and what a handle tells before and after the first exchange while L is in use."""
-    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=3))
+    model, optimizer, handle = training(EXACT, gw.LocalSteps.diloco(every=3))
     step_on(model, optimizer, 0)
     before = handle.stats().memory.weight_bytes
     for step in range(1, 4):
@@ -206,7 +206,7 @@ def changed_model() -> tuple[str, int, int]:
     model: Any = make_model()
     model[0].weight.requires_grad_(False)
     optimizer = momentum(model.parameters())
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=gw.LocalSteps(every=3)))
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=gw.LocalSteps.diloco(every=3)))
     for step in range(9):
         if step == 4:
             model[0].weight.requires_grad_(True)
@@ -229,7 +229,7 @@ def void() -> tuple[str, list[float], str]:
     model: Any = make_model()
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    schedule = gw.LocalSteps(every=3, outer=PLAIN)
+    schedule = gw.LocalSteps(every=3)
     handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=8)), schedule=schedule))
     words, far = "", []
     begun = model[2].weight.detach().clone()

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from worlds import Worlds, digest
 
 import gradwire as gw
-from gradwire.bench.sleeping import LayerTimes, SleepingAccelerator, SleepingCodec, SleepingModel
+from benchmarks.sleeping_model import LayerTimes, SleepingModel
+from gradwire.bench.sleeping import SleepingAccelerator, SleepingCodec
 from gradwire.errors import GradwireError
 from gradwire.exchange.host_codec import HostCodec
 from gradwire.exchange.plans import info_of

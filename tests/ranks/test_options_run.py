@@ -42,6 +42,7 @@ ROOTED = (
     "broadcast:intra decomp:cpu"
 )
 SPEC = gw.ErrorFeedback(gw.QSGD(bits=2))
+WEIGHTED = gw.ErrorFeedback(gw.QSGD(bits=3, scale="ls", levels="lloyd"), weights=0.9)
 SKIPPING = "comp:cpu alltoall:intra alltoall:inter allgather:inter allgather:intra decomp:cpu"
 
 
@@ -183,9 +184,10 @@ def test_each_task_runs_on_its_device(option: Option) -> None:
     assert told == {(task, number) for tasks in (encodes, decodes) for number, task in enumerate(tasks)}
 
 
+@pytest.mark.parametrize("spec", [gw.ErrorFeedback(gw.QSGD(bits=3)), WEIGHTED], ids=repr)
 @pytest.mark.parametrize("residual_dtype", RESIDUAL_DTYPES)
-def test_a_codec_on_the_host_gives_the_same_bytes(residual_dtype: str) -> None:
-    plan = plan_for(FOUR_ENCODES.split(), gw.ErrorFeedback(gw.QSGD(bits=3)), residual_dtype=residual_dtype)
+def test_a_codec_on_the_host_gives_the_same_bytes(residual_dtype: str, spec: Spec) -> None:
+    plan = plan_for(FOUR_ENCODES.split(), spec, residual_dtype=residual_dtype)
     plain = Ranks(plan, TWO_BY_TWO)
     hosted = Ranks(plan, TWO_BY_TWO, codecs=lambda codec, rank: {"cpu": HostCodec(codec)})
     for step in range(3):
@@ -221,6 +223,26 @@ def test_nothing_is_lost_by_any_option_but_what_stores_may_lose(option: Option, 
         assert all(torch.equal(result, results[0]) for result in results)
         assert least <= float((received + held - given).norm() / given.norm()) < most
         assert step == 0 or float(held.norm() / given.norm()) > 0.01
+
+
+@pytest.mark.parametrize("option", SAMPLE, ids=ids)
+def test_all_ranks_learn_the_same_energies_by_any_option(option: Option) -> None:
+    if not option.compresses:
+        return
+    ranks = Ranks(plan_for(option.tasks, WEIGHTED), TWO_BY_TWO)
+    given, received = torch.zeros(2, sum(ranks.sizes), dtype=torch.float64)
+    expected = torch.zeros(sum(ranks.sizes))
+    for step in range(3):
+        ranks.step(step, [gradients(rank, step) for rank in range(4)])
+        results = ranks.results()
+        assert all(torch.equal(result, results[0]) for result in results)
+        given, received = given + true_mean(4, step), received + results[0].double()
+        expected = 0.9 * expected + 0.1 * results[0].square()
+    assert float((received + ranks.held_back() - given).norm() / given.norm()) < 1e-6
+    for bucket in ranks.buckets:
+        assert bucket.energies is not None
+        assert torch.allclose(bucket.energies.energy, expected, rtol=1e-5)
+        assert len(bucket.energies.weights.unique()) > 2
 
 
 @pytest.mark.parametrize("residual_dtype", ["bfloat16", "int8"])

@@ -3,12 +3,14 @@
 import copy
 import itertools
 import math
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,15 +21,16 @@ from worlds import Worlds
 
 import gradwire as gw
 from benchmarks.campaigns.predictions import Predicted, PredictRun, ddp_plan, summary
-from gradwire.core import Cluster, CodecCosts, Costs, Link, Profile, TensorInfo, TensorProfile
+from gradwire.core import Cluster, CodecCosts, Costs, Link, Profile, TensorInfo, TensorProfile, goes_around
 from gradwire.core.provenance import Made
 from gradwire.core.specs import Spec
+from gradwire.costs.collectives import sum_traffic
 from gradwire.costs.fit import fit_points
 from gradwire.costs.prices import time_at
 from gradwire.errors import FormatError, PlanError, StepStateError
 from gradwire.exchange.exchange import Executor
 from gradwire.profiler import links
-from gradwire.profiler.links import measure_links, measured_links
+from gradwire.profiler.links import measure_links, measure_processors, measured_links
 from gradwire.profiler.model import launch_time_us, model_times, slowest
 from gradwire.sim.simulator import Simulator
 from gradwire.transport import Grid, LanesObserver
@@ -121,6 +124,29 @@ def test_an_all_reduce_costs_its_copies_too(worlds: Worlds) -> None:
     for us_per_byte, copies_us_per_byte in worlds.run(2, measured_with_slow_copies):
         assert us_per_byte > 0.9
         assert 1e-6 < copies_us_per_byte < 1.0
+
+
+def processors_of_a_node() -> float | None:
+    """What is measured while all ranks are on one processor."""
+    handle = gw.parallelize(Model(), plan=gw.Identity())
+
+    def measure(link: Any) -> float | None:
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(before)})
+        try:
+            return measure_processors(link, torch.distributed.get_world_size())
+        finally:
+            os.sched_setaffinity(0, before)
+
+    found = handle.session.lanes.data[0].submit(measure).result()
+    handle.detach()
+    return found
+
+
+def test_ranks_that_share_a_processor_are_found(worlds: Worlds) -> None:
+    found = worlds.run(3, processors_of_a_node)
+    assert found[0] == found[1] == found[2]
+    assert found[0] is not None and 0 < found[0] < 1.9, "1 processor, or less where others use it"
 
 
 def test_a_profile_of_a_training_loop(worlds: Worlds, tmp_path: Path) -> None:
@@ -233,7 +259,7 @@ def test_a_plan_made_anew_in_the_warm_up_is_profiled(worlds: Worlds, tmp_path: P
 def test_an_executor_that_holds_hands_over_all_buckets_when_the_last_is_ready() -> None:
     streams = SimpleNamespace(mark=lambda: None)
     lane = SimpleNamespace(link=SimpleNamespace(streams=streams), submit=lambda job: Future())
-    lanes = SimpleNamespace(data=[lane, lane], offload=0, observers=[LanesObserver()])
+    lanes = SimpleNamespace(data=[lane, lane], offload=0, first_tag=0, observers=[LanesObserver()])
     plan = SimpleNamespace(
         launch=((0, "allreduce"), (1, "allreduce")),
         gate=2,
@@ -304,8 +330,12 @@ def test_what_codecs_leave_of_an_exchanges_cpu_time_is_shared_by_its_launches() 
 def test_links_are_found_from_times_that_follow_them(nodes: int, local: int) -> None:
     grid, sizes = Grid.even(nodes, local, 0), [1e3, 1e4, 1e5, 1e6, 1e7]
     true = {"intra": Link(5.0, 100.0), "inter": Link(40.0, 10.0), "allreduce": Link(20.0, 8.0)}
-    n = grid.world_size
-    times = {"allreduce": [(m, 2 * (n - 1) * 20.0 + 2 * (n - 1) / n * m * 1e-3) for m in sizes]}
+    times: dict[str, list[tuple[float, float]]] = {"allreduce": []}
+    for m in sizes:
+        small, large = sum_traffic("allreduce", nodes, local)
+        traffic = large if large is not None and goes_around(m, nodes, nodes * local) else small
+        load = traffic.inter if nodes > 1 else traffic.intra
+        times["allreduce"].append((m, load.messages * 20.0 + load.factor * m * 1e-3))
     for name, ranks, beta in (("intra", local, 8e-5), ("inter", nodes, 8e-4)):
         if ranks > 1:
             times[name] = [(ranks * m, (ranks - 1) * (true[name].alpha_us + m * beta)) for m in sizes]

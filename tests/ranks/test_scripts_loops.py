@@ -3,6 +3,7 @@
 import io
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -300,6 +301,53 @@ def autocast_float16(library: Library) -> Ends:
     yield from everything(model)
 
 
+def no_sync_around(library: Library, forwards: str, backwards: str) -> Ends:
+    """Four batches a step. The letters say which of their forwards and backwards are inside `no_sync` (n)."""
+    model = plain()
+    run, optimizer = library.parallelize(model), sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        for number, (forward, backward) in enumerate(zip(forwards, backwards, strict=True)):
+            with library.no_sync(run) if forward == "n" else nullcontext():
+                loss = run(batch(4 * step + number)).square().mean()
+            with library.no_sync(run) if backward == "n" else nullcontext():
+                loss.backward()
+            yield from (each.grad for each in model.parameters())
+        optimizer.step()
+    yield from everything(model)
+
+
+def no_sync_around_every_backward(library: Library) -> Ends:
+    return no_sync_around(library, "....", "nnnn")
+
+
+def no_sync_around_some_backwards(library: Library) -> Ends:
+    return no_sync_around(library, "....", ".nn.")
+
+
+def no_sync_around_some_forwards(library: Library) -> Ends:
+    return no_sync_around(library, "nnn.", "....")
+
+
+def no_sync_around_both(library: Library) -> Ends:
+    return no_sync_around(library, "nnn.", "nnnn")
+
+
+def two_forwards_of_which_one_sends(library: Library) -> Ends:
+    """One backward of a forward outside and one inside `no_sync`, in both orders."""
+    model = plain()
+    run, optimizer = library.parallelize(model), sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for number in range(2):
+            with library.no_sync(run) if number == step % 2 else nullcontext():
+                loss = loss + run(batch(2 * step + number)).square().mean()
+        loss.backward()
+        optimizer.step()
+    return everything(model)
+
+
 def in_a_thread(library: Library) -> Ends:
     """Not the main one, under anomaly detection."""
     model = plain()
@@ -323,6 +371,11 @@ def in_a_thread(library: Library) -> Ends:
         clip_grad_value,
         autocast_bfloat16,
         autocast_float16,
+        no_sync_around_every_backward,
+        no_sync_around_some_backwards,
+        no_sync_around_some_forwards,
+        no_sync_around_both,
+        two_forwards_of_which_one_sends,
         in_a_thread,
     ],
     ids=name_of,

@@ -19,7 +19,7 @@ from gradwire.core.collectives import COLLECTIVES, uncompressed
 from gradwire.transport import Grid, rendezvous, wires
 
 NESTED_SUM = "reducescatter:intra allreduce:inter allgather:intra"
-SCHEMES = ["alltoall", "allgather", "ring", "tree"]
+SCHEMES = ["alltoall", "allgather", "ring", "tree", "grid"]
 SPECS = [
     gw.QSGD(bits=4),
     gw.ErrorFeedback(gw.QSGD(bits=2)),
@@ -38,7 +38,7 @@ def worlds() -> Iterator[Worlds]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 6])
 @pytest.mark.parametrize(("scheme", "spec"), CARRIED, ids=repr)
 def test_the_bits_are_those_of_python(scheme: str, world_size: int, spec: Spec, dtype: str) -> None:
     collective = COLLECTIVES[scheme]

@@ -11,6 +11,7 @@ from interpreters import Interpreters
 from script_ends import run_ranks
 
 import gradwire
+from gradwire.testbed.supervisor import free_port
 
 ROOT = Path(gradwire.__file__).parents[2]
 SAID = {
@@ -18,6 +19,7 @@ SAID = {
     "accelerate_loop.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "average_models.py": r"rank [01]: norm ([\d.]+), \d+ bytes sent",
     "ddp_hook.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
+    "unequal.py": r"rank [01]: \d+ of 48 samples, weights (-?\d+\.\d{6})",
     "fsdp2_train.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "lightning_fit.py": r"rank [01]: weights (-?\d+\.\d{6})",
     "transformers_trainer.py": r"rank [01]: weights (-?\d+\.\d{6})",
@@ -48,6 +50,19 @@ def test_an_example_runs_under_torchrun() -> None:
     assert done.returncode == 0, done.stderr
     told = re.findall(SAID[path.name], done.stdout)
     assert len(told) == 2 and len(set(told)) == 1, done.stdout
+
+
+def test_unequal_ranks_learn_as_one_process(interpreters: Interpreters) -> None:
+    path = ROOT / "examples" / "unequal.py"
+    assert len(path.read_text().splitlines()) <= 60
+    ranks = run_ranks(interpreters, path)
+    alone = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    alone |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    one = subprocess.run([sys.executable, path], env=alone, capture_output=True, text=True, timeout=180)
+    assert [each.returncode for each in (*ranks, one)] == [0, 0, 0], [each.stderr for each in (*ranks, one)]
+    weights = [float(each.stdout.rsplit(maxsplit=1)[1]) for each in (*ranks, one)]
+    assert weights[0] == weights[1] == pytest.approx(weights[2], abs=1e-4)
+    assert one.stdout.startswith("rank 0: 48 of 48 samples") and "48 of 48" not in ranks[0].stdout
 
 
 def test_the_exchange_without_an_engine_is_an_example_of_30_lines() -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from worlds import CONTEXT
 
 from gradwire.core.files import write_whole
-from soak import elastic, links
+from soak import elastic, integrations, links, saved_sets
 from soak.endurance import Endurance, endure
-from soak.settings import HOOK, SCHEDULES, chance_of
+from soak.settings import HOOK, INTEGRATIONS, SCHEDULES, chance_of
 from soak.stage import Ranks
 from soak.summary import summarise, told
 from soak.trials import KINDS, LEFT_OUT, Trial, run
@@ -45,14 +45,25 @@ def main(arguments: list[str]) -> int:
     os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
     os.environ["MALLOC_ARENA_MAX"] = "1"  # memory that is free at the end of a thread's own heap is never given back, up to 8 MB
     # a rank is forked in milliseconds from a server that has loaded what ranks and this module need
-    CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "gradwire.api", "soak.elastic", "soak.links", "soak.endurance"])
+    CONTEXT.set_forkserver_preload(
+        [
+            "torch",
+            "torch._dynamo",
+            "gradwire.api",
+            "soak.elastic",
+            "soak.links",
+            "soak.saved_sets",
+            "soak.endurance",
+            *integrations.PRELOADED,
+        ]
+    )
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gradwire-soak-") as folder:
         os.environ |= {"GRADWIRE_CACHE_DIR": folder, "GRADWIRE_FLIGHT_DIR": folder}
         trials = run_trials(options, began)
         runs: list[Endurance] = [endure(options.steps)] if options.steps else []
     left = [str(process) for process in multiprocessing.active_children()] + links.namespaces_left()
-    skipped = [] if links.possible() else ["link lost", "link flaps"]
+    skipped = [] if links.possible() else [*links.OF_LINKS]
     summary = summarise(trials, runs, left, skipped, time.monotonic() - began, options)
     write_whole(options.json, json.dumps(summary, indent=1) + "\n")
     print(told(summary))
@@ -89,12 +100,12 @@ def run_trials(options: argparse.Namespace, began: float) -> list[Trial]:
 def chosen(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     """Kind, schedule and seed of each trial: so many of each pair, and what is left goes to the hook's pairs."""
     kinds = [kind for kind in KINDS if kind in options.only.split(",") or not options.only]
-    wanted = options.schedules.split(",") if options.schedules else [*SCHEDULES, HOOK]
+    wanted = options.schedules.split(",") if options.schedules else [*SCHEDULES, HOOK, *INTEGRATIONS]
     if not links.possible():
-        kinds = [kind for kind in kinds if kind not in ("link lost", "link flaps")]
-    pairs = [(kind, schedule) for schedule in wanted for kind in kinds if (kind, schedule) not in LEFT_OUT]
-    main_pairs = [pair for pair in pairs if pair[1] != HOOK]
-    of_hook = [pair for pair in pairs if pair[1] == HOOK]
+        kinds = [kind for kind in kinds if kind not in links.OF_LINKS]
+    pairs = [(kind, schedule) for schedule in wanted for kind in kinds if fits(kind, schedule)]
+    main_pairs = [pair for pair in pairs if pair[1] in SCHEDULES]
+    of_hook = [pair for pair in pairs if pair[1] not in SCHEDULES]
     cases = [pair for pair in main_pairs for _ in range(LEAST)] if options.faults >= LEAST * len(main_pairs) else []
     turns = of_hook if cases and of_hook else pairs
     chance_of(options.seed, "order").shuffle(turns)
@@ -103,6 +114,11 @@ def chosen(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     return [(kind, schedule, options.seed + number) for number, (kind, schedule) in enumerate(cases)]
 
 
+def fits(kind: str, schedule: str) -> bool:
+    """Whether a kind makes sense under a schedule."""
+    return (schedule in INTEGRATIONS) == (kind in integrations.OWN) and (kind, schedule) not in LEFT_OUT
+
+
 if __name__ == "__main__":
-    assert elastic.KINDS is KINDS
+    assert elastic.KINDS is integrations.KINDS is saved_sets.KINDS is KINDS
     sys.exit(main(sys.argv[1:]))

@@ -8,8 +8,10 @@ from typing import Any
 from worlds import Place
 
 from gradwire.testbed import EmulatedCluster, namespaces, network
-from soak.stage import TIMEOUT_S, Stage, ended
-from soak.trials import KINDS
+from soak.settings import HOOK
+from soak.stage import ALLOWANCE_S, ENDLESS, TIMEOUT_S, Stage, ended, expect
+from soak.training import End
+from soak.trials import KINDS, LEFT_OUT
 
 
 def link_lost(stage: Stage) -> None:
@@ -49,7 +51,45 @@ def link_flaps(stage: Stage) -> None:
         stage.same(ends, stage.kept(replace(job, folder=stage.new_folder(), checkpoint_every=0)))
 
 
-KINDS |= {"link lost": link_lost, "link flaps": link_flaps}
+def outage_shorter(stage: Stage) -> None:
+    """The network is away for 3 s less than `silence_s`, or shorter: nothing is lost."""
+    ends = _outage(stage, stage.chance.uniform(1.0, SILENCE_S - 3.5))
+    stage.alike([replace(end, longest_s=0.0) for end in ends])  # the step of the outage is long
+
+
+def outage_longer(stage: Stage) -> None:
+    """The network is away for longer than `silence_s`: all ranks are told long before the timeout."""
+    ends = _outage(stage, SILENCE_S + 6.0)
+    expect(all(end.kind == "CommunicationError" for end in ends), f"{ends}")
+
+
+def _outage(stage: Stage, seconds: float) -> list[End]:
+    _without_memory(stage)
+    stage.decide()
+    steps = stage.begin + 300 if seconds < SILENCE_S else ENDLESS
+    job = replace(stage.job, steps=steps, silence_s=SILENCE_S)
+    cluster = stage.cluster()
+    node = stage.chance.randrange(cluster.nodes)
+    try:
+        with stage.started(job, places_on(cluster, stage.size), timeout_s=60.0) as world:
+            cluster.set_link(node, up=False)
+            at = time.monotonic()
+            stage.notes.fired = f"the link of node {node} was down for {seconds:.1f} s"
+            if seconds < SILENCE_S:
+                time.sleep(seconds)
+                cluster.set_link(node, up=True)
+                return [ended(outcome) for outcome in world.collect(90)]
+            ends = [ended(outcome) for outcome in world.collect(SILENCE_S + 2 * ALLOWANCE_S + 5)]
+            stage.notes.latency_s = max(end.at for end in ends) - at
+            return ends
+    finally:
+        cluster.set_link(node, up=True)
+
+
+SILENCE_S = 8.0
+OF_LINKS = {"link lost": link_lost, "link flaps": link_flaps, "outage shorter": outage_shorter, "outage longer": outage_longer}
+KINDS |= OF_LINKS
+LEFT_OUT |= {(kind, HOOK): "the hook has no `silence_s`" for kind in ("outage shorter", "outage longer")}
 
 
 def _without_memory(stage: Stage) -> None:

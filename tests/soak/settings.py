@@ -19,6 +19,8 @@ import gradwire as gw
 SCHEDULES = ("backward", "pipelined", "sharded", "delayed", "local", "auto")
 HOOK = "ddp hook"
 """Beside the schedules: DDP with `gw.ddp_hook`, which knows neither schedules nor handles."""
+INTEGRATIONS = ("fsdp2", "accelerate", "transformers", "lightning", "c10d")
+"""Frameworks that run the loop or the collectives: soak.integrations."""
 SPECS: dict[str, gw.Spec] = {
     "qsgd4": gw.QSGD(bits=4),
     "qsgd2-ef": gw.ErrorFeedback(gw.QSGD(bits=2)),
@@ -58,6 +60,8 @@ def settings_of(schedule: str) -> list[str]:
 
 def specs_of(schedule: str, setting: str) -> tuple[str, ...]:
     """The names of the specs that may run there."""
+    if schedule in INTEGRATIONS:
+        return ("qsgd4", "qsgd2-ef", "identity")
     if schedule == "sharded":
         return ("identity",)  # parameters are gathered, and must arrive as they are
     if setting in ("ring", "tree"):
@@ -110,6 +114,8 @@ class Job:
     """Whether Python carries gradients, in place of wires."""
     until_decided: bool = False
     """Whether to end, with a checkpoint, when auto has decided."""
+    silence_s: float | None = None
+    """`silence_s` of the handle."""
     shared_memory: bool = True
     """Whether ranks of a node may share memory. Sums of three ranks or more are rounded otherwise there than by Python."""
 
@@ -229,6 +235,7 @@ class Trainee:
                 self.optimizer,
                 plan=plan,
                 drift_check_steps=job.drift_check_steps,
+                silence_s=job.silence_s,
                 accuracy="exact" if job.schedule == "auto" and odd == "plan" else "safe",
                 **(fields if job.schedule == "auto" else {}),
             )

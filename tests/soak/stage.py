@@ -12,7 +12,7 @@ from typing import Any
 from worlds import Outcome, Place, World
 
 from gradwire.testbed import EmulatedCluster
-from soak.settings import HOOK, Job, chance_of, settings_of, specs_of
+from soak.settings import HOOK, INTEGRATIONS, Job, chance_of, settings_of, specs_of
 from soak.training import End, Progress, train, train_twice
 
 TIMEOUT_S = 5.0
@@ -142,6 +142,10 @@ class Stage:
     def cluster(self) -> EmulatedCluster:
         return self._ranks.cluster()
 
+    def run(self, function: Any, *arguments: Any) -> list[Any]:
+        """What a function returned on ranks that stay alive."""
+        return self._ranks.run(self.size, function, *arguments)
+
     def kept(self, job: Job) -> list[End]:
         """Run a job on ranks that stay alive."""
         return self._ranks.run(self.size, train, job)
@@ -192,6 +196,18 @@ class Stage:
         latest = max(self.names(ended(outcomes[rank]), rank, victim).at for rank in others) - at
         expect(latest <= TIMEOUT_S + ALLOWANCE_S, f"the last error came after {latest:.1f} s")
         self.notes.latency_s = latest
+
+    def failed_in_time(self, world: World, victim: int, at: float) -> None:
+        """All others raised within the timeout and the allowance, gradwire or the framework's own collectives."""
+        others = [rank for rank in range(self.size) if rank != victim]
+        outcomes = world.collect(TIMEOUT_S + ALLOWANCE_S + 5, needed=others)
+        late = time.monotonic() - at
+        for rank in others:
+            outcome = outcomes[rank]
+            raised = outcome.kind == "raised" or (outcome.kind == "returned" and outcome.value.kind.endswith("Error"))
+            expect(raised, f"rank {rank} ended: {outcome}")
+        expect(late <= TIMEOUT_S + ALLOWANCE_S + 1, f"the last error came after {late:.1f} s")
+        self.notes.latency_s = late
 
     def names(self, end: End, rank: int, victim: int | None) -> End:
         """A rank's error says for which rank it waited, and for which bucket if it waited for one."""
@@ -269,7 +285,7 @@ def pid_of(world: World, rank: int) -> int:
 def setting_of(schedule: str, seed: int) -> str:
     """What stands beside the schedule in a trial: half of the time nothing, and now and then a large model."""
     chance = chance_of(seed, "setting")
-    if chance.random() < 0.5:
+    if chance.random() < 0.5 or schedule in INTEGRATIONS:
         return "plain"
     others = [setting for setting in settings_of(schedule) if setting not in ("plain", "large model")]
     return "large model" if chance.random() < 0.04 else chance.choice(others)

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from soak.endurance import Endurance
-from soak.settings import HOOK, NOT_POSSIBLE, SCHEDULES, SPECS
+from soak.settings import HOOK, INTEGRATIONS, NOT_POSSIBLE, SCHEDULES, SPECS
 from soak.stage import ALLOWANCE_S, TIMEOUT_S
 from soak.trials import KINDS, LEFT_OUT, Trial
+
+ALL = (*SCHEDULES, HOOK, *INTEGRATIONS)
 
 
 def summarise(
@@ -36,9 +38,9 @@ def summarise(
         "faults": len(trials),
         "passed_faults": sum(trial.passed for trial in trials),
         "kinds": {kind: of_kind(found) for kind in KINDS if (found := [t for t in trials if t.kind == kind])},
-        "pairs": counted(trials, KINDS, (*SCHEDULES, HOOK), lambda trial: (trial.kind, trial.schedule)),
+        "pairs": counted(trials, KINDS, ALL, lambda trial: (trial.kind, trial.schedule)),
         "settings": counted(
-            trials, sorted({t.setting for t in trials}), (*SCHEDULES, HOOK), lambda trial: (trial.setting, trial.schedule)
+            trials, sorted({t.setting for t in trials}), ALL, lambda trial: (trial.setting, trial.schedule)
         ),
         "left_out": {f"{kind}, {schedule}": why for (kind, schedule), why in LEFT_OUT.items()},
         "settings_left_out": {name: {"schedules": list(which), "why": why} for name, (which, why) in NOT_POSSIBLE.items()},
@@ -81,11 +83,11 @@ def counted(
 
 
 def told(summary: dict[str, Any]) -> str:
-    columns = (*SCHEDULES, HOOK)
-    lines = [f"{'':<18}" + "".join(f"{column:>11}" for column in columns)]
+    columns = ALL
+    lines = [f"{'':<18}" + "".join(f"{column:>13}" for column in columns)]
     for kind, row in summary["pairs"].items():
         cells = [f"{row[c][1]} of {row[c][0]}" if c in row else "-" for c in columns]
-        lines.append(f"{kind:<18}" + "".join(f"{cell:>11}" for cell in cells))
+        lines.append(f"{kind:<18}" + "".join(f"{cell:>13}" for cell in cells))
     for kind, found in summary["kinds"].items():
         if late := found.get("error_after_s"):
             lines.append(f"{kind:<18}errors after {late['median']} s (median), {late['max']} s (last)")

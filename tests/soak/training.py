@@ -23,7 +23,7 @@ import gradwire as gw
 from gradwire.core.files import write_whole
 from gradwire.transport import Group
 from soak.injected import Injected, Injector
-from soak.settings import Job, Trainee, on_nodes
+from soak.settings import INTEGRATIONS, Job, Trainee, on_nodes
 
 MAGIC = struct.Struct("<q")
 
@@ -88,6 +88,10 @@ class Batches(torch.utils.data.Dataset[torch.Tensor]):
 
 def train(job: Job) -> End:
     """Train to the end, or to an error of gradwire's."""
+    if job.schedule in INTEGRATIONS:
+        from soak.integrations import train_in
+
+        return train_in(job)
     with on_nodes(job), _without_wires(job.by_python), _as_version(job):
         training = Training(job)
         try:

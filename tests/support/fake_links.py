@@ -26,6 +26,7 @@ class FakeLink:
 
     streams = Streams()
     wire: Wire | None = None
+    pinned = None
 
     def __init__(self, rank: int, world_size: int, channels: "dict[Key, queue.Queue[torch.Tensor]]") -> None:
         self.rank, self.world_size, self.channels = rank, world_size, channels

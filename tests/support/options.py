@@ -90,7 +90,7 @@ class Ranks:
                 f"t{index}": torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for index, size in enumerate(self.sizes)
             }
             with _instead(root, codecs):
-                lanes: Any = SimpleNamespace(group=group, data=[nobody], offload=0)
+                lanes: Any = SimpleNamespace(group=group, data=[nobody], offload=0, first_tag=0)
                 self.ranks.append(Exchange.on(lanes, parameters, plan, 0, in_place=in_place))
 
     @property

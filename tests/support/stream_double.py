@@ -9,15 +9,20 @@ done first.
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.transport import streams
+from gradwire.transport import Meter, Operations, Wire, staged_link, streams
+from gradwire.transport.in_process import InProcessGroup, run_ranks
+from gradwire.transport.operations import _RECEIVE, _RECEIVE_ELEMENTS, _SEND
 
-__all__ = ["Device", "DeviceLink", "Race"]
+__all__ = ["Device", "DeviceLink", "Race", "SeenWire", "run_staged_ranks"]
 
 
 class Race(AssertionError):
@@ -53,7 +58,9 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         schema = func._schema
         views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
-        if not views:
+        if "pin_memory" in (kwargs or {}):
+            self._device.page_locked.append(result.untyped_storage())  # it is no stream's
+        elif not views:
             given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | (kwargs or {})
             read, written = [], list(_tensors(result))
             for argument in schema.arguments:
@@ -80,6 +87,7 @@ class Device:
         self._lock = threading.Lock()
         self._memory: dict[int, _Touched] = {}
         self.races: list[str] = []
+        self.page_locked: list[torch.UntypedStorage] = []
 
     # ---- what torch has
 
@@ -90,12 +98,14 @@ class Device:
             current_stream=lambda device: self.current, set_device_index=lambda index: _Recorder(self).__enter__()
         )
         fake = SimpleNamespace(
-            Stream=lambda device: _Stream(self, "a lane's stream"),
+            Stream=lambda device, priority: _Stream(self, "a lane's stream"),
             Event=lambda device: _Event(),
             accelerator=accelerator,
         )
         with monkeypatch.context() as patch, _Recorder(self):
             patch.setattr(streams, "torch", fake)
+            expect = staged_link.StagedLink.expect_on_host
+            patch.setattr(staged_link.StagedLink, "expect_on_host", lambda *arguments: _HostExchange(expect, arguments, self))
             yield self
         assert not self.races, self.races[0]
 
@@ -103,7 +113,15 @@ class Device:
     def current(self) -> "_Stream":
         """The stream on which this thread queues."""
         stack = getattr(self._threads, "stack", None)
-        return stack[-1] if stack else self.script
+        script: _Stream = getattr(self._threads, "script", self.script)
+        return stack[-1] if stack else script
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """This thread is another script, with a stream of its own."""
+        self._threads.script = _Stream(self, f"the stream of {threading.current_thread().name}")
+        with _Recorder(self):
+            yield
 
     @property
     def host(self) -> _Timeline:
@@ -120,11 +138,11 @@ class Device:
     @contextmanager
     def on_host(self) -> Iterator[None]:
         """Run the block on the host, at once."""
-        self._threads.computes = True
+        before, self._threads.computes = getattr(self._threads, "computes", False), True
         try:
             yield
         finally:
-            self._threads.computes = False
+            self._threads.computes = before
 
     # ---- what is checked
 
@@ -145,6 +163,16 @@ class Device:
                 for tensor in tensors:
                     self._touch_one(timeline, tensor, writes, what)
 
+    def touch_bytes(self, address: int, nbytes: int, writes: bool, what: str) -> None:
+        """The host's thread reads or writes bytes of page-locked memory. Raises Race."""
+        with self._lock:
+            self.host.after[self.host] += 1
+            for storage in self.page_locked:
+                first = address - storage.data_ptr()
+                if 0 <= first < storage.nbytes():
+                    touched = self._memory.setdefault(storage._cdata, _Touched(storage))
+                    self._touch_run(touched, self.host, first, first + nbytes, writes, what)
+
     def _touch_one(self, timeline: _Timeline, tensor: torch.Tensor, writes: bool, what: str) -> None:
         if not tensor.numel():
             return
@@ -152,7 +180,9 @@ class Device:
         touched = self._memory.setdefault(storage._cdata, _Touched(storage))
         first = tensor.storage_offset() * tensor.element_size()
         spread = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        end = first + (spread + 1) * tensor.element_size()
+        self._touch_run(touched, timeline, first, first + (spread + 1) * tensor.element_size(), writes, what)
+
+    def _touch_run(self, touched: _Touched, timeline: _Timeline, first: int, end: int, writes: bool, what: str) -> None:
         for low, high, wrote, other, count, before in touched.by:
             ordered = timeline.after.get(other, 0) >= count
             if (writes or wrote) and low < end and first < high and not ordered:
@@ -184,14 +214,17 @@ class _Event:
         self.after: dict[_Timeline, int] = {}
 
     def record(self, stream: _Stream) -> None:
-        self.after = dict(stream.timeline.after)
+        self.device, self.after = stream.device, dict(stream.timeline.after)
+
+    def synchronize(self) -> None:
+        self.device.host.follow(self.after)
 
 
 class DeviceLink:
     """The part of a link that schemes use, with NCCL's behaviour: operations run on a stream of their own, which waits
     for the stream that is current when they begin. Nothing arrives; the tensors that would arrive are touched."""
 
-    wire = None
+    wire = pinned = None
 
     def __init__(self, device: Device, rank: int, world_size: int) -> None:
         self.device, self.rank, self.world_size = device, rank, world_size
@@ -242,3 +275,105 @@ class _Exchange:
 
     def finish(self) -> None:
         pass
+
+
+# ---- ranks that are threads, whose tensors are on the double and travel through the host's memory
+
+
+class _HostExchange:
+    """An exchange of the host's memory: its checksums are the host's work."""
+
+    def __init__(self, expect: Any, arguments: Any, device: Device) -> None:
+        self._device = device
+        with device.on_host():
+            self._exchange = expect(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._call, getattr(self._exchange, name))
+
+    def _call(self, method: Any, *arguments: Any) -> None:
+        with self._device.on_host():
+            method(*arguments)
+
+
+class _Mail:
+    """What threads of the host that pass messages know of all timelines."""
+
+    def __init__(self) -> None:
+        self.lock, self._after = threading.RLock(), dict[_Timeline, int]()
+
+    def pass_on(self, host: _Timeline) -> None:
+        """A thread leaves and takes what is known."""
+        with self.lock:
+            for timeline, count in host.after.items():
+                self._after[timeline] = max(self._after.get(timeline, 0), count)
+            host.follow(self._after)
+
+
+class _HostBackend:
+    """A backend that works on the host, at once."""
+
+    def __init__(self, backend: Any, device: Device, mail: _Mail) -> None:
+        self._backend, self._device, self._mail = backend, device, mail
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        return found if name == "name" else partial(self._call, found)
+
+    def _call(self, begin: Any, *arguments: Any) -> "_HostPending":
+        with self._mail.lock, self._device.on_host():
+            self._mail.pass_on(self._device.host)
+            begun = begin(*arguments)
+            self._mail.pass_on(self._device.host)
+        return _HostPending(begun, self._device, self._mail)
+
+
+class _HostPending:
+    def __init__(self, begun: Any, device: Device, mail: _Mail) -> None:
+        self._begun, self._device, self._mail = begun, device, mail
+
+    def wait(self, *arguments: Any) -> None:
+        self._begun.wait(*arguments)
+        self._mail.pass_on(self._device.host)
+
+
+class SeenWire:
+    """A wire whose messages are the host's work."""
+
+    def __init__(self, wire: Wire, device: Device) -> None:
+        self._wire, self._device = wire, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wire, name)
+
+    def run(self, operations: Operations, meter: Meter) -> None:
+        for each in operations.array:
+            if each.kind in (_SEND, _RECEIVE, _RECEIVE_ELEMENTS):
+                self._device.touch_bytes(each.target, each.arguments[0], each.kind != _SEND, "a message")
+        self._wire.run(operations, meter)
+
+
+@dataclass(frozen=True)
+class StagedGroup(InProcessGroup):
+    """A rank of `run_ranks` whose tensors are on the double."""
+
+    device: Device
+    mail: _Mail
+
+    def stages(self, device: torch.device) -> bool:
+        return True
+
+    def connect(self, name: str, device: torch.device, timeout: timedelta) -> tuple[Any, Any]:
+        backend, ends = super().connect(name, device, timeout)
+        return _HostBackend(backend, self.device, self.mail), ends
+
+
+def run_staged_ranks(device: Device, size: int, function: Any, timeout_s: float, *arguments: Any) -> list[Any]:
+    """Run `function(group, *arguments)` on ranks of the double, which is in use. Return what each returned."""
+    mail = _Mail()
+
+    def live(group: InProcessGroup) -> Any:
+        with device.in_thread():
+            return function(StagedGroup(**vars(group), device=device, mail=mail), *arguments)
+
+    return run_ranks(size, live, timeout_s=timeout_s)

@@ -186,6 +186,25 @@ def test_the_glossary_is_in_alphabetical_order() -> None:
     assert found == sorted(found)
 
 
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("glossary.md", r"The default is (\d+) in `QSGD`"),
+        ("policies.md", r"`gw\.QSGD\(bits=4\)` .* one scale for every (\d+) elements"),
+        ("integrations/c10d.md", r"4 bits an element, in blocks of (\d+)"),
+        ("integrations/fsdp2.md", r"`gw\.QSGD\(bits=8\)` .* of its block of (\d+)"),
+    ],
+)
+def test_pages_name_the_default_block_of_qsgd(page: str, words: str) -> None:
+    named = re.findall(words, (ROOT / "docs" / page).read_text())
+    assert named == [str(gradwire.QSGD().block)], f"docs/{page} has to name the default of gw.QSGD.block"
+
+
+def test_the_page_of_auto_names_the_default_block_of_adaptive_bits() -> None:
+    named = re.findall(r"\| `block=(\d+)` \| elements that share one scale", (ROOT / "docs" / "auto.md").read_text())
+    assert named == [str(gradwire.AdaptiveBits().block)]
+
+
 def test_the_readme_can_be_read_in_two_minutes() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 100

@@ -71,13 +71,45 @@ class Handle:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside send nothing and add to `grad`. The first backward outside synchronises the sum, as under DDP."""
+        """Accumulate: the backward of a forward inside sends nothing and adds to `grad`. The first other backward sends the sum.
+        As under DDP the place of the forward decides; without a forward of the model that of the backward."""
         reducer = self.session.reducer
         before, reducer.synchronise = reducer.synchronise, False
         try:
             yield
         finally:
             reducer.synchronise = before
+
+    def weight(self, samples: float) -> None:
+        """Count this rank's batch with so many samples in the next mean. Call it once for each batch, before its backward, on
+        every rank.
+
+        The mean gradient is then the sum over ranks of samples times gradient, divided by the samples of all ranks: the gradient
+        of one process with all samples, if each rank's loss is the mean over its own samples. Any unit will do, such as tokens. A
+        rank without a batch passes 0, or is inside `join()`. Its gradient does not count, not even NaN.
+
+        Calls before the same mean add up. So call it for each batch of an accumulation, and in the `local` schedule for each
+        local step: an exchange counts the samples of a rank since the last exchange.
+
+        Sends nothing by itself. If some ranks call it for a step and others do not, the step is void on all ranks, with
+        StepStateError. It also raises StepStateError for a number below 0, for NaN and infinity, and in the schedules
+        `pipelined` and `delayed`, whose means are not weighted.
+
+        Example::
+
+            for batch, labels in loader:
+                handle.weight(len(batch))
+                loss_of(model(batch), labels).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        """
+        session = self.session
+        if not session.schedule.traits.weighs_batches:
+            raise StepStateError(
+                f"handle.weight() was called in the {session.plan.schedule.word} schedule, whose means are not weighted. Use the "
+                "backward or the local schedule, or give every rank batches of the same size."
+            )
+        session.reducer.batches.add(samples)
 
     def stats(self) -> Stats:
         """Return statistics of this rank so far. Needs no other rank."""
@@ -184,7 +216,8 @@ class Handle:
     def join(self) -> Iterator[None]:
         """Let ranks have different numbers of batches: wrap the training loop in it, on every rank.
 
-        A rank whose loop has ended takes part in the steps of the others with zero gradients, and means are still over all ranks.
+        A rank whose loop has ended takes part in the steps of the others with zero gradients. Means are still over all ranks, or
+        with `weight` over all samples.
         When the last loop has ended, all ranks get the parameters and buffers of the highest rank that trained last. The
         optimizer state of the other ranks stays as it was when their own loop ended. A step has one forward and one backward.
 

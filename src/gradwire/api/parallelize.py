@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gradwire.api.handle import Handle
 from gradwire.auto import AdaptiveBitsDriver, Auto, CorrectionPeriods, Tuning, check_schedules
 from gradwire.core import Plan, Spec, as_schedule, number, show, whole
-from gradwire.engine import REGISTRY, FirstDriver, Session, check_optimizers, facts, prepare
+from gradwire.engine import REGISTRY, Driver, Session, check_optimizers, facts, prepare
 from gradwire.errors import PlanError
 from gradwire.plan import AdaptiveBits, Policy, Tuned
 from gradwire.transport import LONGEST_S, SHORTEST_S, Group, Lanes
@@ -51,8 +51,8 @@ def parallelize(
     another model than DDP, and runs only if all others wait long for exchanges. If a schedule that is not allowed would be
     faster, the logged line says so.
     silence_s: a machine that gives no sign of life for so many seconds, 4 to 120, counts as dead, and the job ends with its
-    name. A network that is away for less is survived; a lost machine is found so much later. None: a sixtieth of the group's
-    timeout, but 7 to 30 s.
+    name. A network that is away for 3 s less than that is survived: the last sign may be 3 s older. A lost machine is found
+    so much later. None: a sixtieth of the group's timeout, but 7 to 30 s.
 
     Raises PlanError if the plan does not fit the model, or comes with `accuracy` or `schedules`, DisagreementError on all ranks
     if ranks differ in model, plan or version, StepStateError if the model is parallelized or torch.distributed not initialised.
@@ -64,8 +64,8 @@ def parallelize(
     """
     if silence_s is not None:
         _check_silence(silence_s)
-    lanes = Lanes(process_group, silence_s)
-    driver: FirstDriver | None = None
+    lanes = Lanes.of_handle(process_group, silence_s, _device_of(model))
+    driver: Driver | None = None
     try:
         what = "steps from one comparison of weights to the next, 0 for never"
         whole("drift_check_steps", drift_check_steps, what, error=PlanError)
@@ -87,6 +87,8 @@ def parallelize(
         if problem is not None:
             raise problem
         assert prepared is not None
+        if prepared.plan.shards_optimizer:
+            lanes.alone()  # they wait between backward and the optimizer's step, which may come after another handle's backward
         session = Session(model, prepared, optimizers, lanes, drift_check_steps)
     except BaseException as error:
         lanes.stop()
@@ -96,6 +98,12 @@ def parallelize(
     REGISTRY.add(model, prepared.parameters.values(), handle)
     _forget_compiled_code()
     return handle
+
+
+def _device_of(model: torch.nn.Module) -> torch.device | None:
+    """The device of the handle's lanes; None for what is refused later."""
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return next((each.device for each in parameters if each.requires_grad), None)
 
 
 def _check_silence(silence_s: float) -> None:
@@ -113,7 +121,7 @@ def _driver_of(
     accuracy: str,
     schedules: Sequence[str],
     ranks: int,
-) -> FirstDriver | None:
+) -> Driver | None:
     """Return the driver that changes the plan in a running job, None if it stays. Raises PlanError for arguments without
     effect."""
     if isinstance(plan, str) and plan == "auto":

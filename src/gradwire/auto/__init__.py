@@ -2,9 +2,23 @@
 
 from gradwire.auto.accuracy import check_schedules
 from gradwire.auto.adaptive_bits import AdaptiveBitsDriver
+from gradwire.auto.alone import ChosenSpecs, check_accuracy, choose_alone
 from gradwire.auto.correcting import CorrectionPeriods
-from gradwire.auto.decision import AutoDecision
+from gradwire.auto.decision import AutoDecision, say
 from gradwire.auto.driver import Auto
+from gradwire.auto.live import AllRanks
 from gradwire.auto.tuning import Tuning
 
-__all__ = ["AdaptiveBitsDriver", "Auto", "AutoDecision", "CorrectionPeriods", "Tuning", "check_schedules"]
+__all__ = [
+    "AdaptiveBitsDriver",
+    "AllRanks",
+    "Auto",
+    "AutoDecision",
+    "ChosenSpecs",
+    "CorrectionPeriods",
+    "Tuning",
+    "check_accuracy",
+    "check_schedules",
+    "choose_alone",
+    "say",
+]

@@ -8,6 +8,7 @@ from gradwire.core import (
     EFSignSGD,
     ErrorFeedback,
     Identity,
+    LocalSteps,
     Pipelined,
     PowerSGD,
     Schedule,
@@ -41,7 +42,8 @@ _DELAYED_RANKS = 2
 """The largest number of ranks with such rows."""
 _SAFE_DELAYED = tuple(Delayed(k, correction, stagger=correction is None) for k in (2, 5) for correction in (None, _EIGHT_BITS))
 """The delayed schedules with measured losses in that file. It has no losses of staggered corrections in 8 bits."""
-LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
+SPARSELOCO: Spec = ErrorFeedback(TopK(0.02, values=QSGD(bits=2)), decay=0.95)
+LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)), SPARSELOCO)
 """The specs of outer gradients under `local`, the most accurate first (docs/local_steps.md)."""
 _ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -88,7 +90,8 @@ def all_specs(accuracy: str, ranks: int) -> tuple[Spec, ...]:
 def later_specs(accuracy: str, words: Sequence[str], ranks: int) -> tuple[Spec, ...]:
     """All specs that may ever run, corrections too."""
     schedules, specs = schedules_of(accuracy, words, ranks), all_specs(accuracy, ranks)
-    found = [*specs, *(spec for each in schedules for spec in specs_under(each, specs))]
+    trained_alone = [LocalSteps()] if "local" in words else []
+    found = [*specs, *(spec for each in [*schedules, *trained_alone] for spec in specs_under(each, specs))]
     corrections = [each.correction for each in schedules if each.correction is not None]
     return tuple(dict.fromkeys([*found, *corrections]))
 
@@ -111,7 +114,7 @@ def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
     if not schedule.costs_accuracy:
         return tuple(specs)
     if schedule.sends_weights:
-        return tuple(spec for spec in LOCAL_SPECS if spec in specs)
+        return tuple(spec for spec in LOCAL_SPECS if spec in specs or (spec == SPARSELOCO and specs))
     return _DELAYED_SPECS if specs else ()
 
 

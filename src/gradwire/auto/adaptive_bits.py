@@ -115,18 +115,6 @@ class _Chosen(NamedTuple):
     uniform_us: float | None = None
 
 
-class _Basis(NamedTuple):
-    """The basis of a choice of bits."""
-
-    infos: Sequence[TensorInfo]
-    rows: Sequence[Sequence[float]]
-    """One for each tensor, as in `sensitivities`."""
-    measured_us: float
-    """Time of measuring, on this rank."""
-    began_s: float
-    """When choosing began, by `time.perf_counter`."""
-
-
 def _read(saved: Saved) -> tuple[_Kept, JobTimes | None]:
     """Decode the measurements in a saved state. Raises ValueError if they are damaged."""
     if not saved.measuring:
@@ -267,7 +255,27 @@ class AdaptiveBitsDriver(PlanDriver):
         chosen, ways = msgspec.json.decode(told, type=_Chosen), self.adaptive.ways(WIDTHS)
         specs = {info.name: ways[choice] for info, choice in zip(infos, chosen.assignment.choices, strict=True)}
         self._change(live, adapting, specs)
-        self._log(live, self._described(live.step, _Basis(infos, rows, errors.us, began), specs, chosen))
+        found, uniform = chosen.assignment, math.fsum(row[UNIFORM] for row in rows)
+        assigned = Assigned(
+            step=live.step,
+            rule=self.adaptive.rule,
+            bits={name: spec.element_bits for name, spec in specs.items()},
+            blocks={name: getattr(innermost(spec), "block", 0) for name, spec in specs.items()},
+            nbytes=found.nbytes,
+            uniform_nbytes=sum(ways[UNIFORM].payload_bytes([ElementRun(info.numel, 4)], 4) for info in infos),
+            error=math.sqrt(found.error / uniform) if uniform else 1.0,
+            proven=found.proven,
+            measured_us=errors.us,
+            chosen_us=1e6 * (time.perf_counter() - began),
+            predicted_us=chosen.predicted_us,
+            uniform_us=chosen.uniform_us,
+        )
+        if live.group.rank == 0:
+            if self.decisions:  # the first one is for the user, later ones for debugging
+                logging.getLogger("gradwire").debug(str(assigned))
+            else:
+                say(str(assigned))
+        self.decisions.append(assigned)
 
     def _errors_of_all_ranks(
         self, live: Live, errors: BitErrors, adapting: set[str]
@@ -299,31 +307,3 @@ class AdaptiveBitsDriver(PlanDriver):
         else:
             bits = {name: spec.element_bits for name, spec in specs.items()}
             live.change_to(with_bits(live.plan, self.adaptive, bits))
-
-    def _described(self, step: int, basis: _Basis, specs: Mapping[str, Spec], chosen: _Chosen) -> Assigned:
-        """The decision, for logs and records."""
-        uniform, way = math.fsum(row[UNIFORM] for row in basis.rows), self.adaptive.ways(WIDTHS)[UNIFORM]
-        found = chosen.assignment
-        return Assigned(
-            step=step,
-            rule=self.adaptive.rule,
-            bits={name: spec.element_bits for name, spec in specs.items()},
-            blocks={name: getattr(innermost(spec), "block", 0) for name, spec in specs.items()},
-            nbytes=found.nbytes,
-            uniform_nbytes=sum(way.payload_bytes([ElementRun(info.numel, 4)], 4) for info in basis.infos),
-            error=math.sqrt(found.error / uniform) if uniform else 1.0,
-            proven=found.proven,
-            measured_us=basis.measured_us,
-            chosen_us=1e6 * (time.perf_counter() - basis.began_s),
-            predicted_us=chosen.predicted_us,
-            uniform_us=chosen.uniform_us,
-        )
-
-    def _log(self, live: Live, assigned: Assigned) -> None:
-        """Keep the decision. Rank 0 logs the first one for the user, later ones for debugging."""
-        if live.group.rank == 0:
-            if self.decisions:
-                logging.getLogger("gradwire").debug(str(assigned))
-            else:
-                say(str(assigned))
-        self.decisions.append(assigned)

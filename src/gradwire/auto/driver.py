@@ -39,13 +39,13 @@ from gradwire.auto.accuracy import (
 from gradwire.auto.change_watch import ChangeWatch, seconds_for
 from gradwire.auto.changes import StepPace
 from gradwire.auto.decision import AutoDecision, Tried, say
-from gradwire.auto.live import Live, Stepped
+from gradwire.auto.live import DrivenJob, Live, Stepped
 from gradwire.auto.local import EXPOSED, local_offer, worth
 from gradwire.auto.measuring import CODECS_SECONDS, LONG_STEP_US, LOOK_STEPS, Look, cluster_of, codecs_of, scaled
 from gradwire.auto.planning import Offer, Seen, foreseen, offers
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Backward, Costs, Identity, Latest, LocalSteps, Plan, Profile, TensorInfo, word
-from gradwire.engine import Session
+from gradwire.engine import Driver
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
 from gradwire.plan import FLAT, Policy, Uniform
@@ -59,16 +59,18 @@ _Offered = tuple[list[_Planned], list[Candidate], _Planned | None]
 """The message of rank 0: candidates with plans, the best ones of schedules that are not allowed, and local steps in any case."""
 
 
-class Auto:
+class Auto(Driver):
     """Driver of one handle with `plan="auto"`."""
+
+    decisions: Latest[AutoDecision]
 
     def __init__(self, accuracy: str, schedules: Sequence[str], ranks: int) -> None:
         """Raises PlanError for an unknown accuracy class or schedule."""
         word("accuracy", accuracy, ACCURACIES, error=PlanError)
+        super().__init__()
         self.accuracy, self._ranks = accuracy, ranks
         self.schedules = check_schedules(schedules)
         self.later_specs = later_specs(accuracy, self.schedules, ranks)
-        self.decisions = Latest[AutoDecision]()
         self._watch = ChangeWatch()
         self._infos: list[TensorInfo] | None = None
         self.clock: Callable[[], float] = time.perf_counter
@@ -88,7 +90,6 @@ class Auto:
 
     @property
     def searching(self) -> bool:
-        """Whether there is no decision yet. A run that resumes a state with `searching` decides anew."""
         return self._phase not in (self._watching, self._settle_resumed)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
@@ -119,7 +120,7 @@ class Auto:
         cure = "Load the state with the accuracy= that it was saved with."
         return f"accuracy={self.accuracy!r} does not allow the saved plan's {lossy[0]}. {cure}" if lossy else ""
 
-    def resumed(self, session: Session, saved: Saved) -> None:
+    def resumed(self, session: DrivenJob, saved: Saved) -> None:
         """Go on from a saved state with the saved plan. If other ranks saved the plan, decide anew with this plan as
         the current one. If the plan was only on trial, decide anew without it."""
         live = Live(session)
@@ -132,7 +133,7 @@ class Auto:
         """Leave out the time until the next step's forward, because the script does something else now."""
         self._pace.pause()
 
-    def finished(self, session: Session) -> None:
+    def finished(self, session: DrivenJob) -> None:
         """End a step, and run the current phase."""
         live = Live(session)
         if live.infos is not self._infos:  # the model changed
@@ -173,7 +174,7 @@ class Auto:
         self._took += 1
         self._spent_us += us
         if self._steps == 1 and self.schedules != ("backward",):
-            self._stepped = Stepped(live.session.optimizers)
+            self._stepped = Stepped(live.job.optimizers)
         # specs that change after the first steps, such as PowerSGD, are measured after the change
         last = SETTLE_STEPS if self.accuracy != "aggressive" else 10 - LOOK_STEPS
         if self._steps >= last:
@@ -228,7 +229,7 @@ class Auto:
         missing = schedules_of(self.accuracy, [word for word in SCHEDULES if word not in self.schedules], self._ranks)
         others = list({schedule.word: schedule for schedule in missing}.values())  # of each kind the fastest
         if self._costs is None:
-            schedules = [Backward(), *allowed, *others]
+            schedules = [Backward(), *allowed, *others, *([LocalSteps()] if "local" in self.schedules else [])]
             of_schedules = {spec for schedule in schedules for spec in specs_under(schedule, specs)}
             corrections = {s.correction for s in schedules if s.correction} if specs else set()
             self._costs = codecs_of(live, sorted(of_schedules | corrections, key=repr), CODECS_SECONDS)
@@ -372,7 +373,7 @@ class Auto:
 
 def _foreseen(candidate: Candidate) -> Tried:
     """Describe a candidate that did not run."""
-    return Tried(candidate.name, candidate.predicted_us, None, 0, candidate.steps_for_one)
+    return Tried(candidate.name, candidate.predicted_us, None, 0, candidate.steps_for_one, candidate.loss_above)
 
 
 def _read(text: str) -> tuple[list[Offer], list[Candidate], Offer | None]:

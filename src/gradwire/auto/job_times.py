@@ -58,7 +58,7 @@ class JobTiming:
         if self._failed or live.group.world_size == 1:
             return
         if self._look is not None and live.plan.schedule.gathers_in_forward:
-            live.session.settle()  # so the next forward waits for nothing
+            live.job.settle()  # so the next forward waits for nothing
         live.wait()
         now = time.perf_counter()
         began_s = self._pace.step(live.began_s, now)

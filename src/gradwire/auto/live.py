@@ -1,17 +1,19 @@
-"""The part of a session that drivers use (`Live`), and a watch on how a script calls its optimizers (`Stepped`)."""
+"""A job as drivers need it (`DrivenJob`) and use it (`Live`), and a watch on how a script calls its optimizers (`Stepped`)."""
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
 
 from gradwire.auto.decision import say_failed
-from gradwire.core import Plan, Schedule
-from gradwire.engine import ModelHook, Session
-from gradwire.transport import LanesObserver, Link, LinkError, gather_bytes
+from gradwire.core import Plan, Schedule, TensorInfo
+from gradwire.engine import GradientWatcher, ModelHook
+from gradwire.exchange import Exchange, StepReport
+from gradwire.plan import Policy
+from gradwire.transport import Group, Lanes, LanesObserver, Link, LinkError, gather_bytes
 
 T = TypeVar("T")
 
@@ -25,81 +27,93 @@ class HoldsBuckets(LanesObserver):
 _HOLDER = HoldsBuckets()
 
 
-class Live:
-    """A session between two steps. All methods that communicate are collective."""
+class DrivenJob(Protocol):
+    """A model in training between two steps: that of a handle (`Session`), or that of a hook of DistributedDataParallel."""
 
-    def __init__(self, session: Session) -> None:
-        self.session, self.steps, self.device = session, session.reducer, session.device
-        self.group, self.grid, self.infos = session.group, session.group.grid, session.tensors
+    @property
+    def group(self) -> Group: ...
+    @property
+    def lanes(self) -> Lanes: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def tensors(self) -> list[TensorInfo]:
         """The trainable tensors, in registration order. A change of the model makes another list."""
-        self.plan_of = session.plan_of
-        """Makes the plan of a policy for the tensors in gradient-ready order. All ranks get the same plan."""
+        ...
 
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
+    @property
+    def exchange(self) -> Exchange: ...
+    @property
+    def plan(self) -> Plan: ...
     @property
     def step(self) -> int:
         """The number of steps that counted so far."""
-        return self.steps.step
+        ...
 
     @property
-    def plan(self) -> Plan:
-        return self.session.plan
-
-    @property
-    def everybody(self) -> bool:
-        """Whether every rank had a batch in this step. All ranks have the same answer."""
-        return len(self.steps.active) == self.group.world_size
+    def active(self) -> Sequence[int]:
+        """The ranks that had a batch in the last step. All ranks have the same answer."""
+        ...
 
     @property
     def began_s(self) -> float | None:
-        """Start of the step's first training forward, in seconds of time.perf_counter. If no forward was seen: the
-        moment when the first gradient became ready. None if neither was seen."""
-        first_s = self.steps.first_gradient_s
-        return self.session.began_s or (first_s if first_s > 0 else None)
+        """Start of the step's first training forward, in seconds of time.perf_counter; None if none was seen."""
+        ...
 
     @property
-    def link_us(self) -> float:
-        """Time that this rank's lanes spent on links in the last step, including the wait for other ranks."""
-        reports = self.session.reports
-        return 1e6 * reports[-1].link_s if reports else 0.0
+    def first_gradient_s(self) -> float:
+        """The moment when the step's first gradient became ready; 0 if none was seen."""
+        ...
 
     @property
     def inputs(self) -> int:
-        """Number of elements in the inputs of this step's training forwards; 0 if the script calls parts of the model."""
-        return self.session.inputs
+        """Number of elements in the inputs of this step's training forwards; 0 if none was seen."""
+        ...
 
     @property
-    def bytes_between_nodes(self) -> list[int]:
-        """Bytes that this rank sends in a step to other nodes, by bucket. With one node: bytes to other ranks."""
-        buckets = self.session.exchange.bucket_stats()
-        return [each.inter_bytes if self.grid.nodes > 1 else each.wire_bytes for each in buckets]
+    def reports(self) -> Sequence[StepReport]:
+        """The reports of the last steps."""
+        ...
 
-    @property
-    def exposed_us(self) -> float:
-        """Time that the end of the last backward waited for exchanges, in microseconds."""
-        reports = self.session.reports
-        return 1e6 * reports[-1].exposed_s if reports else 0.0
+    def settle(self) -> None:
+        """Wait until nothing is under way."""
+        ...
 
-    def wait(self) -> None:
-        """Wait for the computation on the device, and for nothing else: gathers may still run during the next forward."""
-        if self.device.type != "cpu":
-            torch.accelerator.current_stream(self.device).synchronize()
+    def watch_gradients(self, watcher: GradientWatcher) -> Callable[[], None]:
+        """Call watcher.ready(index) when the gradient of a parameter, numbered as `tensors` are, becomes ready, as long as the
+        watcher lives. Returns what ends this."""
+        ...
 
-    def hold(self, on: bool) -> None:
-        """Delay all sends of the next steps until the last gradient is ready, or stop delaying."""
-        self.session.lanes.observe(_HOLDER, on)
+    def plan_of(self, policy: Policy) -> Plan:
+        """The plan of a policy for the tensors in gradient-ready order, the same on all ranks."""
+        ...
 
-    def why_not(self, schedule: Schedule) -> str:
-        """Return why this rank's script cannot run a schedule or gains nothing by it; '' if it can."""
-        return self.session.why_not(msgspec.structs.replace(self.plan, schedule=schedule))
+    def why_not(self, plan: Plan) -> str:
+        """Why the plan's schedule cannot run, or gains nothing; '' if it can."""
+        ...
 
     def change_to(self, plan: Plan) -> None:
-        """Run this plan from the next step that begins. Raises PlanError on all ranks if the engine cannot run the plan."""
-        if plan is not self.plan and plan.digest() != self.plan.digest():
-            self.session.change_to(plan)
+        """Run this plan from the next step that begins. Raises PlanError on all ranks if it cannot run."""
+        ...
+
+
+class AllRanks:
+    """All ranks that have these lanes, while no exchange runs. All methods communicate and are collective."""
+
+    def __init__(self, lanes: Lanes, device: torch.device) -> None:
+        self.lanes, self.device = lanes, device
+        self.group, self.grid = lanes.group, lanes.group.grid
+
+    @property
+    def step(self) -> int:
+        """The number of steps so far, for errors."""
+        return 0
 
     def exchange(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Send numbers to all ranks. The returned function waits and returns the numbers of every rank."""
-        future = self.session.lanes.control.submit(partial(gather_bytes, text=struct.pack(f"<{len(numbers)}d", *numbers)))
+        future = self.lanes.control.submit(partial(gather_bytes, text=struct.pack(f"<{len(numbers)}d", *numbers)))
 
         def wait() -> list[list[float]]:
             rows = self._result("measured times", future.result)
@@ -124,18 +138,91 @@ class Live:
 
     def from_all(self, text: str) -> list[str]:
         """Return the texts of all ranks on all ranks."""
-        future = self.session.lanes.control.submit(partial(gather_bytes, text=text.encode() or b" "))
+        future = self.lanes.control.submit(partial(gather_bytes, text=text.encode() or b" "))
         return [raw.decode().strip() for raw in self._result("the exchange of a decision", future.result)]
 
     def on_lane(self, job: Callable[[Link], T]) -> T:
         """Run a job on the first lane. Its link carries gradients."""
-        return self._result("the exchanges that measure links", self.session.lanes.data[0].submit(job).result)
+        return self._result("the exchanges that measure links", self.lanes.data[0].submit(job).result)
 
     def _result(self, what: str, result: Callable[[], T]) -> T:
         try:
             return result()
         except LinkError as error:
-            raise self.session.lanes.broken(what, error, self.steps.step) from error
+            raise self.lanes.broken(what, error, self.step) from error
+
+
+class Live(AllRanks):
+    """A job between two steps. All methods that communicate are collective."""
+
+    def __init__(self, job: DrivenJob) -> None:
+        super().__init__(job.lanes, job.device)
+        self.job, self.infos = job, job.tensors
+        """The trainable tensors, in registration order. A change of the model makes another list."""
+        self.plan_of = job.plan_of
+        """Makes the plan of a policy for the tensors in gradient-ready order. All ranks get the same plan."""
+
+    @property
+    def step(self) -> int:
+        """The number of steps that counted so far."""
+        return self.job.step
+
+    @property
+    def plan(self) -> Plan:
+        return self.job.plan
+
+    @property
+    def everybody(self) -> bool:
+        """Whether every rank had a batch in this step. All ranks have the same answer."""
+        return len(self.job.active) == self.group.world_size
+
+    @property
+    def began_s(self) -> float | None:
+        """Start of the step's first training forward, in seconds of time.perf_counter. If no forward was seen: the
+        moment when the first gradient became ready. None if neither was seen."""
+        first_s = self.job.first_gradient_s
+        return self.job.began_s or (first_s if first_s > 0 else None)
+
+    @property
+    def link_us(self) -> float:
+        """Time that this rank's lanes spent on links in the last step, including the wait for other ranks."""
+        reports = self.job.reports
+        return 1e6 * reports[-1].link_s if reports else 0.0
+
+    @property
+    def inputs(self) -> int:
+        """Number of elements in the inputs of this step's training forwards; 0 if the script calls parts of the model."""
+        return self.job.inputs
+
+    @property
+    def bytes_between_nodes(self) -> list[int]:
+        """Bytes that this rank sends in a step to other nodes, by bucket. With one node: bytes to other ranks."""
+        buckets = self.job.exchange.bucket_stats()
+        return [each.inter_bytes if self.grid.nodes > 1 else each.wire_bytes for each in buckets]
+
+    @property
+    def exposed_us(self) -> float:
+        """Time that the end of the last backward waited for exchanges, in microseconds."""
+        reports = self.job.reports
+        return 1e6 * reports[-1].exposed_s if reports else 0.0
+
+    def wait(self) -> None:
+        """Wait for the computation on the device, and for nothing else: gathers may still run during the next forward."""
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+
+    def hold(self, on: bool) -> None:
+        """Delay all sends of the next steps until the last gradient is ready, or stop delaying."""
+        self.lanes.observe(_HOLDER, on)
+
+    def why_not(self, schedule: Schedule) -> str:
+        """Return why this rank's script cannot run a schedule or gains nothing by it; '' if it can."""
+        return self.job.why_not(msgspec.structs.replace(self.plan, schedule=schedule))
+
+    def change_to(self, plan: Plan) -> None:
+        """Run this plan from the next step that begins. Raises PlanError on all ranks if the engine cannot run the plan."""
+        if plan is not self.plan and plan.digest() != self.plan.digest():
+            self.job.change_to(plan)
 
 
 class Stepped:

@@ -6,7 +6,7 @@ from the start of forward to the first gradient counts as forward. Each tensor g
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median_low
 from typing import Any
 
@@ -14,10 +14,9 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.auto.changes import StepPace
-from gradwire.auto.live import Live
+from gradwire.auto.live import AllRanks, DrivenJob, Live
 from gradwire.core import Cluster, Costs, Plan, Profile, Spec, TensorInfo, TensorProfile
 from gradwire.costs import us_per_byte
-from gradwire.engine import GradientHooks
 from gradwire.profiler import Clock, cached_codecs, measure_links, measured_links
 
 LOOK_STEPS = 2
@@ -34,14 +33,15 @@ _UNKNOWN_GBPS = 100.0
 class StepMoments:
     """Records when gradients become ready, until `remove`."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], clock: Clock) -> None:
+    def __init__(self, job: DrivenJob, clock: Clock) -> None:
         self.rows: list[list[float]] = []
         """A row for each step: microseconds by parameter, in registration order; NaN for a parameter without gradient."""
         self._seen: dict[int, Any] = {}
-        self._count, self._clock = len(parameters), clock
-        self._hooks = GradientHooks(self, None, StepMoments._ready, parameters.values())
+        self._count, self._clock = len(job.tensors), clock
+        self.remove = job.watch_gradients(self)
 
-    def _ready(self, index: int, parameter: torch.nn.Parameter, accumulated: torch.Tensor | None) -> None:
+    def ready(self, index: int) -> None:
+        """The gradient of the parameter with this number is ready."""
         self._seen[index] = self._clock.mark()
 
     def ended(self, began_s: float, ended_s: float) -> None:
@@ -51,16 +51,13 @@ class StepMoments:
         self.rows.append([us.get(index, math.nan) for index in range(self._count)])
         self._seen = {}
 
-    def remove(self) -> None:
-        self._hooks.remove()
-
 
 class Look:
     """Measures the profile of a live job in a few steps. In these steps all sends wait for the last gradient."""
 
     def __init__(self, live: Live, steps: int = LOOK_STEPS, clock: Callable[[], float] = time.perf_counter) -> None:
         """Begin with the next step. steps: the number of steps, equal on all ranks."""
-        self._moments = StepMoments(live.session.parameters, Clock(live.device, clock))
+        self._moments = StepMoments(live.job, Clock(live.device, clock))
         self._infos, self._left = live.infos, steps
         live.hold(True)
 
@@ -127,7 +124,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
     return replace(profile, optimizer_us=factor * (profile.optimizer_us or 0.0), tensors=tuple(tensors))
 
 
-def cluster_of(live: Live, seconds: float) -> Cluster:
+def cluster_of(live: AllRanks, seconds: float) -> Cluster:
     """Measure the links, for about `seconds` each. Collective; all ranks return the same cluster."""
     grid, device = live.grid, live.device
     times = live.on_lane(lambda link: measure_links(link, grid, device, seconds))
@@ -145,6 +142,6 @@ def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[int]) -> float:
     return total_us
 
 
-def codecs_of(live: Live, specs: Sequence[Spec], seconds: float) -> Costs:
+def codecs_of(live: AllRanks, specs: Sequence[Spec], seconds: float) -> Costs:
     """Return the times of codecs on this machine. Specs that no earlier run measured are measured in about `seconds`."""
     return cached_codecs(specs, live.device, _CODEC_SIZES, seconds)

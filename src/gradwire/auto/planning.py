@@ -18,7 +18,7 @@ MOST_TRIED = 3
 """Plans to try besides plain all-reduce. Each further kind of allowed schedule adds one."""
 _WORTH = 1.5
 """A plan is not tried if its predicted time to a loss is this many times as long as the best plan's."""
-_CLOSE = 1.02
+CLOSE = 1.02
 """Plans whose predictions differ by no more than this factor are tried in the order of their accuracy."""
 _DDP_BUCKET = 25 * 2**20
 _PLAIN = (Uniform(Identity(), scheme=FLAT), Uniform(Identity(), scheme=FLAT, bucket_bytes=_DDP_BUCKET, edge_bytes=_DDP_BUCKET))
@@ -176,7 +176,7 @@ class _Plans:
         """Return the plans close to the best in the order of their accuracy, then the others in the order of their times."""
         if not plans:
             return []
-        close_us = _CLOSE * self.least_us(plans)
+        close_us = CLOSE * self.least_us(plans)
         return sorted(plans, key=lambda p: (False, self.loss(p)) if (us := self.us(p)) <= close_us else (True, us))
 
     def loss(self, plan: Plan) -> int:

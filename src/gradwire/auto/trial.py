@@ -58,6 +58,8 @@ class Candidate(NamedTuple):
     """Number of steps in a cycle. Times vary inside a cycle, so the mean of each cycle counts."""
     steps_for_one: float = 1.0
     """Number of steps that bring the progress of one step of plain all-reduce. Compared times are multiplied by it."""
+    loss_above: float = 0.0
+    """How far the loss ends above synchronous SGD's at equal samples, as a share of it; only of local steps."""
     seen_us: float = 0.0
     """Longest time of a step, known from before the trial; 0 if unknown."""
     runs: bool = True

@@ -6,7 +6,7 @@ the next, so that the next forward of the pipelined schedule counts. Pauses, suc
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
@@ -75,6 +75,8 @@ class TunedSize:
 class Tuning(PlanDriver):
     """Driver of one handle with `gw.Tuned`."""
 
+    searching = True
+
     def __init__(self, tuned: Tuned) -> None:
         """Raises PlanError if the search needs a library that is missing."""
         if tuned.search == "bayes":
@@ -82,7 +84,6 @@ class Tuning(PlanDriver):
         super().__init__(tuned)
         self.tuned = tuned
         self.clock: Callable[[], float] = time.perf_counter
-        self.searching = True
         self._infos: list[TensorInfo] | None = None
         self._search: SizeSearch | None = None
         """The search; None on ranks other than 0."""
@@ -132,7 +133,8 @@ class Tuning(PlanDriver):
             self._ended(live)
 
     def _ended(self, live: Live) -> None:
-        began, steps_us = self.clock(), _without_pauses(self._steps_us)
+        began, usual = self.clock(), median(self._steps_us)
+        steps_us = [us if us <= _PAUSE * usual else usual for us in self._steps_us]
         own = [fmean(steps_us[self.tuned.discard_steps :]), self._search_us, sum(steps_us)]
         step_us, search_us, total_us = (max(column) for column in zip(*live.exchange(own)(), strict=True))
         buckets = len(live.plan.buckets)
@@ -178,8 +180,3 @@ class Tuning(PlanDriver):
         self.decisions.append(decision)
         if live.group.rank == 0:
             say(str(decision))
-
-
-def _without_pauses(steps_us: Sequence[float]) -> list[float]:
-    usual = median(steps_us)
-    return [us if us <= _PAUSE * usual else usual for us in steps_us]

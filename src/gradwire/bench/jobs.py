@@ -321,12 +321,12 @@ def make_job(name: str, seed: int = 0) -> Job:
     return _JOBS[name](seed)
 
 
-def profile_job(name: str, folder: Path, steps: int, specs: Sequence[Spec], plan: Spec, seed: int = 0) -> Profiling:
+def profile_job(name: str, folder: Path, steps: int, specs: Sequence[Spec], plan: Spec) -> Profiling:
     """Train the job under a uniform plan and profile it, with one compute thread per rank. Collective.
 
     Raises StepStateError without at least two ranks, FormatError if the job does not exist.
     """
-    job = make_job(name, seed)
+    job = make_job(name)
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise StepStateError(
             "there is one rank, and a profile measures links between ranks. Start two ranks or more, for example: gradwire "
@@ -335,7 +335,7 @@ def profile_job(name: str, folder: Path, steps: int, specs: Sequence[Spec], plan
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        model = job.make_model(seed)
+        model = job.make_model(seed=0)
         optimizer = job.make_optimizer(model)
         handle = gw.parallelize(model, optimizer, plan=gw.Uniform(plan))
         count = WARMUP_STEPS + 2 * steps

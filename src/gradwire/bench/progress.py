@@ -17,11 +17,9 @@ class View(Protocol):
 
     def group(self, title: str, methods: Sequence[str], steps: int) -> AbstractContextManager[None]:
         """Show a cell group until the context ends."""
-        ...
 
     def step(self, event: StepEvent) -> None:
         """Show that rank 0 made a step or an evaluation."""
-        ...
 
 
 class ProgressView:

@@ -54,11 +54,6 @@ class Ranks:
         dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
         return [json.loads(bytes(text.tolist())) for text in texts]
 
-    def all_problems(self, problem: str | None) -> str | None:
-        """Return the problems of all ranks in one message, equal on all ranks; None if no rank has a problem."""
-        said = [f"rank {rank}: {words}" for rank, words in enumerate(self.gather(problem)) if words is not None]
-        return "; ".join(said) or None
-
     def close(self) -> None:
         if self.distributed:
             dist.destroy_process_group()

@@ -102,7 +102,9 @@ class Contest:
 
     def _measure_in_turns(self) -> None:
         for contestant in self.contestants:
-            self._let_decide(contestant)
+            # all steps until the decision in one turn: a turn ends with a wait, which must not fall into the trial of a plan
+            if contestant.method is not None and contestant.method.deciding:
+                self._take_turn(contestant, self.order.deciding_steps)
         for contestant in self.contestants:
             self._take_turn(contestant, self.order.warmup_steps)
         before = [len(contestant.loss) for contestant in self.contestants]
@@ -145,12 +147,6 @@ class Contest:
                 contestant.counted = (min(first, len(contestant.loss) - 1), len(contestant.loss))
             self._guarded(contestant, self._look_at_plan)
 
-    def _let_decide(self, contestant: Contestant) -> None:
-        """Let the method take all steps until its decision in one turn. A turn ends with a wait for pending exchanges,
-        which must not fall into the trial of a plan."""
-        if contestant.method is not None and contestant.method.deciding:
-            self._take_turn(contestant, self.order.deciding_steps)
-
     def _go_on(self) -> None:
         """Train the methods until they reach their goals in the same round. With fewer steps left, turns are shorter."""
         goals = self.order.go_on_to
@@ -175,7 +171,8 @@ class Contest:
             action(contestant)
         except Exception as error:  # any error is the method's result
             problem = f"{type(error).__name__}: {error}"
-        contestant.failure = self.ranks.all_problems(problem)
+        said = [f"rank {rank}: {words}" for rank, words in enumerate(self.ranks.gather(problem)) if words is not None]
+        contestant.failure = "; ".join(said) or None
         if contestant.failure is not None and contestant.method is not None:
             with contextlib.suppress(Exception):
                 contestant.method.close()

@@ -5,7 +5,7 @@ of a lane share one scratch, as large as the largest of them, because a lane run
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -21,15 +21,12 @@ class Store(Protocol):
 
     def widen(self, residual: torch.Tensor) -> None:
         """Write the stored residual to `residual`, float32."""
-        ...
 
     def narrow(self, residual: torch.Tensor, random: torch.Tensor) -> None:
         """Store `residual`, which is finite. `random` keys the rounding, as in gradwire.compressors.base."""
-        ...
 
     def narrow_changed(self, residual: torch.Tensor, random: torch.Tensor) -> None:
         """Store `residual`, slower: unchanged blocks keep their bytes, and values that are not finite are left out."""
-        ...
 
 
 class _Scratch:
@@ -53,15 +50,20 @@ class Memory:
         store: Store | None,
         random: torch.Tensor,
         copy: bool = False,
+        within: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """encode: the number of the encode, or 'left' for values to add to the next gradient. start, end: its elements of the
         piece. store: None if the residual is float32. random: keys the rounding of the store, on the piece's device. copy: a
-        lower rank encodes the same values, so that their loss counts there."""
+        lower rank encodes the same values, so that their loss counts there. within: zeros for all elements of the piece, by name,
+        of which this memory is a part; None: memory of its own."""
         self.names, self.encode, self.copy = tuple(names), encode, copy
         self.start, self.end, self.numel, self.device = start, end, end - start, random.device
         self._store, self._random = store, random
         sizes = {name: 0 if store and name == "residual" else self.numel for name in names}
-        self._tensors = {name: torch.zeros(sizes[name], dtype=torch.float32, device=self.device) for name in names}
+        if within is None:
+            self._tensors = {name: torch.zeros(sizes[name], dtype=torch.float32, device=self.device) for name in names}
+        else:
+            self._tensors = {name: within[name][start:end] for name in names}
         self._scratch: _Scratch | None = None
 
     @property
@@ -152,6 +154,23 @@ class Memory:
         self._scratch = scratch
         part = scratch.flat[: self.numel]
         self._tensors["residual"].set_(part.untyped_storage(), 0, part.shape, part.stride())  # a program may hold it
+
+
+class PieceMemory:
+    """The state of the encodes of all shards of a piece, for one call that encodes several of them."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """The state tensors, as long as the piece."""
+        return list(self.tensors.values())
+
+    @contextmanager
+    def open(self, streams: Streams, source: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """Return `state`: no part of it is stored narrow."""
+        yield self.state
 
 
 def share_scratch(memories: Iterable[Memory]) -> None:

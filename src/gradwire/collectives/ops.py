@@ -3,21 +3,33 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.collectives.codec_state import Memory
-from gradwire.collectives.piece import Piece, gathered
-from gradwire.kernels import Compressor, Context, KernelCall, Scattered, Segments, cpu, refused, run_calls
+from gradwire.collectives.codec_state import Memory, PieceMemory
+from gradwire.collectives.piece import Energies, Piece, gathered
+from gradwire.kernels import (
+    Batch,
+    BatchPart,
+    Compressor,
+    Context,
+    KernelCall,
+    Scattered,
+    Segments,
+    cpu,
+    refused,
+    run_calls,
+)
 from gradwire.transport import AllToAll, Link, Mark, Meter, Operations, Streams
 
 if TYPE_CHECKING:
     from gradwire.transport import Wire
 
 __all__ = [
-    "Add", "Copy", "Decode", "Encoding", "Gather", "Scale", "Transfer", "Transfers", "Work", "joined",
-    "payload_buffers",
+    "Add", "Copy", "Decode", "DecodeSum", "Encoding", "Gather", "Learn", "Scale", "Transfer", "Transfers", "Weigh", "Work",
+    "batch_of", "joined", "payload_buffers", "weighted", "whole_of",
 ]  # fmt: skip
 
 ALIGNMENT = 16
@@ -83,12 +95,36 @@ class Scale(Work):
 
 
 @dataclass(frozen=True)
+class Weigh(Work):
+    """Find the weights of a step, before its first encode."""
+
+    energies: Energies
+    segments: Segments
+
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        energy, weights, how = self.energies.energy, self.energies.weights, self.energies.how
+        return [("weigh_elements", energy, self.segments, how.block, how.floor, weights)]
+
+
+@dataclass(frozen=True)
+class Learn(Work):
+    """Add the squares of the decoded mean to the energies, after the last decode of a step."""
+
+    energies: Energies
+    mean: torch.Tensor | Scattered
+    segments: Segments
+
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        return [("learn_energy", self.mean, self.segments, self.energies.how.keep, self.energies.energy)]
+
+
+@dataclass(frozen=True)
 class Encoding(Work):
     """Encode `source` into `payload`."""
 
     codec: Compressor
     source: torch.Tensor | Scattered
-    memory: Memory
+    memory: Memory | PieceMemory
     segments: Segments
     context: Context
     payload: torch.Tensor
@@ -127,6 +163,31 @@ class Decode(Work):
         into: Any = self.into  # as above
         context = self.context.on(stream)
         return self.codec.decode_calls(self.payload, self.segments, self.dtype, self.add, into, context)
+
+
+@dataclass(frozen=True)
+class DecodeSum(Work):
+    """Add up the payloads of all ranks, in one launch where a device can."""
+
+    terms: Sequence[Work]
+    """This work, term by term."""
+    codec: Compressor
+    payloads: torch.Tensor
+    """The payloads of all ranks, at multiples of `stride`. The own one is not read."""
+    stride: int
+    before: int
+    """The ranks before the own one."""
+    after: int
+    own: torch.Tensor | None
+    """The own term; None where the sum holds it from the begin on."""
+
+    def run(self, streams: Streams, stream: torch.Stream | None) -> None:
+        with refused(self.codec.spec):
+            super().run(streams, stream)
+
+    def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
+        terms = [call for work in self.terms for call in work.calls(stream)]
+        return [("decode_sum", terms, self.payloads, self.stride, self.before, self.after, self.own)]
 
 
 @dataclass
@@ -257,6 +318,15 @@ class Transfers:
         return only if uses == 1 else None
 
 
+def weighted(phases: list[list[Transfer]], piece: Piece) -> list[list[Transfer]]:
+    """The phases, in which elements get the weights of the step first, and teach those of the next step last."""
+    if piece.energies is not None:
+        phases[0][0].before.insert(0, Weigh(piece.energies, piece.whole))
+        mean = piece.flat if piece.apart is None else replace(piece.apart, factor=1.0)
+        phases[-1][-1].after.append(Learn(piece.energies, mean, piece.whole))
+    return phases
+
+
 def in_c(codecs: Sequence[Compressor], piece: Piece, memory: Sequence[Memory]) -> bool:
     """Whether works with these codecs on this piece are calls of C++."""
     dtypes = {piece.flat.dtype, piece.reduce_dtype}
@@ -291,6 +361,30 @@ def payload_buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Te
     # zeros, since the gaps are sent too
     memory = torch.zeros(end, dtype=torch.uint8, device=device)
     return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def batch_of(
+    codec: Compressor, dtype: torch.dtype, shards: Sequence[Segments], bounds: Sequence[int], sizes: Sequence[int]
+) -> Batch:
+    """The batch of the payloads of shards. bounds: the first element of each shard, and the end. sizes: bytes of payloads, which
+    lie as in `payload_buffers`; 0 for a shard that has none. At least one has some."""
+    starts, _ = _places(sizes)
+    parts = [
+        BatchPart(segments, low, high, at, at + size)
+        for segments, (low, high), at, size in zip(shards, pairwise(bounds), starts, sizes, strict=True)
+        if size
+    ]
+    made = Batch.of_parts(parts)
+    inner: Compressor | None = codec
+    while inner is not None:
+        made.payload_bytes[inner.spec, dtype] = made.nbytes
+        inner = getattr(inner, "inner", None)
+    return made
+
+
+def whole_of(payloads: Sequence[torch.Tensor], batch: Batch) -> torch.Tensor:
+    """The memory of all payloads that `payload_buffers` made, as far as the batch has payloads."""
+    return payloads[0].as_strided((batch.nbytes,), (1,), 0)
 
 
 def joined(payloads: Sequence[torch.Tensor], nothing: torch.Tensor) -> tuple[torch.Tensor, list[Work]]:

@@ -13,7 +13,19 @@ import torch
 
 from gradwire.collectives.codec_state import Memory
 from gradwire.collectives.itinerary import Encode, Leg, Parcel, ParcelMove, ParcelRun, itinerary
-from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, Work, in_c, joined, payload_buffers
+from gradwire.collectives.ops import (
+    Add,
+    Copy,
+    Decode,
+    Encoding,
+    Transfer,
+    Transfers,
+    Work,
+    in_c,
+    joined,
+    payload_buffers,
+    weighted,
+)
 from gradwire.collectives.piece import Piece
 from gradwire.kernels import Compressor, KernelCall, Segments
 from gradwire.transport import Grid, Link, Mark, Meter, Streams
@@ -30,7 +42,7 @@ class Route(Transfers):
         self._add_left = _AddLeft(self)
         phases[0][0].before.insert(0, self._add_left)
         phases[-1][-1].after += self._packing.into_flat()
-        super().__init__(phases, grid.rank, grid.world_size)
+        super().__init__(weighted(phases, piece), grid.rank, grid.world_size)
         self.aliases = [piece.flat, *self._packing.aliases]
         used = [codecs[task.partition(":")[2]] for task in tasks if task.startswith(("comp:", "decomp:"))]
         self.remembers = used[0].state if used else ()
@@ -52,6 +64,7 @@ class Route(Transfers):
         super().run(phase, link, meter, ready)
 
     def take_back(self, start: int, end: int) -> None:
+        self.piece.forget(start, end)
         if "residual" in self.remembers and self.rank == 0:
             self.take_over("residual", start, self.piece.flat[start:end])
 

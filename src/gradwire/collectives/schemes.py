@@ -11,10 +11,27 @@ from typing import Protocol
 
 import torch
 
-from gradwire.collectives.codec_state import Memory
-from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Gather, Scale, Transfer, Transfers, Work, in_c
+from gradwire.collectives.codec_state import Memory, PieceMemory
+from gradwire.collectives.ops import (
+    ALIGNMENT,
+    Add,
+    Copy,
+    Decode,
+    DecodeSum,
+    Encoding,
+    Gather,
+    Scale,
+    Transfer,
+    Transfers,
+    Work,
+    batch_of,
+    in_c,
+    payload_buffers,
+    weighted,
+    whole_of,
+)
 from gradwire.collectives.piece import Piece
-from gradwire.collectives.wire_sum import WireSum, can_sum, even_bounds
+from gradwire.collectives.wire_sum import WireSum, can_sum, even_bounds, sums_in_c
 from gradwire.kernels import Compressor, Scattered
 from gradwire.transport import Grid, Group, Link, Mark, Meter, Streams, transfer
 
@@ -34,29 +51,23 @@ class Scheme(Protocol):
     @property
     def memory(self) -> Sequence[Memory]:
         """The memory of each encode."""
-        ...
 
     @property
     def remembers(self) -> tuple[str, ...]:
         """Names of what encodes remember, the same on ranks that encode nothing."""
-        ...
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
         """Announce the exchanges of these phases at the start of a step, with tags from `tag` up."""
-        ...
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         """Run one phase. From the mark `ready` on the flat buffer holds the gradient. Raises LinkError if a transfer fails."""
-        ...
 
     def take_back(self, start: int, end: int) -> None:
         """Put the unused sum of these elements into a residual, if there is one, so that the next step sends the sum again.
         Every rank calls this; one of them keeps the sum."""
-        ...
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
         """Add what another scheme of this rank remembered of the elements from `start` on. The memory is zero before."""
-        ...
 
 
 class OneEncode:
@@ -71,6 +82,8 @@ class OneEncode:
         return self.memory[0].names if self.memory else ()
 
     def take_back(self, start: int, end: int) -> None:
+        if self.memory:
+            self.piece.forget(start, end)
         if self.memory and self.rank == 0:
             self.take_over("residual", start, self.piece.values(start, end))
 
@@ -90,6 +103,7 @@ class AllReduce(OneEncode):
         self.shared: dict[str, torch.Tensor] = {}
         sums = WireSum(flat, grid, even_bounds(flat.numel(), grid.world_size))
         self._on_wire = sums if can_sum(flat) else None
+        self._grid, self._staged = grid, dict[int, WireSum]()
         self.bytes_to = around_ring(flat.nbytes, grid.rank, grid.world_size) if self._on_wire is None else sums.bytes_to
         self._tag = 0
 
@@ -100,10 +114,24 @@ class AllReduce(OneEncode):
         if self._on_wire is not None and link.wire is not None:
             link.wire.run(self._on_wire.operations((0, 1), self._tag, link.wire.shared_with), meter)
             return
+        if link.pinned is not None and link.wire is not None and sums_in_c(self.flat.dtype):
+            with link.streams.encoding(ready):
+                staged = link.pinned.fetch([self.flat])
+            sums = self._sums_at(staged.parts[0])
+            link.wire.run(sums.operations((0, 1), self._tag, link.wire.shared_with), meter)
+            with link.streams.decoding():
+                link.pinned.put(staged)
+            return
         with link.streams.encoding(ready), transfer():
             work = link.all_reduce(self.flat)
         with link.streams.decoding(), transfer():
             work.wait()
+
+    def _sums_at(self, values: torch.Tensor) -> WireSum:
+        """The sum of a copy in the host's memory, which lies at one of a few places."""
+        if (at := values.data_ptr()) not in self._staged:
+            self._staged[at] = WireSum(values, self._grid, even_bounds(values.numel(), self._grid.world_size))
+        return self._staged[at]
 
 
 class AllGather(Transfers, OneEncode):
@@ -122,7 +150,7 @@ class AllGather(Transfers, OneEncode):
         for source, payload in enumerate(payloads):
             only.arrivals[source] = [Decode(codec, payload, segments, dtype, source > 0, total, context)]
         only.after += [Copy(piece.flat, total)] if isinstance(total, torch.Tensor) and wide else []
-        super().__init__([[only]], rank, world_size)
+        super().__init__(weighted([[only]], piece), rank, world_size)
         self.runs_in_c = in_c([codec], piece, self.memory)
 
 
@@ -152,7 +180,8 @@ class TwoPhase(Transfers):
         elif self.in_place and isinstance(mine, torch.Tensor):
             self.total = total = mine
         edges = zip(pairwise(bounds), shards, strict=True)
-        self.own = [piece.memory(codec, 0, start, end, segments) for (start, end), segments in edges]
+        within = _together(codec, again, piece)
+        self.own = [piece.memory(codec, 0, start, end, segments, within=within) for (start, end), segments in edges]
         self.of_sum = piece.memory(again, 1, bounds[rank], bounds[rank + 1], shards[rank])
         self.memory = [*self.own, self.of_sum]
         self.remembers = codec.state
@@ -162,9 +191,16 @@ class TwoPhase(Transfers):
         self.total_is_shared = False
 
         sizes = [codec.payload_bytes(segments, dtype) for segments in shards]
-        to_owners = _payloads(piece, [0 if to == rank else size for to, size in enumerate(sizes)])
+        sizes_to = [0 if to == rank else size for to, size in enumerate(sizes)]
+        to_owners = payload_buffers(sizes_to, piece.flat.device) if within is not None else _payloads(piece, sizes_to)
         encoded = [source != rank or codec.encodes_own_part for source in range(world_size)]
-        for_sum = _payloads(piece, [sizes[rank] if each else 0 for each in encoded])
+        fused = within is not None and not codec.encodes_own_part and sizes[rank] > 0
+        stride = -(-sizes[rank] // ALIGNMENT) * ALIGNMENT
+        if fused:
+            arriving = torch.empty(world_size * stride, dtype=torch.uint8, device=piece.flat.device)
+            for_sum = [arriving[at * stride : at * stride + sizes[rank] * each] for at, each in enumerate(encoded)]
+        else:
+            for_sum = _payloads(piece, [sizes[rank] if each else 0 for each in encoded])
         context = piece.contexts[0]
 
         def encoding(to: int, payload: torch.Tensor) -> Encoding:
@@ -172,6 +208,9 @@ class TwoPhase(Transfers):
 
         others = [(rank + step) % world_size for step in range(1, world_size)]  # not all encode for rank 0 first
         reduce = Transfer([encoding(to, to_owners[to]) for to in others], to_owners, for_sum)
+        if within is not None and any(sizes_to):
+            batch = batch_of(codec, dtype, shards, bounds, sizes_to)
+            reduce.before = [Encoding(codec, piece.flat, PieceMemory(within), batch, context, whole_of(to_owners, batch))]
         if own_first and isinstance(mine, Scattered):
             reduce.before.append(Scale(mine, shards[rank]) if self.in_place else self._own_term(add=False))
         for source, payload in enumerate(for_sum):
@@ -182,14 +221,24 @@ class TwoPhase(Transfers):
                 works.append(Decode(codec, payload, shards[rank], dtype, add, total, context))
             elif not own_first:
                 works.append(self._own_term(add=source > 0))
+        if fused and world_size > 1:
+            terms = [work for works in reduce.arrivals.values() for work in works]
+            own = None if own_first or isinstance(mine, Scattered) else mine  # a part, which moves with the bucket
+            reduce.arrivals = {source: [] for source in range(world_size)}
+            reduce.after = [DecodeSum(terms, codec, arriving, stride, rank, world_size - 1 - rank, own)]
 
-        sums = _payloads(piece, [again.payload_bytes(segments, total.dtype) for segments in shards])
+        sum_sizes = [again.payload_bytes(segments, total.dtype) for segments in shards]
+        sums = payload_buffers(sum_sizes, piece.flat.device) if within is not None else _payloads(piece, sum_sizes)
         context = piece.contexts[1]
         encode_sum = Encoding(again, total, self.of_sum, shards[rank], context, sums[rank])
         gather = Transfer([encode_sum], [sums[rank]] * world_size, sums)
         for j, part in enumerate(self.parts):
             gather.arrivals[j] = [Decode(again, sums[j], shards[j], total.dtype, False, part, context)]
-        super().__init__([[reduce], [gather]], rank, world_size)
+        if within is not None and any(sum_sizes):
+            batch = batch_of(again, total.dtype, shards, bounds, sum_sizes)
+            gather.arrivals = {j: [] for j in range(world_size)}
+            gather.after = [Decode(again, whole_of(sums, batch), batch, total.dtype, False, piece.flat, context)]
+        super().__init__(weighted([[reduce], [gather]], piece), rank, world_size)
         self.runs_in_c = in_c([codec, again], piece, self.memory)
 
     def share_total(self, memory: torch.Tensor | None) -> None:
@@ -214,6 +263,7 @@ class TwoPhase(Transfers):
         self._done = streams.mark()
 
     def take_back(self, start: int, end: int) -> None:
+        self.piece.forget(start, end)
         self.of_sum.add("residual", start, self.piece.values(start, end))
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
@@ -322,6 +372,16 @@ class Summing(OneEncode):
                 with meter.codec():
                     self.program.finish(context.on(stream))
                     self.own.keep(link.streams, self.piece.flat)
+
+
+def _together(codec: Compressor, again: Compressor, piece: Piece) -> dict[str, torch.Tensor] | None:
+    """The state of all shards of a piece, zeros, where one call encodes several shards; None where each has a call of its own."""
+    if not (piece.batched and piece.apart is None and piece.energies is None and codec.batches and again.batches):
+        return None
+    if "residual" in codec.state and piece.store_for(piece.whole) is not None:
+        return None
+    device = piece.flat.device
+    return {name: torch.zeros(piece.flat.numel(), dtype=torch.float32, device=device) for name in codec.state}
 
 
 def around_ring(nbytes: int, rank: int, world_size: int) -> list[int]:

@@ -11,13 +11,14 @@ In the ring a rank sends to its neighbour alone, in small pieces, so that a slow
 shards between nodes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise, zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from gradwire.core import goes_around, primes_of
 from gradwire.kernels import cpu
 from gradwire.transport import Grid, Operations
 
@@ -25,16 +26,18 @@ _TOGETHER = 16
 """Shards begin at multiples of so many elements."""
 _PIECE_BYTES = 2**21
 """Longer messages of halving are cut into pieces of so many bytes: while one is added, the next one is under way."""
-_RING_SHARD_BYTES = 2**16
-"""Between nodes, shards of so many bytes or more go around a ring."""
 _RING_PIECES, _SMALLEST_RING_PIECE, _LARGEST_RING_PIECE = 4, 2**16, 2**20
 """Pieces of a shard in a ring, and the limits of their bytes. A rank sends a piece on while the next one arrives."""
 
 
 def can_sum(flat: torch.Tensor) -> bool:
     """Whether C++ can sum tensors of this dtype and device. The same on all ranks with the same version."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return flat.is_cpu and flat.dtype in dtypes and cpu.available() is None
+    return flat.is_cpu and sums_in_c(flat.dtype)
+
+
+def sums_in_c(dtype: torch.dtype) -> bool:
+    """Whether C++ can sum tensors of this dtype in the host's memory."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16) and cpu.available() is None
 
 
 def even_bounds(numel: int, parts: int) -> list[int]:
@@ -69,7 +72,7 @@ def stages_of(grid: Grid, bounds: Sequence[int], nearest_first: bool) -> list[St
     order, size = _order(grid, nearest_first), grid.world_size
     inside = grid.ranks_per_node_if_even
     product, steps = 1, []
-    for factor in (*_primes(inside), *_primes(size // inside)):
+    for factor in (*primes_of(inside), *primes_of(size // inside)):
         steps.append((factor, product))
         product *= factor
     at, low, high = order.index(grid.rank), 0, size
@@ -89,36 +92,6 @@ def _order(grid: Grid, by_node: bool) -> list[int]:
     return [rank for members in grid.members for rank in members] if by_node else list(range(grid.world_size))
 
 
-def _primes(number: int) -> list[int]:
-    """The prime factors in ascending order.
-
-    >>> _primes(12), _primes(1)
-    ([2, 2, 3], [])
-    """
-    found, factor = [], 2
-    while number > 1:
-        while number % factor == 0:
-            found.append(factor)
-            number //= factor
-        factor += 1
-    return found
-
-
-class Way(Protocol):
-    """A way to sum a flat buffer in place, in its own dtype."""
-
-    bytes_to: list[int]
-    """Bytes that this rank sends to each rank in both phases."""
-
-    def reduce(self, made: Operations, tag: int, shared_with: Sequence[int]) -> None:
-        """List the reduce-scatter: this rank's shard becomes the sum."""
-        ...
-
-    def gather(self, made: Operations, tag: int) -> None:
-        """List the all-gather of all shards."""
-        ...
-
-
 class Halving:
     """Recursive halving and doubling. In a group terms are added in the order of its ranks, so a sum does not depend on the place
     of the element in the buffer."""
@@ -126,12 +99,14 @@ class Halving:
     def __init__(self, flat: torch.Tensor, grid: Grid, bounds: Sequence[int], by_node: bool) -> None:
         self._flat, self.stages = flat, stages_of(grid, bounds, by_node)
         self.bytes_to = [0] * grid.world_size
+        """Bytes that this rank sends to each rank in both phases."""
         for group, place, edges in self.stages:
             parts = [end - start for start, end in pairwise(edges)]
             for other, part in zip(group, parts, strict=True):
                 self.bytes_to[other] += (part + parts[place]) * flat.element_size() if other != grid.rank else 0
 
     def reduce(self, made: Operations, tag: int, shared_with: Sequence[int]) -> None:
+        """List the reduce-scatter: this rank's shard becomes the sum."""
         for group, place, edges in self.stages:
             mine = _pieces(self._flat[edges[place] : edges[place + 1]], _PIECE_BYTES)
             if len(group) == 2:
@@ -150,6 +125,7 @@ class Halving:
                 _add_terms(own, group, place, made, tag, shared_with)
 
     def gather(self, made: Operations, tag: int) -> None:
+        """List the all-gather of all shards."""
         for group, place, edges in reversed(self.stages):
             for own in _pieces(self._flat[edges[place] : edges[place + 1]], _PIECE_BYTES):
                 for to in _others(group, place):
@@ -161,7 +137,7 @@ class Halving:
 
 class RingSum:
     """Shard j starts at the rank after rank j and goes around, one term is added at each hop, and ends at rank j. The sums go
-    around once more."""
+    around once more. Same interface as `Halving`."""
 
     def __init__(self, flat: torch.Tensor, grid: Grid, bounds: Sequence[int], by_node: bool) -> None:
         order = _order(grid, by_node)
@@ -237,10 +213,8 @@ class WireSum:
     def __init__(self, flat: torch.Tensor, grid: Grid, bounds: Sequence[int], by_node: bool = True) -> None:
         """`bounds`: world_size + 1 edges of shards. by_node: whether ranks of a node are neighbours. Otherwise rank j has the sum
         of shard j after the reduce-scatter."""
-        shard_bytes = flat.nbytes // grid.world_size
-        ring = grid.nodes > 1 and grid.world_size > 2 and shard_bytes >= _RING_SHARD_BYTES
-        make: Callable[..., Way] = RingSum if ring else Halving
-        self._flat, self._way = flat, partial(make, flat, grid, bounds, by_node)
+        way: type[RingSum | Halving] = RingSum if goes_around(flat.nbytes, grid.nodes, grid.world_size) else Halving
+        self._flat, self._way = flat, partial(way, flat, grid, bounds, by_node)
         self.bytes_to = self._way().bytes_to
         """Bytes that this rank sends to each rank in both phases."""
         self._made: dict[tuple[int, ...], Operations] = {}

@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 
 from gradwire.core import Spec
-from gradwire.kernels import Compressor, Context, KernelCall, Segments, WrappingCompressor, cpu, kernels_for, refused, run_calls
+from gradwire.kernels import (
+    BATCHED,
+    Compressor,
+    Context,
+    KernelCall,
+    Segments,
+    WrappingCompressor,
+    cpu,
+    kernels_for,
+    refused,
+    run_calls,
+)
 
 __all__ = ["Compressor", "Context", "KernelCompressor", "ListCompressor", "WrappingListCompressor", "aligned", "residual_in"]
 
@@ -73,14 +84,22 @@ class KernelCompressor(ListCompressor):
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> list[KernelCall]:
         (name, *settings), random = self.kernels.encode, [context.random] if self.kernels.random else []
-        return [(name, src, residual_in(state), self._seen(segments), *random, *settings, payload)]
+        return [(name, src, residual_in(state), self._seen(segments), *random, *self._weights(segments), *settings, payload)]
 
     def decode_calls(
         self, payload: Tensor, segments: Segments, dtype: torch.dtype, add: bool, dst: Tensor, context: Context
     ) -> list[KernelCall]:
         self.check(payload, segments, dtype)
         (name, *settings), typed = self.kernels.decode, [dtype] if self.kernels.typed else []
-        return [(name, payload, self._seen(segments), *typed, *settings, add, dst)]
+        return [(name, payload, self._seen(segments), *typed, *self._weights(segments), *settings, add, dst)]
+
+    def _weights(self, segments: Segments) -> list[Tensor | None]:
+        return [segments.weights] if self.kernels.weighted else []
+
+    @property
+    def batches(self) -> bool:
+        kernels = self.kernels
+        return {kernels.encode[0], kernels.decode[0]} <= BATCHED and not (kernels.joined or kernels.typed)
 
     def _seen(self, segments: Segments) -> Segments:
         return segments.joined if self.kernels.joined else segments

@@ -31,6 +31,10 @@ class ErrorFeedbackCompressor(WrappingListCompressor):
     def runs_in_c(self) -> bool:
         return self._decay == 1 and super().runs_in_c
 
+    @property
+    def batches(self) -> bool:
+        return self._decay == 1 and self.inner.batches
+
     def encode_calls(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
     ) -> list[KernelCall]:

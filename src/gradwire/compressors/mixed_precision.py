@@ -60,6 +60,7 @@ def _parts_of(segments: Segments) -> tuple[Segments, Segments]:
                 segments.device,
                 tuple(segments.names[index] for index in coded) if segments.names else (),
                 tuple(segments.shapes[index] for index in coded) if segments.shapes else (),
+                segments.weights,
             ),
             Segments(raw, segments.device),
         )

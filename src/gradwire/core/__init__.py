@@ -75,6 +75,7 @@ from gradwire.core.specs import (
     Cast,
     EFSignSGD,
     ElementRun,
+    ElementWeights,
     ErrorFeedback,
     Identity,
     Int8,
@@ -99,20 +100,22 @@ from gradwire.core.specs import (
     spec_from_text,
 )
 from gradwire.core.strict import Document, check_plain, convert, parse, read
+from gradwire.core.sums import RING_SHARD_BYTES, columns_of, goes_around, primes_of
 from gradwire.core.tensors import Shaped, TensorInfo, fingerprint
 
 __all__ = [
     "ALL_REDUCE", "CODEC_TASKS", "COLLECTIVES", "DGC", "DTYPE_BYTES", "FIRST_K", "FP8", "LIBRARY", "LINKS",
-    "LINK_TASKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "ROUTINES", "SIGN_UNIT", "Backward", "BlockTopK", "Bucket", "Cast",
-    "Cluster", "CodecCosts", "Collective", "Costs", "Delayed", "Document", "EFSignSGD", "ElementRun", "ErrorFeedback",
-    "Identity", "Int8", "Latest", "Link", "LocalSteps", "Made", "MemoryRecord", "Natural", "Nesterov", "OneBit",
-    "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "Profile", "RandomK", "Schedule", "Shaped", "SignSGD",
-    "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad", "Threshold", "TopK", "Truncate", "TwoBit",
-    "as_schedule", "as_spec", "changed", "check_plain", "code_bytes", "coded_bytes", "codes_on_cpu", "collective",
-    "collective_of", "convert", "entry_points", "example_specs", "fingerprint", "freeze", "freeze_pairs", "in_base_3",
-    "index_bytes", "index_low_bits", "innermost", "installed_collectives", "installed_specs", "is_link_word", "kept_of",
-    "lanes_of_pieces", "launch_tasks", "make_folder", "named", "native", "near", "number", "numbers", "only_version",
-    "parse", "printable", "processor_name", "qsgd_bytes", "read", "read_text", "register_spec", "schedule_class",
-    "schedule_kinds", "schedules", "show", "spec_from_dict", "spec_from_text", "specs", "tasks_by_lane", "text",
-    "uncompressed", "under", "unique", "whole", "wholes", "word", "write_whole",
+    "LINK_TASKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "RING_SHARD_BYTES", "ROUTINES", "SIGN_UNIT", "Backward",
+    "BlockTopK", "Bucket", "Cast", "Cluster", "CodecCosts", "Collective", "Costs", "Delayed", "Document", "EFSignSGD",
+    "ElementRun", "ElementWeights", "ErrorFeedback", "Identity", "Int8", "Latest", "Link", "LocalSteps", "Made", "MemoryRecord",
+    "Natural", "Nesterov", "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "Profile", "RandomK",
+    "Schedule", "Shaped", "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad", "Threshold", "TopK",
+    "Truncate", "TwoBit", "as_schedule", "as_spec", "changed", "check_plain", "code_bytes", "coded_bytes",
+    "codes_on_cpu", "collective", "collective_of", "columns_of", "convert", "entry_points", "example_specs",
+    "fingerprint", "freeze", "freeze_pairs", "goes_around", "in_base_3", "index_bytes", "index_low_bits", "innermost",
+    "installed_collectives", "installed_specs", "is_link_word", "kept_of", "lanes_of_pieces", "launch_tasks",
+    "make_folder", "named", "native", "near", "number", "numbers", "only_version", "parse", "primes_of", "printable",
+    "processor_name", "qsgd_bytes", "read", "read_text", "register_spec", "schedule_class", "schedule_kinds",
+    "schedules", "show", "spec_from_dict", "spec_from_text", "specs", "tasks_by_lane", "text", "uncompressed", "under",
+    "unique", "whole", "wholes", "word", "write_whole",
 ]  # fmt: skip

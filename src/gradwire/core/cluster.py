@@ -63,7 +63,7 @@ class Cluster(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "cluster"
     remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Cluster."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("allreduce", "launch_us", "slow_nodes", "made")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("allreduce", "launch_us", "processors", "slow_nodes", "made")
 
     version: int = 1
     nodes: int
@@ -76,6 +76,10 @@ class Cluster(Document, frozen=True, kw_only=True):
     launch_us: float | None = None
     """Processor time in microseconds that a rank with lanes spends on each exchange, without its codecs: wake-ups of threads,
     calls of the backend, copies. None counts as 0. All-reduces of gradients have `allreduce.cpu_us` instead, if measured."""
+    processors: float | None = None
+    """The number of processors that the ranks of a node share. If ranks are more, codecs on CPUs and launches take longer, since
+    all ranks do them at about the same time. Nodes that are emulated on one machine have a part of its processors each. None: a
+    rank has one to itself."""
     slow_nodes: tuple[Link, ...] = ()
     """The inter links of nodes that are slower than `inter`, one for each of these nodes. It makes no difference which nodes they
     are, because every exchange waits for the slowest."""
@@ -91,6 +95,7 @@ class Cluster(Document, frozen=True, kw_only=True):
         if not isinstance(self.allreduce, (Link, type(None))):
             raise FormatError(f"allreduce is {show(self.allreduce)}: it must be a Link, or be left out.")
         numbers(self, "a time in microseconds", "launch_us")
+        numbers(self, "a number of processors", "processors", positive=True)
         freeze(self, "slow_nodes")
         each("slow_nodes", self.slow_nodes, Link)
         if len(self.slow_nodes) > self.nodes:
@@ -110,6 +115,15 @@ class Cluster(Document, frozen=True, kw_only=True):
                         f"{name}.{field} of {self.nodes} nodes is {show(rate)}, but this link is inside a node, where one rate "
                         f"counts in both directions and for all flows. Leave out {field}, and write the rate as {name}.gbps."
                     )
+
+    @property
+    def ranks_per_processor(self) -> float:
+        """How many ranks share a processor, at least 1.
+
+        >>> Cluster(nodes=1, ranks_per_node=4, intra=Link(5.0, 400.0), inter=Link(5.0, 400.0), processors=2).ranks_per_processor
+        2.0
+        """
+        return 1.0 if self.processors is None else max(1.0, self.ranks_per_node / self.processors)
 
     @property
     def node_links(self) -> tuple[Link, ...]:

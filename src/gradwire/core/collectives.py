@@ -204,13 +204,25 @@ COLLECTIVES = {
             needs=("alltoall", "allgather"),
             encodes_sums=True,
         ),
+        Collective(
+            name="grid",
+            about="Two phases over a grid of about sqrt(n) x sqrt(n) ranks: sums go through rows, then columns, and back",
+            tasks=(
+                *("comp", "rowscatter:inter", "decomp", "comp", "columnscatter:inter", "decomp"),
+                *("comp", "columngather:inter", "rowgather:inter", "decomp"),
+            ),
+            phases=("reduce", "reduce", "gather", "gather"),
+            runs="gradwire.collectives.virtual_grid:VirtualGrid",
+            steps="gradwire.costs.steps:grid_steps",
+            needs=("alltoall", "allgather"),
+        ),
     )
 }
 """Gradwire's own collectives, by name."""
 
 _REGISTRY = dict(COLLECTIVES)
-_BY_WORD: dict[str, Collective] = {}
-"""Collectives of other packages, by each of their new words."""
+_BY_WORD: dict[str, Collective] = {word: each for each in COLLECTIVES.values() for word in each.own_words}
+"""Collectives by each of their words that is not in `ROUTINES`; `register_collective` adds those of other packages."""
 
 
 def register_collective(added: Collective) -> Collective:

@@ -116,9 +116,9 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return spec
         return {name: spec if own.encodes else own for name, own in self.spec.items()}
 
-    def bits_of(self, tensor: str) -> int:
-        """`ElementRun.bits` of one of the bucket's tensors."""
-        spec = self.spec_of(tensor)
+    def bits_of(self, tensor: str, step: int | None = None) -> int:
+        """`ElementRun.bits` of one of the bucket's tensors, in a step or after any warm-up."""
+        spec = self.spec_of(tensor) if step is None else self.spec_of(tensor).at_step(step)
         return spec.element_bits if spec.encodes or not self.main_spec.encodes else RAW
 
     @property
@@ -270,9 +270,9 @@ def _other_names(planned: set[str], names: set[str]) -> str:
     return " ".join([*parts, "The model changed after planning, or parameters were frozen.", _CURE])
 
 
-def _some(names: Sequence[str], limit: int = 3) -> str:
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _digest(plan: dict[str, Any]) -> str:

@@ -39,6 +39,8 @@ class TensorInfo(Shaped, frozen=True):
 
     device: str = "cpu"
     """cpu or gpu"""
+    embedding: bool = False
+    """Whether its rows are looked up, so that rows which no batch uses have a gradient of zero."""
 
     def __post_init__(self) -> None:
         text("name", self.name, "a parameter's name", error=PlanError)

@@ -15,19 +15,21 @@ most the whole rate. Buckets take roots in turn over all ranks, so a root counts
 | allgather, gather (received by the root) | n-1 | (n-1) x |
 | reduce, broadcast as a pipelined chain | n-1 | x |
 | reduce, broadcast, each rank and the root | n-1 | (n-1) x |
+| allreduce by halving, n a power of 2 | 2 log2(n) | 2(n-1)/n x |
 """
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gradwire.core import Link
+from gradwire.core import Link, primes_of
 from gradwire.errors import PlanError
 
-ROUTINGS = ("ring", "direct")
+ROUTINGS = ("ring", "direct", "wires")
 """The routes of sums and gathers. ring: each rank sends to its neighbour; rooted collectives are a chain, as in NCCL for large
 messages. direct: every pair of ranks exchanges by itself; rooted collectives are messages between the root and each other
-rank, as in gradwire's own exchanges, on GPUs in one grouped call (decisions 1 and 13). All-reduce is a ring in both. The routing
-makes a difference if ranks share a node's inter link."""
+rank, as in gradwire's own exchanges, on GPUs in one grouped call (decisions 1 and 13). wires: as direct, but flat sums of
+gradients go as on gradwire's wires between CPUs (`sum_traffic`). All-reduce is otherwise a ring in all of them. The routing makes
+a difference if ranks share a node's inter link, and in the messages of sums."""
 
 
 class Load(NamedTuple):
@@ -82,6 +84,8 @@ class Traffic(NamedTuple):
     """Flows to other nodes from the node that sends most. None: one flow of all bytes."""
     down: Flows | None = None
     """Flows from other nodes to the node that receives most. None: one flow of all bytes."""
+    in_turn: bool = False
+    """Whether the links work one after the other."""
 
     def intra_factor(self, intra: Link) -> float:
         """Bytes over an intra link, as a multiple of what a rank holds."""
@@ -96,6 +100,9 @@ class Traffic(NamedTuple):
             for flows, gbps in ((self.down or alone, link.gbps), (self.up or alone, link.up_gbps or link.gbps)):
                 limit = gbps if link.flow_gbps is None else min(gbps, max(1, flows.at_once) * link.flow_gbps)
                 lines.append(Line(latency_us, flows.factor, 8 / (limit * 1000)))
+        if self.in_turn:
+            inside = lines[0]
+            lines = [Line(inside[0] + line[0], 1.0, inside[1] * inside[2] + line[1] * line[2]) for line in lines[1:]]
         return tuple(dict.fromkeys(line for line in lines if line.latency_us or line.factor)) or tuple(lines[:1])
 
     def time_us(self, held_bytes: float, intra: Link, *nodes: Link) -> float:
@@ -163,9 +170,34 @@ def flat_traffic(word: str, nodes: int, ranks_per_node: int, routing: str = "rin
     return Traffic(load, load, sent, (local - 1) * factor)
 
 
+def sum_traffic(word: str, nodes: int, ranks_per_node: int) -> tuple[Traffic, Traffic | None]:
+    """The traffic of flat sums of gradients on gradwire's wires: of small sums, and of those that go around a ring.
+
+    word: allreduce; alltoall or allgather for the phases of a sum that ends with shard j on rank j. `gradwire.core.goes_around`
+    chooses by size. None: all sums are small. Small sums are halved: the ranks of a stage exchange directly. In an all-reduce the
+    ranks of a node exchange first, while ranges are long; otherwise the ranks of different nodes do.
+
+    >>> small, large = sum_traffic("allreduce", nodes=12, ranks_per_node=1)
+    >>> small.inter, large.inter  # stages of 2, 2 and 3 ranks, twice
+    (Load(messages=8, factor=1.8333333333333333), Load(messages=22, factor=1.8333333333333333))
+    """
+    phases, held = (2, 1.0) if word == "allreduce" else (1, 1.0 if word == "alltoall" else 1 / (nodes * ranks_per_node))
+    inside, between = (phases * (1 - 1 / ranks) / held for ranks in (ranks_per_node, nodes))
+    if word == "allreduce":
+        between /= ranks_per_node
+    else:
+        inside /= nodes
+    stages = [phases * sum(prime - 1 for prime in primes_of(ranks)) for ranks in (ranks_per_node, nodes)]
+    flows = Flows(ranks_per_node * between, ranks_per_node)
+    intra, inter = Load(stages[0], inside), Load(stages[1], flows.factor)
+    small = Traffic(intra, inter, inside + between, ranks_per_node * inside, flows, flows, nodes > 1 < ranks_per_node)
+    around = {"alltoall": "reducescatter"}.get(word, word)
+    return small, flat_traffic(around, nodes, ranks_per_node, "ring") if nodes > 1 and nodes * ranks_per_node > 2 else None
+
+
 def _in_pairs(word: str, routing: str) -> bool:
     """Whether every pair of ranks, or the root and each other rank, exchange directly."""
-    return word in ("alltoall", "gather") or (routing == "direct" and word != "allreduce")
+    return word in ("alltoall", "gather") or (routing != "ring" and word != "allreduce")
 
 
 def _directions(word: str, busy: Flows, other: Flows) -> tuple[Flows, Flows]:

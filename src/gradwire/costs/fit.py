@@ -11,8 +11,8 @@ from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
-from gradwire.core import Link, Points, number, whole
-from gradwire.costs.collectives import flat_traffic
+from gradwire.core import Link, Points, goes_around, number, whole
+from gradwire.costs.collectives import Load, Traffic, flat_traffic, sum_traffic
 from gradwire.errors import FormatError
 
 _FEWEST_POINTS = 3
@@ -101,6 +101,8 @@ def fit_link(
 ) -> tuple[Link, Fit]:
     """Fit the link between ranks to times of one collective among them. Returns the link and the fit.
 
+    The fit is of whole exchanges, or of single messages if the number of messages depends on the size: sums on wires.
+
     points: (bytes that a rank holds before, microseconds). word: one of LINK_TASKS. routing: as in
     gradwire.costs.collectives. ranks_per_node: number of ranks that share their node's inter link; if it equals `ranks`, the
     result is the link inside the node.
@@ -111,12 +113,20 @@ def fit_link(
     >>> round(link.alpha_us, 6), round(link.gbps, 6)  # 6 messages, 1.5 bytes on the wire for each
     (10.0, 8.0)
     """
-    traffic = flat_traffic(word, ranks // ranks_per_node, ranks_per_node, routing)
-    load = traffic.inter if ranks > ranks_per_node else traffic.intra
+    nodes = ranks // ranks_per_node
+    small = flat_traffic(word, nodes, ranks_per_node, routing)
+    large: Traffic | None = None
+    if routing == "wires" and word == "allreduce":
+        small, large = sum_traffic(word, nodes, ranks_per_node)
+    load = small.inter if nodes > 1 else small.intra
     if not load.messages:
         raise FormatError(
             f"ranks is {ranks}: one rank exchanges nothing, so the times tell nothing about the link. Measure with 2 or more."
         )
+    if large is not None:
+        loads = [large.inter if goes_around(nbytes, nodes, ranks) else load for nbytes, _ in points]
+        points = [(n * of.factor / of.messages, us / of.messages) for (n, us), of in zip(points, loads, strict=True)]
+        load = Load(1, 1.0)
     fit = fit_line(points)
     if not fit.us_per_byte:
         raise FormatError(

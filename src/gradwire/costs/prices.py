@@ -15,6 +15,7 @@ from gradwire.core import (
     DTYPE_BYTES,
     LINKS,
     RAW,
+    RING_SHARD_BYTES,
     Bucket,
     Cluster,
     Costs,
@@ -25,6 +26,7 @@ from gradwire.core import (
     Spec,
     TensorInfo,
     collective_of,
+    goes_around,
     show,
 )
 from gradwire.costs.collectives import Line, longest_us
@@ -195,12 +197,20 @@ class Prices:
         """The steps of an option on this cluster; rounds: the spec's rounds."""
         return steps_of(option, self.cluster.nodes, self.cluster.ranks_per_node, rounds, self.routing)
 
+    def forms(self, option: tuple[str, ...], rounds: int) -> list[tuple[Step, ...]]:
+        """The steps of an option for small pieces, and for large pieces if their traffic differs."""
+        steps = self.steps(option, rounds)
+        small = tuple(step._replace(large=None) for step in steps)
+        if small == steps:
+            return [steps]
+        return [small, tuple(step._replace(traffic=step.large or step.traffic, large=None) for step in steps)]
+
     def _launch_us(self, step: Step, size: Bytes) -> float:
         """Processor time of an exchange in microseconds, without codecs."""
-        link, launch_us = self.cluster.allreduce, self.launch_us
+        link, launch_us, shared_by = self.cluster.allreduce, self.launch_us, self.cluster.ranks_per_processor
         if launch_us is None or link is None or step.task != ALL_REDUCE[0] or step.payload:
-            return launch_us or 0.0
-        return link.cpu_us + link.cpu_us_per_byte * size.raw * step.share * step.parts or launch_us
+            return shared_by * (launch_us or 0.0)
+        return shared_by * (link.cpu_us + link.cpu_us_per_byte * size.raw * step.share * step.parts or launch_us)
 
     def _shares(self, bucket: Bucket) -> dict[Spec, float]:
         """The part of the compressed bytes that each spec has."""
@@ -231,19 +241,25 @@ class Prices:
         us = 0.0
         for spec, share in shares:
             us += share * time_at(self.points(spec, device, "encode" if what == "comp" else "decode"), size)
-        return calls * us
+        return calls * us * (self.cluster.ranks_per_processor if device == "cpu" else 1.0)
 
     def _lines(self, step: Step) -> tuple[Line, ...]:
         assert step.traffic is not None
-        return step.traffic.lines(*self.cluster.links_for(step.task))
+        measured = self.cluster.allreduce is not None and step.task == ALL_REDUCE[0]
+        # the measured link between nodes has the time of stages inside nodes
+        traffic = step.traffic._replace(in_turn=step.traffic.in_turn and not measured)
+        return traffic.lines(*self.cluster.links_for(step.task))
 
     def exchange_us(self, step: Step, held_bytes: float) -> float:
         """Microseconds of a step that is an exchange, in which a rank holds `held_bytes` bytes."""
         return longest_us(self.lines(step), held_bytes)
 
     def _price_exchange(self, step: Step, nbytes: float) -> Price:
-        assert step.traffic is not None
         traffic, (intra, _) = step.traffic, self.cluster.links_for(step.task)
+        if step.large is not None and goes_around(nbytes, self.cluster.nodes, self.cluster.world_size):
+            traffic = step.large
+            step = step._replace(traffic=traffic)
+        assert traffic is not None
         held = nbytes * step.share * step.parts
         inside, between = traffic.intra_factor(intra) * held, traffic.inter.factor * held
         return Price(step.task, self.exchange_us(step, held), step.gathers, traffic.sent * held, inside, between)
@@ -353,6 +369,9 @@ def fold(option: tuple[str, ...], spec: Spec, prices: Prices) -> FoldedCosts:
             measured = prices.points(spec, device, "encode" if what == "comp" else "decode")
             per_byte = step.share * (step.parts if prices.decode_calls == "one" else 1)
             sizes |= {4 * round(nbytes / per_byte / 4) for nbytes, _ in measured}
+        if step.large is not None:
+            around = RING_SHARD_BYTES * prices.cluster.world_size
+            sizes |= {around - 4, around}
     rows = [(nbytes, *_times(prices, option, spec, nbytes)) for nbytes in sorted(sizes)]
     encode, intra, inter, decode = (tuple((row[0], row[place]) for row in rows) for place in range(1, 5))
     exchange = tuple((row[0], row[2] + row[3]) for row in rows)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from gradwire.core import ROUTINES, collective_of, named
-from gradwire.costs.collectives import Load, Traffic, flat_traffic, group_traffic
+from gradwire.core import ALL_REDUCE, COLLECTIVES, ROUTINES, collective_of, columns_of, named
+from gradwire.costs.collectives import Flows, Load, Traffic, flat_traffic, group_traffic, sum_traffic
 from gradwire.errors import PlanError
 
 
@@ -24,13 +24,15 @@ class Step(NamedTuple):
     share: float
     """The part of the bucket that the busiest rank encodes, decodes, or holds before the exchange."""
     parts: int
-    """Payloads of each element that a decode decodes or an exchange carries. 1 for a Comp."""
+    """Payloads of each element that a decode decodes or an exchange carries. Calls of a Comp: 1, or one for each hop."""
     payload: int
     """An exchange carries 0: gradients, 1: payloads of the first Comp, 2: payloads of a later Comp."""
     traffic: Traffic | None
     """The traffic of an exchange; None for a codec task."""
     gathers: bool
     """Whether the task belongs to the gather phase, which begins with the first second step of a scheme."""
+    large: Traffic | None = None
+    """The traffic of pieces that go around a ring (`gradwire.core.goes_around`); None: `traffic`, as for other pieces."""
 
 
 @lru_cache(maxsize=20_000)
@@ -62,6 +64,8 @@ def steps_of(
     return steps
 
 
+_ON_WIRES = (ALL_REDUCE, COLLECTIVES["alltoall"].uncompressed)
+"""The options that `gradwire.collectives.WireSum` runs between CPUs."""
 _CURE = "`gradwire options` lists the options there are."
 
 
@@ -120,11 +124,14 @@ class _Walk:
         if opened is not None and word != ROUTINES[opened].second:
             raise self._refusal(index, f"data that wait for {ROUTINES[opened].second}, the second step of {opened}")
         self.gathering = self.gathering or second
-        if self.flat:
+        large = None
+        if self.routing == "wires" and tuple(self.option) in _ON_WIRES:
+            traffic, large = sum_traffic(word, self.nodes, self.local)
+        elif self.flat:
             traffic = flat_traffic(word, self.nodes, self.local, self.routing)
         else:
             traffic = group_traffic(word, ranks, link, self.routing, 1 if link == "intra" else self.holders)
-        step = Step(task, 1 / self.cut, self.parts, self.payload * self.coded, traffic, self.gathering)
+        step = Step(task, 1 / self.cut, self.parts, self.payload * self.coded, traffic, self.gathering, large)
         if second:
             del self.opened[link]
             self.cut //= ranks if word == "allgather" else 1
@@ -155,10 +162,10 @@ def ring_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing
     ranks = nodes * ranks_per_node
     first, second = (flat_traffic(word, nodes, ranks_per_node, "ring") for word in ("reducescatter", "allgather"))
     return (
-        Step(comp, 1.0, 1, 0, None, False),
+        Step(comp, 1 / ranks, ranks, 0, None, False),
         Step(up, 1.0, 1, 1, first, False),
         Step(down, 1 / ranks, 1, 1, second, True),
-        Step(decomp, (ranks - 1) / ranks, 2, 0, None, True),
+        Step(decomp, 1 / ranks, 2 * (ranks - 1), 0, None, True),
     )
 
 
@@ -177,3 +184,43 @@ def tree_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing
         exchange._replace(task=down, gathers=True),
         Step(decomp, 1.0, hops + 1, 0, None, True),
     )
+
+
+def grid_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing: str) -> tuple[Step, ...]:
+    """The steps of a grid: all-to-all of parts in each row and of shards in each column, and all-gather of both."""
+    ranks = nodes * ranks_per_node
+    columns = columns_of(ranks)
+    rows = ranks // columns
+    row, column = ([(rank // columns, rank % columns)[by] for rank in range(ranks)] for by in (0, 1))
+    scatters = [_group_traffic(row, ranks_per_node, columns, 1 / columns), _group_traffic(column, ranks_per_node, rows, 1 / rows)]
+    gathers = [_group_traffic(column, ranks_per_node, rows, 1.0), _group_traffic(row, ranks_per_node, columns, 1.0)]
+    part = 1 / columns
+    steps = (
+        (1 - part, 1, 0, None),
+        (1.0, 1, 1, scatters[0]),
+        (part, columns - 1, 0, None),
+        (part * (1 - 1 / rows), 1, 0, None),
+        (part, 1, 2, scatters[1]),
+        (1 / ranks, rows - 1, 0, None),
+        (1 / ranks, 1, 0, None),
+        (1 / ranks, 1, 2, gathers[0]),
+        (part, 1, 2, gathers[1]),
+        (1.0, 1, 0, None),
+    )
+    return tuple(Step(task, *each, number > 5) for number, (task, each) in enumerate(zip(option, steps, strict=True)))
+
+
+def _group_traffic(group_of: Sequence[int], ranks_per_node: int, size: int, each: float) -> Traffic:
+    """Traffic of groups of `size` ranks in which every pair exchanges directly. group_of: the group of each rank, in rank order.
+    each: bytes from a rank to another one, as a multiple of what the rank holds."""
+    inside, between, of_node = [], [], [0] * (len(group_of) // ranks_per_node)
+    for rank, group in enumerate(group_of):
+        first = rank - rank % ranks_per_node
+        inside.append(group_of[first : first + ranks_per_node].count(group) - 1)
+        between.append(size - 1 - inside[-1])
+        of_node[rank // ranks_per_node] += between[-1]
+    if ranks_per_node == len(group_of):
+        return Traffic(Load(size - 1, (size - 1) * each), Load(0, 0.0), (size - 1) * each, sum(inside) * each)
+    flows = Flows(max(of_node) * each, max(of_node))
+    intra, inter = Load(max(inside), max(inside) * each), Load(max(between), flows.factor)
+    return Traffic(intra, inter, (size - 1) * each, ranks_per_node * intra.factor, flows, flows)

@@ -38,8 +38,15 @@ def examine(timeout_s: float, show: Show, say: Say = lambda text: None, environ:
             "Let torchrun set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or set all four; set none outside of a job.",
         )
         return _judged(facts, [impossible], show, alone)
-    if job is None or job.world_size == 1 or facts.torch_problem is not None:
-        return _judged(facts, [_how_to_measure(facts, job)], show, alone)
+    if job is None or job.world_size == 1:
+        how = (
+            "not measured: this is one process alone. To measure, run `torchrun ... -m gradwire doctor` on every node, or on two "
+            "emulated nodes `gradwire emulate --nodes 2 -- -m gradwire doctor`"
+        )
+        return _judged(facts, [ok("links", how)], show, alone)
+    if facts.torch_problem is not None:
+        absent = f"rank {job.rank} cannot meet the others without torch"
+        return _judged(facts, [problem("links", absent, "They wait for it.", "Install torch on this node.")], show, alone)
     return _lead(job, timeout_s, facts, show, say) if job.rank == 0 else _attend(job, timeout_s, facts)
 
 
@@ -99,15 +106,3 @@ def _leave(code: int, stuck: bool = False) -> int:
 
     dist.destroy_process_group()
     return code
-
-
-def _how_to_measure(facts: Facts, job: Job | None) -> Finding:
-    if facts.torch_problem is not None and job is not None and job.world_size > 1:
-        return problem(
-            "links", f"rank {job.rank} cannot meet the others without torch", "They wait for it.", "Install torch on this node."
-        )
-    return ok(
-        "links",
-        "not measured: this is one process alone. To measure, run `torchrun ... -m gradwire doctor` on every node, or on two "
-        "emulated nodes `gradwire emulate --nodes 2 -- -m gradwire doctor`",
-    )

@@ -259,9 +259,9 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-def _core_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
+def _core_quota() -> float | None:
     try:
-        quota, period = path.read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         return None

@@ -144,7 +144,7 @@ def _arrow(direction: Direction) -> str:
     return f"rank {direction.source} to {direction.destination}"
 
 
-def _short(text: str, most: int = 200) -> str:
+def _short(text: str) -> str:
     """Return the first sentence of a backend's message."""
     line = " ".join(text.split()).partition(". ")[0]
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return line if len(line) <= 200 else line[:197] + "..."

@@ -3,11 +3,11 @@
 from gradwire.engine.prepare import facts, prepare
 from gradwire.engine.reducer import Observer, reset
 from gradwire.engine.registry import REGISTRY
-from gradwire.engine.saving import SET, load_state, state_of
+from gradwire.engine.saving import SET, load_state, state_of, state_of_decision
 from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
-from gradwire.engine.session import FirstDriver, Session, compiled
-from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, Patch, tensors_in
+from gradwire.engine.session import Driver, GradientWatcher, Session, compiled
+from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, Patch, leave_hooks_behind, tensors_in
 
 __all__ = [
     "REGISTRY",
@@ -15,9 +15,10 @@ __all__ = [
     "ClipsGradients",
     "CopiesWeights",
     "Corrects",
+    "Driver",
     "EndsLater",
-    "FirstDriver",
     "GradientHooks",
+    "GradientWatcher",
     "ModelHook",
     "Observer",
     "Patch",
@@ -26,9 +27,11 @@ __all__ = [
     "check_optimizers",
     "compiled",
     "facts",
+    "leave_hooks_behind",
     "load_state",
     "prepare",
     "reset",
     "state_of",
+    "state_of_decision",
     "tensors_in",
 ]

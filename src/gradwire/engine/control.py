@@ -17,7 +17,9 @@ from gradwire.errors import DisagreementError
 from gradwire.exchange import Abandoned
 from gradwire.transport import DamagedError, Group, Lanes, Link
 
-_HEADER = struct.Struct("<qqQq?Q?")
+_HEADER = struct.Struct("<qqQq?Q?d")
+NOT_WEIGHED = -1.0
+"""The samples of a rank whose script gives no weights."""
 _CHECK = struct.Struct("<I")
 _PIECE = 2**20
 _END = b"\0"
@@ -52,6 +54,8 @@ class RankReport(NamedTuple):
     """A checksum of the weights, in the steps that compare them; 0 in others."""
     stepped: bool
     """Whether its script stepped the optimizer after the last backward, where the schedule knows."""
+    samples: float
+    """The rank's weight in the mean, or NOT_WEIGHED."""
     used: int
     """Bit i: parameter i got a gradient since the last synchronised step."""
 
@@ -65,6 +69,8 @@ class ControlExchange:
         """The first 8 bytes of the digest of the plan that runs."""
         self.joining = False
         """Whether the rank is inside `handle.join()`."""
+        self.samples = NOT_WEIGHED
+        """This rank's weight in the mean of the step that runs."""
         self.stepped = True
         """Whether this rank's script did step the optimizer after the last backward, where the schedule knows."""
 
@@ -75,7 +81,7 @@ class ControlExchange:
     def report(self, step: int, state: BackwardState, came: int, used: Collection[int], weights: int = 0) -> RankReport:
         """The report of this rank. `used`: the indices of parameters."""
         bits = "".join("1" if index in used else "0" for index in reversed(range(len(self._names))))
-        return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, int(bits, 2))
+        return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, self.samples, int(bits, 2))
 
     def tell(
         self, step: int, state: BackwardState, came: int, used: Collection[int], after: "Future[Any] | None" = None
@@ -87,7 +93,7 @@ class ControlExchange:
         doing = self._lanes.flight.doing("control exchange")
 
         def exchange(link: Link) -> list[RankReport]:
-            reports = exchange_reports(own, len(self._names), link, after)
+            reports = exchange_reports(own, len(self._names), link, after, self._lanes.first_tag)
             doing.done()
             return reports
 
@@ -105,7 +111,7 @@ class ControlExchange:
             return
         lanes = self._lanes
         with lanes.told("checksums of all weights", step):
-            packed = lanes.control.submit(partial(exchange_bytes, self._drift.packed())).result()
+            packed = lanes.control.submit(partial(exchange_bytes, self._drift.packed(), tag=lanes.first_tag)).result()
         trained = {
             rank: raw
             for rank, raw, report in zip(lanes.group.global_ranks, packed, reports, strict=True)
@@ -115,30 +121,37 @@ class ControlExchange:
         raise lanes.fail(DisagreementError(words).about(trained, step))
 
 
+def weighed_by_some(reports: Sequence[RankReport]) -> bool:
+    """Whether some ranks with a batch gave it a weight, and others gave none."""
+    return len({report.samples == NOT_WEIGHED for report in reports if report.state is BackwardState.DONE}) > 1
+
+
 def used_anywhere(reports: Sequence[RankReport]) -> set[int]:
     """The parameters that got a gradient on any rank."""
     bits = f"{reduce(or_, (report.used for report in reports)):b}"
     return {index for index, bit in enumerate(reversed(bits)) if bit == "1"}
 
 
-def exchange_reports(own: RankReport, parameters: int, link: Link, after: "Future[Any] | None" = None) -> list[RankReport]:
+def exchange_reports(
+    own: RankReport, parameters: int, link: Link, after: "Future[Any] | None" = None, tag: int = 0
+) -> list[RankReport]:
     """Everybody's report, by rank of the group. `parameters` is how many bits `used` has. See `exchange_bytes`."""
     packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(-(-parameters // 8), "little")
     reports = []
-    for raw in exchange_bytes(packed, link, after):
-        step, state, plan, came, joining, weights, stepped = _HEADER.unpack_from(raw)
+    for raw in exchange_bytes(packed, link, after, tag):
+        step, state, plan, came, joining, weights, stepped, samples = _HEADER.unpack_from(raw)
         used = int.from_bytes(raw[_HEADER.size :], "little")
-        reports.append(RankReport(step, BackwardState(state), plan, came, joining, weights, stepped, used))
+        reports.append(RankReport(step, BackwardState(state), plan, came, joining, weights, stepped, samples, used))
     return reports
 
 
-def exchange_bytes(own: bytes, link: Link, after: "Future[Any] | None" = None) -> list[bytes]:
+def exchange_bytes(own: bytes, link: Link, after: "Future[Any] | None" = None, tag: int = 0) -> list[bytes]:
     """Everybody's bytes, as many from each, by rank of the group, sent when `after` is done. Raises LinkError, DamagedError
     for bytes that changed on the way, and Abandoned where the result of `after` is None."""
     sent = torch.frombuffer(bytearray(own + _CHECK.pack(zlib.crc32(own))), dtype=torch.uint8)
     rows = [sent if rank == link.rank else torch.empty_like(sent) for rank in range(link.world_size)]
     # one hop and point to point, so that a transfer that fails tells with whom
-    exchange = link.expect(0, rows, checked=False)
+    exchange = link.expect(tag, rows, checked=False)
     if after is not None and after.result() is None:
         raise Abandoned
     exchange.send([sent] * link.world_size)
@@ -183,6 +196,16 @@ def why_void(reports: Sequence[RankReport], ranks: Sequence[int], parameters: in
             f"step {step} is void on all ranks: trainable parameters of rank {changed[0]}'s model were added, thawed, "
             f"converted or replaced, and those of rank {others[0]}'s were not. Change the model on all ranks before the same "
             "step; after an exception that was caught here, handle.reset() on all ranks goes on."
+        )
+    trained = [(rank, r.samples) for rank, r in zip(ranks, reports, strict=True) if r.state is BackwardState.DONE]
+    weighed = [(rank, samples) for rank, samples in trained if samples != NOT_WEIGHED]
+    if weighed_by_some(reports):
+        rank, samples = weighed[0]
+        other = next(rank for rank, samples in trained if samples == NOT_WEIGHED)
+        return (
+            f"step {step} is void on all ranks: rank {rank} gave its batch the weight {samples:g} (handle.weight), and rank "
+            f"{other} gave none. Call handle.weight(n) before each backward on all ranks or on none, with 0 for a rank without a "
+            "batch; handle.reset() on all ranks goes on."
         )
     skipped = [rank for rank, report in zip(ranks, reports, strict=True) if not report.stepped]
     if skipped and len(skipped) < len(ranks):

@@ -52,7 +52,11 @@ class Whereabouts:
         self._beside = 0
         self.label = f"handle {next(_HANDLES)} (of a {model})"
         """A name that is equal on ranks that made their handles in the same order."""
+        self.lanes.place = weakref.WeakMethod(self._in_words)
         CROSSING.add(self)
+
+    def _in_words(self) -> str:
+        return f"step {self._reducer.step} of {self.label}"
 
     @property
     def place(self) -> StepPlace:

@@ -8,6 +8,7 @@ the script has one left the bucket moves elsewhere.
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -142,8 +143,8 @@ class LentGradient:
 class LentRun:
     """All gradients of a bucket without memory: they are lent together, when the last one is ready."""
 
-    def __init__(self, indices: list[int], gradients: list[LentGradient], lent: Lent) -> None:
-        self.indices, self.gradients, self._lent = indices, gradients, lent
+    def __init__(self, indices: list[int], gradients: list[LentGradient], exchange: Exchange, lent: Lent) -> None:
+        self.indices, self.gradients, self._exchange, self._lent = indices, gradients, exchange, lent
         self.slots = [gradient.slot for gradient in gradients]
         views = [slot.view for slot in self.slots]
         self._strides, self._dtypes = [view.stride() for view in views], {view.dtype for view in views}
@@ -160,11 +161,17 @@ class LentRun:
         addresses = list(map(_ADDRESS, grads))
         if max(uses) <= _USES_ALONE and self._are_usual(grads) and self._are_new(addresses):
             self._lent.lend_all(self._first, grads, addresses)
-            return grads
-        return [
-            self._lent.lend(gradient.slot, grad if used <= _USES_ALONE else gradient.slot.empty().copy_(grad))
-            for gradient, grad, used in zip(self.gradients, grads, uses, strict=True)
-        ]
+            lent = grads
+        else:
+            lent = [
+                self._lent.lend(gradient.slot, grad if used <= _USES_ALONE else gradient.slot.empty().copy_(grad))
+                for gradient, grad, used in zip(self.gradients, grads, uses, strict=True)
+            ]
+        if not (weight := self._exchange.weight):
+            torch._foreach_zero_(lent)
+        elif weight != 1:
+            torch._foreach_mul_(lent, weight)
+        return lent
 
     def _are_usual(self, grads: list[torch.Tensor]) -> bool:
         """Whether all are like their slots, and nothing else. Scalars are not asked whether they are negated views, as others are
@@ -178,34 +185,36 @@ class LentRun:
 
     def alone(self, at: int) -> "LentRun":
         """One gradient of the run."""
-        return LentRun([self.indices[at]], [self.gradients[at]], self._lent)
+        return LentRun([self.indices[at]], [self.gradients[at]], self._exchange, self._lent)
 
 
 class Run:
     """Gradients that lie next to each other in a bucket. They are copied into their slots together, when the last one is
     ready: two operations for all of them. One operation for each would take a microsecond or two, however small it is."""
 
-    def __init__(self, indices: list[int], gradients: list[Gradient], place: torch.Tensor, share: torch.Tensor) -> None:
-        """`place`: the part of the bucket's flat buffer that their slots fill. `share`: the factor of a rank in the mean."""
-        self.indices, self.gradients, self._place, self._share = indices, gradients, place, share
+    def __init__(self, indices: list[int], gradients: list[Gradient], place: torch.Tensor, exchange: Exchange) -> None:
+        """`place`: the part of the bucket's flat buffer that their slots fill."""
+        self.indices, self.gradients, self._place, self._exchange = indices, gradients, place, exchange
         self.slots = [gradient.slot for gradient in gradients]
         self._views = [slot.view for slot in self.slots]
 
     def fill(self, grads: list[torch.Tensor], calling: Calling) -> list[torch.Tensor]:
-        """The slots take these, divided by the number of ranks. Returns what becomes the grads. See `LentRun`."""
+        """The slots take these, times this rank's share of the mean. Returns what becomes the grads. See `LentRun`."""
         let_go = [gradient.let_go(grad) for gradient, grad in zip(self.gradients, grads, strict=True)]
         if any(let_go):
             self.gradients[0].memory.leave_to_script()
-        if len(grads) == 1:
-            torch.mul(grads[0], self._share, out=self._views[0])
+        if not self._exchange.weight:
+            self._place.zero_()
+        elif len(grads) == 1:
+            torch.mul(grads[0], self._exchange.share, out=self._views[0])
         else:
             torch._foreach_copy_(self._views, grads)
-            self._place.mul_(self._share)
+            self._place.mul_(self._exchange.share)
         return [gradient.hand_out() for gradient in self.gradients]
 
     def alone(self, at: int) -> "Run":
         """One gradient of the run."""
-        return Run([self.indices[at]], [self.gradients[at]], self._views[at], self._share)
+        return Run([self.indices[at]], [self.gradients[at]], self._views[at], self._exchange)
 
 
 AnyGradient: TypeAlias = Gradient | LentGradient
@@ -222,30 +231,32 @@ def gradients_of(exchange: Exchange, names: Sequence[str]) -> tuple[list[AnyGrad
             indices = [index_of[slot.name] for slot in slots]
             apart = [LentGradient(slot, lent) for slot in slots]
             by_index.update(zip(indices, apart, strict=True))
-            runs.append(LentRun(indices, apart, lent))
+            runs.append(LentRun(indices, apart, exchange, lent))
             continue
         parts = _cut(slots)
         places = [flat[part[0].offset : part[-1].offset + part[-1].view.numel()] for part in parts]
         memory = BucketMemory([*aliases, *places])
         for part, place in zip(parts, places, strict=True):
             gradients = [Gradient(slot, memory) for slot in part]
-            run = Run([index_of[slot.name] for slot in part], gradients, place, exchange.share)
+            run = Run([index_of[slot.name] for slot in part], gradients, place, exchange)
             by_index.update(zip(run.indices, gradients, strict=True))
             runs.append(run)
     return [by_index[index] for index in range(len(names))], runs
 
 
 _RUN_BYTES = 2**17
-"""The most bytes of a run of several gradients: they stay in a core's cache until the last one is ready."""
+"""The most bytes of a run of several gradients on CPUs: they stay in a core's cache until the last one is ready."""
+_DEVICE_RUN_BYTES = 2**26
+"""The most bytes of a run on a device, where a run takes two launches."""
 
 
 def _cut(slots: Sequence[Slot]) -> list[list[Slot]]:
     """The slots of a bucket, cut into runs."""
     parts: list[list[Slot]] = []
-    nbytes = 0
+    nbytes, most = 0, _RUN_BYTES if slots[0].device.type == "cpu" else _DEVICE_RUN_BYTES
     for slot in slots:
         nbytes += slot.view.nbytes
-        if not parts or nbytes > _RUN_BYTES:
+        if not parts or nbytes > most:
             parts.append([])
             nbytes = slot.view.nbytes
         parts[-1].append(slot)
@@ -284,10 +295,5 @@ def _references(holder: Any) -> int:
     return sys.getrefcount(holder.handed)
 
 
-class _Holder:
-    def __init__(self) -> None:
-        self.handed = object()
-
-
-_ALONE = _references(_Holder())
+_ALONE = _references(SimpleNamespace(handed=object()))
 """The count when nobody else refers to it; versions of Python differ."""

@@ -11,7 +11,7 @@ from gradwire.core import Plan, Spec, TensorInfo
 from gradwire.engine.buffers import ModelBuffers, shared_parameters
 from gradwire.engine.registry import REGISTRY
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import golden_digests, info_of, plan_for
+from gradwire.exchange import embeddings_of, golden_digests, info_of, plan_for, warn_of_embeddings
 from gradwire.plan import Policy
 from gradwire.transport import KERNELS
 
@@ -63,9 +63,11 @@ def prepare(model: Any, plan: Any, ranks: int, ranks_per_node: int = 1, ours: Co
             f"the model's parameters lie on {', '.join(devices)}, and a handle works on one device. Call "
             "model.to(device) before the optimizer is made."
         )
-    tensors = [info_of(name, parameter) for name, parameter in parameters.items()]
+    embeddings = embeddings_of(model)
+    tensors = [info_of(name, parameter, id(parameter) in embeddings) for name, parameter in parameters.items()]
     # before the first step the best guess is that gradients come in the reverse order of registration
     made, policy = plan_for(plan, tensors[::-1], ranks, ranks_per_node)
+    warn_of_embeddings(tensors, made, policy)
     return Prepared(parameters, tensors, made, policy)
 
 

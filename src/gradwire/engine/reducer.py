@@ -18,7 +18,7 @@ backwards inside the backward, everything is sent when the outermost backward en
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import Enum
@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import Variable
 
+from gradwire.engine.batch_weights import BatchWeights
 from gradwire.engine.control import BackwardState, ControlExchange, RankReport, exchange_reports, used_anywhere
 from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of
 from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
@@ -35,6 +36,7 @@ from gradwire.engine.torch_hooks.hooks import (
     NO_BACKWARD,
     Arrivals,
     GradientHooks,
+    ModelHook,
     has_reentrant,
     in_reentrant_backward,
     reentrant_refusal,
@@ -143,12 +145,17 @@ class Reducer:
 
     def __init__(self, lanes: Lanes, drift_check_steps: int) -> None:
         self.lanes, self.group = lanes, lanes.group
+        lanes.end_left = weakref.WeakMethod(self._end_left)
         self.control = ControlExchange(lanes, drift_check_steps)
         """The exchange of reports at the end of a step."""
+        self.batches = BatchWeights()
+        """The weights of this rank's batches."""
         self.step = 0
         """Steps so far: the number of the next one, or of the one that runs."""
         self.synchronise = True
-        """False: backwards only accumulate."""
+        """False inside `no_sync`."""
+        self._decided: tuple[int, bool] = NO_BACKWARD, True
+        """The last backward that began, and whether it sends or only accumulates."""
         self.active: list[int] = []
         """Ranks of the group that had a batch in the last step."""
         self.ready_order: list[int] = []
@@ -182,6 +189,7 @@ class Reducer:
 
     def use(self, schedule: ScheduleEvents) -> None:
         """Run steps by this schedule, of which the caller has detached the one before. `watch` and `attach` must follow."""
+        self.batches.watch_parts(0)
         self._schedule, self._deferred = weakref.ref(schedule), False
 
     def watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -247,8 +255,14 @@ class Reducer:
     # ---- events of a backward
 
     def expect_graph(self, outputs: list[torch.Tensor]) -> None:
-        """A forward returned these, and its backward will synchronise."""
+        """A forward returned these. As in DDP the place of the forward decides whether its backward sends; a backward of several
+        forwards does if one of them decided so."""
         schedule = self.schedule
+        decide = ModelHook(self, Reducer._sends_now if self.synchronise else Reducer._only_accumulates)
+        for output in outputs if schedule.traits.sends_in_backward else ():
+            output.register_hook(decide)
+        if not self.synchronise:
+            return
         if schedule.traits.sends_in_backward:
             if not self._seen and not self._deferred:
                 self._deferred = has_reentrant(outputs)
@@ -259,6 +273,21 @@ class Reducer:
         if isinstance(schedule, SeesBackward):
             schedule.after_forward(outputs)
 
+    def _sends_now(self, gradient: torch.Tensor) -> None:
+        self._decided = torch._C._current_graph_task_id(), True
+
+    def _only_accumulates(self, gradient: torch.Tensor) -> None:
+        if self._decided[0] != (task := torch._C._current_graph_task_id()):
+            self._decided = task, False
+
+    @property
+    def _sends(self) -> bool:
+        """Whether the backward that runs sends. Without an output of the model `no_sync` decides where backward runs."""
+        task = torch._C._current_graph_task_id()
+        if not self.in_hand and task != self._decided[0] and not in_reentrant_backward():  # that is part of another one
+            self._decided = task, self.synchronise
+        return self.in_hand or self._decided[1]
+
     @told_to_all
     def _before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         self.schedule.before_gradient(index, parameter)
@@ -268,7 +297,7 @@ class Reducer:
         """A gradient was accumulated into parameter.grad, and hooks of the script may follow. Returns whether it belongs to a
         step."""
         self._used.add(index)
-        if not self.synchronise:
+        if not self._sends:
             return False
         self.lanes.check()
         if not self.in_hand:
@@ -283,7 +312,11 @@ class Reducer:
             else:  # inside the backward we know each parameter's gradient is still counted once: look at each from now on
                 self.arrivals.task = NO_BACKWARD
             if index in self.arrivals.came:
-                raise came_twice(self, index)
+                raise leave(
+                    self,
+                    f"the gradient of {self.names[index]!r} became ready twice in step {self.step}: it is used inside a "
+                    "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False).",
+                )
         return True
 
     @told_to_all
@@ -291,12 +324,12 @@ class Reducer:
         """A gradient came that is its run's last one in the plan's order, and all hooks on it are over. Where another one came
         last, the run is taken when the next gradient of this backward comes, or at its end."""
         self.arrivals.heard.add(index)
-        if self.synchronise and not self._deferred and torch._C._current_graph_task_id() == self._outer_task:
+        if not self._deferred and torch._C._current_graph_task_id() == self._outer_task:
             self._fill_complete(None if accumulated is None else (index, accumulated))
 
     @told_to_all
     def _outermost(self) -> None:
-        if self.synchronise and not self.in_hand:
+        if self._sends and not self.in_hand:
             self._begin_in_backward()
 
     def _begin_in_backward(self) -> None:
@@ -316,9 +349,11 @@ class Reducer:
             name = type(self.schedule).__name__
             raise StepStateError(f"on_begin of {name} did not call reducer.begin(exchange), as it must: no step runs.")
 
-    def begin(self, exchange: Exchange, buckets: Sequence[int] | None = None) -> None:
-        """Begin a step with these buckets of this exchange, or all. Schedules call it, in `on_begin`."""
+    def begin(self, exchange: Exchange, buckets: Sequence[int] | None = None, part: int = 0) -> None:
+        """Begin a step with these buckets of this exchange, or all. Schedules call it, in `on_begin`. `part`: the fragment that
+        the buckets are, where ranks train alone."""
         self.arrivals.begin()
+        self.batches.begin(exchange, part)
         if exchange is not self.running:
             self.running = exchange
             self.slots = [exchange.slots[name] for name in self.names]
@@ -336,6 +371,12 @@ class Reducer:
         if self.in_hand and not inside:
             raise was_left(self, "a new forward begins")
         return not inside
+
+    def _end_left(self) -> None:
+        """Another handle of the same lanes is about to use them: a step whose backward was left ends, void on all ranks."""
+        left = self.in_hand and self.schedule.traits.sends_in_backward and self.lanes.failure is None
+        if left and torch._C._current_graph_task_id() != self._outer_task:
+            was_left(self, "a step of another handle begins")
 
     def take_back_all(self) -> None:
         """No rank uses what was summed: residuals take it back, unless the next sum has it anyway."""
@@ -421,7 +462,7 @@ class Reducer:
         all ranks or none."""
         self._used.update(self.arrivals.came)
         self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
-        after = self.running.last_task
+        after, self.control.samples = self.running.last_task, self.batches.running
         return self.control.tell(self.step, state, len(self.arrivals.came), self._used, after)
 
     def run_out(self) -> None:
@@ -451,6 +492,7 @@ class Reducer:
         exposed_s = time.perf_counter() - start
         self.control.check_drift(reports, self.step)
         used = used_anywhere(reports)
+        self.weigh(reports, used)
         for index in used:
             self.slots[index].owed = None
         missing = [Missing(index, own, index in used) for index, own in kept.items()]
@@ -460,6 +502,11 @@ class Reducer:
         if not self.schedule.traits.lanes_busy_between_steps:
             self.running.release()
         self.observers.finished(exposed_s)
+
+    def weigh(self, reports: Sequence[RankReport], used: Iterable[int]) -> None:
+        """The step counts: make weighted means of the sums of these parameters, if scripts gave weights."""
+        if (factor := self.batches.settle(reports)) != 1:
+            self.running.multiply([self.slots[index] for index in used], factor)
 
     def counted(self, reports: Sequence[RankReport]) -> None:
         """The step counts: the next one is another."""
@@ -475,6 +522,7 @@ class Reducer:
         wait(told)
         reports = told.result()
         if problem := self.control.why_void(reports, leaving_is_void):
+            self.batches.void(reports)
             self.running.wait()
             self.take_back_all()
             mendable = len({report.plan for report in reports}) == 1
@@ -533,15 +581,6 @@ def taken_in_backward(reducer: Reducer, name: str, optimizer: str) -> GradwireEr
     return leave(reducer, words)
 
 
-def came_twice(reducer: Reducer, index: int) -> GradwireError:
-    """End the step of a backward in which a parameter is used inside a reentrant checkpoint and outside. Returns the error."""
-    return leave(
-        reducer,
-        f"the gradient of {reducer.names[index]!r} became ready twice in step {reducer.step}: it is used inside a "
-        "reentrant checkpoint and outside of it. Use checkpoint(..., use_reentrant=False).",
-    )
-
-
 @torch.no_grad()
 def leave(reducer: Reducer, words: str) -> GradwireError:
     """End the step with zeros for what is missing, and tell all ranks. Returns the error to raise here."""
@@ -581,6 +620,7 @@ def announce_change(reducer: Reducer) -> None:
 def reset(reducer: Reducer) -> None:
     """Begin anew after a void step. Collective."""
     schedule = reducer.schedule
+    reducer.batches.leave()
     if isinstance(schedule, Launches):
         schedule.before_reset()
     if reducer.lanes.failure is None:
@@ -602,7 +642,7 @@ def _mend(reducer: Reducer, failure: GradwireError) -> None:
     lanes.mendable = False
     own = reducer.control.report(reducer.step, BackwardState.DONE, 0, ())
     with lanes.told("all ranks to call reset()", reducer.step):
-        reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names))).result()
+        reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names), tag=lanes.first_tag)).result()
     lanes.mend()
     reducer.idle(1 + max(report.step for report in reports))
     for parameter in reducer.living():

@@ -12,9 +12,9 @@ import torch
 from gradwire.core import Plan, printable
 from gradwire.engine.reducer import StepState
 from gradwire.engine.schedules.base import KeepsState, ShardsOptimizer
-from gradwire.engine.session import KeepsMeasurements, Session
+from gradwire.engine.session import Session
 from gradwire.errors import StepStateError
-from gradwire.exchange import Saved, added_up, read_state, split, warn_of_lost, write_state
+from gradwire.exchange import Saved, added_up, packed_samples, read_state, split, warn_of_lost, write_state
 from gradwire.transport import gather_bytes
 
 SET = "saved_by"
@@ -26,7 +26,8 @@ def state_of(session: Session) -> dict[str, torch.Tensor]:
     _check_between_steps(session, "state_dict()")
     session.use_specs_of_now()  # `load_state` expects what these keep, and the last step may have landed only here
     of_schedule = session.schedule.state() if isinstance(session.schedule, KeepsState) else {}
-    memory = session.exchange.residuals.state() | of_schedule | _decided(session)
+    samples = packed_samples(session.reducer.batches.state())
+    memory = session.exchange.residuals.state() | of_schedule | samples | _decided(session)
     return write_state(session.group, session.reducer.step, session.order, _digest_of(session, session.plan), memory)
 
 
@@ -57,10 +58,16 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
             carried = {} if saved.own else added_up(split(each)[0] for each in saved.memory)
             if saved.own:
                 exchange.residuals.check(memory)
-                _check_schedule(session, saved, extra)
+                if isinstance(session.schedule, KeepsState):
+                    session.schedule.check(saved, extra)
+                elif extra:
+                    raise ValueError(
+                        f"the state has {printable(next(iter(extra)))}, which this handle's schedule does not keep: it was saved "
+                        "under another one. Use the schedule it was saved with."
+                    )
             else:
                 exchange.residuals.check_carried(carried)
-            if isinstance(session.driver, KeepsMeasurements):
+            if session.driver is not None:
                 session.driver.check(session, together)
             if isinstance(session.schedule, ShardsOptimizer):
                 session.schedule.check_exchange(exchange)
@@ -76,6 +83,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
     else:
         exchange.residuals.take_over(carried)
     session.reducer.step = saved.step
+    session.reducer.batches.load(saved.samples, saved.own)
     if isinstance(session.schedule, KeepsState):
         session.schedule.load(together, extra)
     if session.driver is not None:
@@ -187,24 +195,17 @@ def _check_between_steps(session: Session, method: str) -> None:
     raise StepStateError(f"{method} was refused: {why}. {cure}")
 
 
-def _check_schedule(session: Session, saved: Saved, extra: Mapping[str, torch.Tensor]) -> None:
-    if isinstance(session.schedule, KeepsState):
-        session.schedule.check(saved, extra)
-    elif extra:
-        raise ValueError(
-            f"the state has {printable(next(iter(extra)))}, which this handle's schedule does not keep: it was saved under "
-            "another one. Use the schedule it was saved with."
-        )
-
-
 def _decided(session: Session) -> dict[str, torch.Tensor]:
     """The fields of a state for a plan that nothing but this run knows."""
     if session.driver is None:
         return {}
-    kept = {"decided": torch.frombuffer(bytearray(session.plan.to_json(None).encode()), dtype=torch.uint8)}
-    if isinstance(session.driver, KeepsMeasurements):
-        kept |= session.driver.state(session)
-    return kept | {"searching": torch.tensor(1)} if session.driver.searching else kept
+    return state_of_decision(session.plan, session.driver.searching) | session.driver.state(session)
+
+
+def state_of_decision(plan: Plan, searching: bool) -> dict[str, torch.Tensor]:
+    """The fields of a rank's state for a plan that gradwire chose. searching: whether it was only being tried."""
+    kept = {"decided": torch.frombuffer(bytearray(plan.to_json(None).encode()), dtype=torch.uint8)}
+    return kept | {"searching": torch.tensor(1)} if searching else kept
 
 
 def _plan_to_resume(session: Session, saved: Saved) -> Plan:

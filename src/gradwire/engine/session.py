@@ -4,11 +4,12 @@ import statistics
 import time
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -20,8 +21,15 @@ from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
 from gradwire.engine.reducer import Observer, Reducer, announce_change, taken_in_backward
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import PutsOff, ShardsOptimizer, TrainingJob
-from gradwire.engine.schedules.factory import make_schedule, why_not
-from gradwire.engine.torch_hooks.hooks import ModelHook, leave_hooks_behind, scale_of_this_backward, tensors_in, watch_scalers
+from gradwire.engine.schedules.factory import make_schedule, why_not, why_not_weighed
+from gradwire.engine.torch_hooks.hooks import (
+    GradientHooks,
+    ModelHook,
+    leave_hooks_behind,
+    scale_of_this_backward,
+    tensors_in,
+    watch_scalers,
+)
 from gradwire.engine.torch_hooks.lazy_tensors import looking
 from gradwire.engine.torch_hooks.optimizer_step import hear, hear_no_more
 from gradwire.engine.torch_hooks.splitting import compiled_frames
@@ -132,63 +140,56 @@ class ScriptWatch:
         self._own_steps.synchronised()
 
 
-class Driver(Protocol):
+class Driver(ABC):
     """Decides what a session runs, on all ranks alike."""
 
-    @property
-    def decisions(self) -> Latest[Any]:
+    later_specs: Sequence[Spec] = ()
+    """Specs that may run when something is decided, in addition to those of the first policy."""
+
+    def __init__(self) -> None:
+        self.decisions = Latest[Any]()
         """The last ones, in order."""
-        ...
 
     @property
     def searching(self) -> bool:
         """Whether the plan that runs is only being tried, so that a run which resumes is to decide anew."""
-        ...
+        return False
 
-    def finished(self, session: "Session") -> None:
-        """A step counted; called at the end of its backward, on every rank. May change the session's plan."""
-        ...
-
-    def recorded(self) -> Any:
-        """The last decision, as the `Decision` of a recorded run."""
-        ...
-
-    def refuses(self, plan: Plan, own: Plan) -> str:
-        """Why it would not go on under a plan that was saved; '' if it would. own: what the policy it begins with makes."""
-        ...
-
-    def resumed(self, session: "Session", saved: Saved) -> None:
-        """The session took up a saved state, and with it the plan that was saved."""
-        ...
-
-    def detached(self) -> None:
-        """The session let go of the model."""
-        ...
-
-
-class FirstDriver(Driver, Protocol):
-    """One that says what to begin with, too."""
-
-    @property
-    def later_specs(self) -> Sequence[Spec]:
-        """Specs that may run when something is decided, in addition to those of the first policy."""
-        ...
-
+    @abstractmethod
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """The policy that runs on so many ranks until something is decided."""
-        ...
 
+    @abstractmethod
+    def finished(self, session: "Session") -> None:
+        """A step counted; called at the end of its backward, on every rank. May change the session's plan."""
 
-@runtime_checkable
-class KeepsMeasurements(Protocol):
-    """A driver that measures something over several steps."""
+    @abstractmethod
+    def recorded(self) -> Any:
+        """The last decision, as the `Decision` of a recorded run."""
+
+    @abstractmethod
+    def refuses(self, plan: Plan, own: Plan) -> str:
+        """Why it would not go on under a plan that was saved; '' if it would. own: what the policy it begins with makes."""
 
     def state(self, session: "Session") -> dict[str, torch.Tensor]:
-        """How far it is between two of these steps, as in `gradwire.exchange.states`."""
-        ...
+        """Measurements that take several steps, as far as they are, as in `gradwire.exchange.states`."""
+        return {}
 
-    def check(self, session: "Session", saved: Saved) -> None:
-        """Raises ValueError unless `resumed` can go on with the measurement that was saved."""
+    def check(self, session: "Session", saved: Saved) -> None:  # noqa: B027
+        """Raises ValueError unless `resumed` can go on with the measurements that were saved."""
+
+    def resumed(self, session: "Session", saved: Saved) -> None:  # noqa: B027
+        """The session took up a saved state, and with it the plan that was saved."""
+
+    def detached(self) -> None:  # noqa: B027
+        """The session let go of the model."""
+
+
+class GradientWatcher(Protocol):
+    """Is called for each gradient."""
+
+    def ready(self, index: int) -> None:
+        """The gradient of the parameter with this number is ready."""
         ...
 
 
@@ -252,6 +253,26 @@ class Session(Observer):
         """The optimizers that `parallelize` was given and that are still there."""
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
+    @property
+    def step(self) -> int:
+        """The number of steps that counted so far."""
+        return self.reducer.step
+
+    @property
+    def active(self) -> list[int]:
+        """The ranks that had a batch in the last step."""
+        return self.reducer.active
+
+    @property
+    def first_gradient_s(self) -> float:
+        """The moment when the step's first gradient became ready (time.perf_counter); 0 if none was seen."""
+        return self.reducer.first_gradient_s
+
+    def watch_gradients(self, watcher: "GradientWatcher") -> Callable[[], None]:
+        """Call watcher.ready(index) when the gradient of a parameter, numbered as `tensors` are, becomes ready, as long as the
+        watcher lives. Returns what ends this."""
+        return GradientHooks(watcher, None, lambda each, index, *_: each.ready(index), self.parameters.values()).remove
+
     def settle(self) -> None:
         """Wait until nothing is under way and all that a script can see is as it should be. Launches nothing."""
         self.schedule.settle()
@@ -267,6 +288,8 @@ class Session(Observer):
         model = self._model()
         assert model is not None
         prepared = Prepared(self.parameters, self.tensors, plan, None)
+        if self.reducer.batches.used and (problem := why_not_weighed(plan)):
+            return problem
         return why_not(prepared, TrainingJob(model, self.optimizers, self._compiled_before))
 
     def change_to(self, plan: Plan) -> None:
@@ -439,6 +462,7 @@ class Session(Observer):
         if torch.is_grad_enabled() and self.reducer.may_send():
             self._check_parameters(module)  # where torch.compile stops tracing, before it comes to a clock
             CROSSING.uses()
+            self.lanes.use_here()
             if module.training and self.began_s is None:
                 self.began_s = time.perf_counter()
             if self.driver is not None and module.training:
@@ -492,7 +516,8 @@ class Session(Observer):
         )
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if module is self._model() and self.reducer.synchronise and torch.is_grad_enabled():
+        if module is self._model() and torch.is_grad_enabled():
             leaves = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            self.first_gradient.expect(leaves)
+            if self.reducer.synchronise:
+                self.first_gradient.expect(leaves)
             self.reducer.expect_graph(leaves)

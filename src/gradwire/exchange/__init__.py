@@ -5,7 +5,7 @@ from gradwire.exchange.golden import golden_digests
 from gradwire.exchange.host_codec import HostCodec, codec_on
 from gradwire.exchange.layout import BucketBuffers, Slot
 from gradwire.exchange.options import check_sharded
-from gradwire.exchange.plans import info_of, plan_for
+from gradwire.exchange.plans import embeddings_of, info_of, looks_up_rows, plan_for, warn_of_embeddings
 from gradwire.exchange.residual_store import SHARED, Remembered, State, added_up
 from gradwire.exchange.states import (
     CORRECTION,
@@ -15,6 +15,7 @@ from gradwire.exchange.states import (
     Saved,
     by_tensor,
     divided,
+    packed_samples,
     read_state,
     split,
     warn_of_lost,
@@ -49,11 +50,15 @@ __all__ = [
     "check_sharded",
     "codec_on",
     "divided",
+    "embeddings_of",
     "golden_digests",
     "info_of",
+    "looks_up_rows",
+    "packed_samples",
     "plan_for",
     "read_state",
     "split",
+    "warn_of_embeddings",
     "warn_of_lost",
     "write_state",
 ]

@@ -37,7 +37,7 @@ from gradwire.collectives import Scheme, ShardedSum, TwoPhase, share_scratch
 from gradwire.core import Plan, codes_on_cpu, launch_tasks, near, printable, show, tasks_by_lane
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange.layout import BucketBuffers, Slot, build_buckets, random_streams
-from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for
+from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for, warn_of_embeddings
 from gradwire.exchange.residual_store import Remembered, added_up
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
@@ -82,8 +82,9 @@ class Exchange:
         problem, made, checked, device = None, None, {}, None
         try:
             checked = checked_tensors(tensors)
-            infos = [info_of(name, like(tensor)) for name, tensor in checked.items()]
-            made, _ = plan_for(plan, infos, lanes.group.world_size, lanes.group.grid.ranks_per_node_if_even)
+            infos = [info_of(name, like(tensor), getattr(tensor, "embedding", False)) for name, tensor in checked.items()]
+            made, policy = plan_for(plan, infos, lanes.group.world_size, lanes.group.grid.ranks_per_node_if_even)
+            warn_of_embeddings(infos, made, policy)
             device = like(next(iter(checked.values()))).device
         except Exception as error:
             problem = error
@@ -146,6 +147,8 @@ class Exchange:
         """Buckets in the order in which lanes take them."""
         self.share = torch.tensor(1.0 / lanes.group.world_size, dtype=torch.float64, device="cpu")
         """The factor of this rank's values in a mean."""
+        self.weight = 1.0
+        """The factor of this rank's values in a sum, before it is divided by the number of ranks."""
         self.sent: set[Slot] = set()
         """The places whose tensors are ready in this step."""
         self._left: list[int] = []
@@ -178,7 +181,8 @@ class Exchange:
             raise PlanError(f"phases is {show(phases)}: write {BOTH!r}, {REDUCE!r} or {GATHER!r}.")
         if phases != BOTH:
             check_two_phases(self._buckets, phases)
-            part_totals(self._buckets)
+            for sum_apart in _sums_apart(chunk for buffers in self._buckets for chunk in buffers.chunks):
+                sum_apart.share_total(None)  # in memory of its own: a step ends with the sums, or begins with them
         self.lanes.begin(step)
         self._lent.give_back()
         self.step, self._phases, self.sent = step, phases, set()
@@ -187,11 +191,22 @@ class Exchange:
             keys[:, :, 1] = step
         self._executor.start(phases, buckets)
 
+    def weigh(self, weight: float) -> None:
+        """Multiply this rank's values by `weight` in the steps that begin from now on. With 0 the rank sends zeros."""
+        self.weight = weight
+        self.share.fill_(weight / self.group.world_size)
+
+    def multiply(self, slots: Iterable[Slot], factor: float) -> None:
+        """Multiply the means of a step whose tasks are done, before `release`."""
+        torch._foreach_mul_([self._lent.of(slot) if slot.apart else slot.view for slot in slots], factor)
+
     def place(self, slot: Slot, tensor: torch.Tensor | None) -> None:
         """Put this rank's part of the mean in a place: zeros for None. If the bucket has no memory, lend a copy. `ready` must
         follow."""
+        if not self.weight:
+            tensor = None
         if slot.apart:
-            self._lent.lend(slot, slot.empty().copy_(tensor) if tensor is not None else slot.empty().zero_())
+            self._lent.lend(slot, slot.empty().copy_(tensor).mul_(self.weight) if tensor is not None else slot.empty().zero_())
         elif tensor is None:
             slot.view.zero_()
         else:
@@ -219,7 +234,9 @@ class Exchange:
         self._left[bucket] -= len(slots)
         if not self._left[bucket]:
             if self._phases == GATHER:
-                take_shards(self._buckets[bucket], self._executor.streams)
+                for chunk in self._buckets[bucket].chunks:  # this rank gives its shards of the flat buffer as they are
+                    assert isinstance(chunk, (TwoPhase, ShardedSum))
+                    chunk.take_shard(self._executor.streams)
             self._executor.ready(bucket)
 
     def wait(self, what: str | int | None = None, others: Sequence["Future[Any]"] = ()) -> None:
@@ -318,6 +335,16 @@ class Exchange:
             made.residuals.take_over(carried)
         self._become(made)
         self.step = saved.step
+
+    def change_to(self, plan: Plan) -> None:
+        """Run another plan of the same tensors from the next step on. Between steps, with an equal plan on every rank; sends
+        nothing. What residuals hold goes into the new plan's. Raises PlanError, and changes nothing, for a plan that does not
+        fit the tensors or that this version cannot run; StepStateError while a step runs."""
+        self._check_idle("change_to")
+        plan.check_against([info_of(name, like(tensor)) for name, tensor in self._tensors.items()])
+        made = self._running(plan, self.step)
+        made.residuals.take_over(self.residuals.carried())
+        self._become(made)
 
     def stats(self) -> ExchangeStats:
         """Statistics of the steps so far, on this rank."""
@@ -559,8 +586,11 @@ class Exchange:
             put_back_shards(self._buckets[slot.bucket], slot, source)
 
     def _with_specs_of(self, step: int) -> "Exchange":
+        return self._running(self.plan, step)
+
+    def _running(self, plan: Plan, step: int) -> "Exchange":
         likes = {name: like(tensor) for name, tensor in self._tensors.items()}
-        return Exchange.on(self.lanes, likes, self.plan, step, in_place=True)
+        return Exchange.on(self.lanes, likes, plan, step, in_place=True)
 
     def _become(self, made: "Exchange") -> None:
         """Go on with the buckets of another exchange of the same tensors."""
@@ -708,7 +738,7 @@ class Executor:
         """The lanes that have tasks of each bucket."""
         self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
         pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
-        self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=0), strict=False))
+        self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=lanes.first_tag), strict=False))
         self.progress = _Progress(0, ())
         self.streams = Streams()
         self.running: list[Future[tuple[Meter, Mark]]] = []
@@ -793,6 +823,8 @@ class Executor:
 
     def give_up(self) -> None:
         """Let the lanes go that wait for buckets or before the gate, and forget the step."""
+        if not all(future.done() for future in self.running):
+            self.lanes.step_given_up()
         self.progress.tell(_GIVE_UP)
         self.progress, self.running = _Progress(0, ()), []  # their errors hold the frames they passed
 
@@ -1018,6 +1050,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def check_two_phases(buckets: Sequence[BucketBuffers], what: str) -> None:
     """Raises PlanError unless every bucket has a reduce and a gather phase, and a shard for each rank between the two."""
     for buffers in buckets:
+        if buffers.energies is not None:
+            raise PlanError(
+                f"{what!r} runs one phase, and bucket {buffers.index} has spec {buffers.bucket.main_spec!r}: weights of elements "
+                "follow from whole means, which one phase alone gives to no rank. Leave weights out."
+            )
         if not all(isinstance(chunk, (TwoPhase, ShardedSum)) for chunk in buffers.chunks):
             raise PlanError(
                 f"{what!r} needs two phases, and bucket {buffers.index} has option {list(buffers.bucket.option)}. Use a plan "
@@ -1039,12 +1076,6 @@ def share_memory(tasks_of_lanes: Sequence[Sequence[PhaseTask]], buckets: Sequenc
                 each.share_total(memory)
 
 
-def part_totals(buckets: Sequence[BucketBuffers]) -> None:
-    """Give each sum memory of its own: a step ends with the sums, or begins with them."""
-    for each in _sums_apart(chunk for buffers in buckets for chunk in buffers.chunks):
-        each.share_total(None)
-
-
 def _sums_apart(schemes: Iterable[Scheme]) -> list[TwoPhase]:
     """The schemes whose gradients lie apart and whose own sum is not part of them."""
     two_phase = [each for each in schemes if isinstance(each, TwoPhase)]
@@ -1059,13 +1090,6 @@ def put_back_shards(buffers: BucketBuffers, slot: Slot, tensor: torch.Tensor) ->
         if of is slot and values.numel():
             flat[low - slot.offset : high - slot.offset] = values
     tensor.detach().copy_(own)
-
-
-def take_shards(buffers: BucketBuffers, streams: Streams) -> None:
-    """Before a gather phase alone: this rank gives its shards of the flat buffer as they are."""
-    for chunk in buffers.chunks:
-        assert isinstance(chunk, (TwoPhase, ShardedSum))
-        chunk.take_shard(streams)
 
 
 def shards_of(buffers: BucketBuffers) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:

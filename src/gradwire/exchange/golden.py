@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from gradwire.collectives import Energies, Learn, Weigh
 from gradwire.compressors import SoleRank, compressor_for
 from gradwire.core import Plan, Spec, innermost
-from gradwire.kernels import Segment, Segments, is_float, tensor_key
+from gradwire.kernels import Segment, Segments, is_float, run_calls, tensor_key
 
 _SHAPES = ((96, 64), (300,))
 _LAST_STEP = 2**62
@@ -50,13 +51,17 @@ def _two_steps(spec: Spec, dtype: torch.dtype, device: torch.device) -> str:
         numel = torch.Size(shape).numel()
         rows.append(Segment(at, numel, tensor_key(f"golden{number}"), 0, spec.element_bits))
         at += numel
-    segments = Segments(tuple(rows), device, tuple(f"golden{n}" for n in range(len(rows))), _SHAPES)
+    energies = Energies.zeros(at, device, spec.element_weights)
+    weights = None if energies is None else energies.weights
+    segments = Segments(tuple(rows), device, tuple(f"golden{n}" for n in range(len(rows))), _SHAPES, weights)
     state = [torch.zeros(at, dtype=torch.float32, device=device) for _ in spec.state]
     rank, sha = SoleRank(compressor_for(spec), segments, dtype, state), hashlib.sha256()
     for step in range(2):
         decoded = rank.step([getattr(innermost(spec), "seed", 0), step, 0, 0], values.to(torch.float32, copy=True))
         for tensor in (*rank.payloads, decoded, *state):
             sha.update(bytes(tensor.cpu().view(torch.uint8).numpy()))
+        if energies is not None:
+            run_calls([*Learn(energies, decoded, segments).calls(), *Weigh(energies, segments).calls()])
     return sha.hexdigest()[:16]
 
 

@@ -82,8 +82,11 @@ class HostCodec(WrappingCompressor):
         """Return these rows with their table in the host's memory."""
         found = self._on_host.get(id(segments))
         if found is None:  # the original is kept too, so that its id stays its own
-            host = Segments(segments.rows, torch.device("cpu"), segments.names, segments.shapes)
+            weights = None if segments.weights is None else torch.empty_like(segments.weights, device="cpu")
+            host = Segments(segments.rows, torch.device("cpu"), segments.names, segments.shapes, weights)
             found = self._on_host[id(segments)] = (segments, host)
+        if segments.weights is not None and found[1].weights is not None:
+            found[1].weights.copy_(segments.weights)
         return found[1]
 
 

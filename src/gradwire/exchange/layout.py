@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from gradwire.collectives import AllReduce, Piece, Route, Scheme
+from gradwire.collectives import AllReduce, Energies, Piece, Route, Scheme
 from gradwire.compressors import BesideCompressor, Compressor, Context, compressor_for, store_for
 from gradwire.core import RESIDUAL_DTYPES, Bucket, Plan, innermost
 from gradwire.errors import PlanError
@@ -103,6 +103,8 @@ class BucketBuffers:
     bounds: list[int]
     """Elements at which the chunks begin and end."""
     chunks: list[Scheme]
+    energies: Energies | None = None
+    """Energies of all elements, if elements have weights."""
 
     @property
     def aliases(self) -> list[torch.Tensor]:
@@ -198,7 +200,8 @@ def _build(
     count = -(-numel * flat.element_size() // bucket.chunk_bytes) if bucket.chunk_bytes else 1
     granularity = _STEPPED_TOGETHER if sharded else codec.spec.granularity or max(1, *numels)
     bounds = cut(numels, granularity, 0, numel, count)
-    rows = _Rows(bucket, members, granularity)
+    energies = Energies.zeros(numel, first.device, codec.spec.element_weights)
+    rows = _Rows(bucket, members, granularity, step, None if energies is None else energies.weights)
     contexts = [Context(row) for row in random.unbind()]
     encodes = len(contexts) // 2
     chunks: list[Scheme] = []
@@ -215,14 +218,21 @@ def _build(
             store_for=partial(store_for, bucket.residual_dtype),
             store_contexts=contexts[encodes:],
             runs=runs,
+            batched=launches(first.device),
             apart=None if apart is None else apart[start:end],
+            energies=None if energies is None else energies[start:end],
         )
         chunks.append(make(codec, piece, group, index))
     for chunk in chunks:
         if isinstance(chunk, Route):
             for encode, voice in chunk.voices.items():
                 random[[encode, encodes + encode], 3] = voice
-    return BucketBuffers(index, bucket, flat, slots, bounds, chunks)
+    return BucketBuffers(index, bucket, flat, slots, bounds, chunks, energies)
+
+
+def launches(device: torch.device) -> bool:
+    """Whether each call of a kernel is a launch, so that few calls are better."""
+    return kind_of(device) != "cpu"
 
 
 def random_streams(plan: Plan, rank: int, device: torch.device) -> torch.Tensor:
@@ -265,11 +275,14 @@ def _snap(numels: Sequence[int], granularity: int, target: int) -> int:
 class _Rows:
     """Makes the segments of any range of a bucket."""
 
-    def __init__(self, bucket: Bucket, members: Sequence[torch.Tensor], granularity: int) -> None:
-        self.numels, self.granularity = [member.numel() for member in members], granularity
+    def __init__(
+        self, bucket: Bucket, members: Sequence[torch.Tensor], granularity: int, step: int, weights: torch.Tensor | None
+    ) -> None:
+        """weights: of the bucket's elements."""
+        self.numels, self.granularity, self._weights = [member.numel() for member in members], granularity, weights
         self.tensors, at = [], 0
         for name, member in zip(bucket.tensors, members, strict=True):
-            whole = Segment(at, member.numel(), tensor_key(name), 0, bucket.bits_of(name))
+            whole = Segment(at, member.numel(), tensor_key(name), 0, bucket.bits_of(name, step))
             self.tensors.append((whole, name, tuple(member.shape)))
             at += member.numel()
 
@@ -281,7 +294,8 @@ class _Rows:
                 rows.append(Segment(low - start, high - low, key, low - at, bits))
                 names.append(name)
                 shapes.append(shape if high - low == numel else ())
-        return Segments(tuple(rows), device, tuple(names), tuple(shapes))
+        weights = None if self._weights is None else self._weights[start:end]
+        return Segments(tuple(rows), device, tuple(names), tuple(shapes), weights)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Plans for given tensors, from anything that users may pass as a plan."""
 
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -57,7 +58,38 @@ def changing_specs(plan: Plan) -> tuple[Spec, ...]:
     return tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
 
 
-def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
+def info_of(name: str, tensor: torch.Tensor, embedding: bool = False) -> TensorInfo:
     """The facts of a tensor that a planner uses."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorInfo(name, tuple(tensor.shape), dtype, kind_of(tensor.device))
+    return TensorInfo(name, tuple(tensor.shape), dtype, kind_of(tensor.device), embedding)
+
+
+def looks_up_rows(module: torch.nn.Module) -> bool:
+    """Whether the module's weight is an embedding."""
+    return isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+
+
+def embeddings_of(model: torch.nn.Module) -> set[int]:
+    """The ids of the parameters whose rows a module of the model looks up."""
+    return {id(module.weight) for module in model.modules() if looks_up_rows(module)}
+
+
+def warn_of_embeddings(tensors: Iterable[TensorInfo], plan: Plan, policy: Policy | None) -> None:
+    """Say where the policy's spec does not send embeddings because it has no code for zero, and where it does."""
+    spec_of = {name: bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
+    embeddings = [(tensor.name, spec_of[tensor.name]) for tensor in tensors if tensor.embedding]
+    changed = [(name, spec) for name, spec in embeddings if not spec.keeps_zeros]
+    if changed:
+        name, spec = changed[0]
+        warnings.warn(
+            f"{spec!r} has no code for zero, and {name!r} is an embedding: rows that no batch uses are changed in every step. "
+            f"Send embeddings with another spec: rules=[({name!r}, gw.QSGD(bits=4))].",
+            stacklevel=4,
+        )
+    elif policy is not None and not policy.default.keeps_zeros and embeddings:
+        name, spec = embeddings[0]
+        warnings.warn(
+            f"{policy.default!r} has no code for zero, so {name!r} is sent with {spec!r}: rows of an embedding that no batch "
+            "uses stay as they are. Its gradient keeps its size; with signs alone give it a learning rate of its own.",
+            stacklevel=4,
+        )

@@ -11,7 +11,8 @@ Keys are `{what}/{encode}/{tensor}`. Two kinds of key are special:
   is the original. A resumed run needs the copies; a sum over ranks leaves them out.
 
 Plans without error feedback keep no residuals. A residual of another plan is then kept by the tensor's slot, and saved as 'left'.
-Shared values (PowerSGD's factors) are the same on all ranks, and of another size than the tensor.
+Shared values (PowerSGD's factors) are the same on all ranks, and of another size than the tensor. Energies, which the weights of
+elements follow from, are the same on all ranks too.
 """
 
 import re
@@ -24,8 +25,9 @@ import torch
 from gradwire.collectives import Memory
 from gradwire.core import printable
 from gradwire.exchange.layout import BucketBuffers, Slot
+from gradwire.kernels.reference.weights import scale_energy
 
-SHARED, COPY, LEFT = "shared", "_copy", "left"
+SHARED, ENERGY, COPY, LEFT = "shared", "energy", "_copy", "left"
 _KEY = re.compile(rf"\w+/([0-3]|{LEFT})/.+", re.DOTALL)
 
 State = Mapping[str, torch.Tensor]
@@ -60,11 +62,14 @@ class Remembered:
                     yield from _parts(values, memory, start, buffers)
                     if change:
                         memory.write(values)
+            for slot, energy in _energies(buffers):
+                yield _KeptRun(f"{ENERGY}/0/{slot.name}", 0, energy.numel(), energy)
 
     def _carried_sizes(self) -> dict[str, int]:
         """The keys that `take_over` accepts, with their numbers of elements, without the residuals that slots keep."""
         sizes: dict[str, int] = {}
         for buffers in self._buckets:
+            sizes |= {f"{ENERGY}/{slot.name}": energy.numel() for slot, energy in _energies(buffers)}
             for chunk in buffers.chunks:
                 sizes |= {f"{SHARED}/{name}": value.numel() for name, value in chunk.shared.items()}
                 sizes |= {f"{what}/{slot.name}": slot.view.numel() for what in chunk.remembers for slot in buffers.compressed}
@@ -148,13 +153,13 @@ class Remembered:
         """Raises ValueError where `take_over` would lose something."""
         expected = self._taken_sizes()
         for key in carried:
-            if key not in expected:
-                what, _, name = key.partition("/")
+            what, _, name = key.partition("/")
+            if key not in expected and what != ENERGY:
                 raise ValueError(
                     f"the state has a {what} of {name!r}, of which this plan keeps none: what was not sent would be lost. "
                     "Use the model, and the policy with error feedback, of the run that saved it."
                 )
-        _check_sizes({key: value.numel() for key, value in carried.items()}, expected)
+        _check_sizes({key: value.numel() for key, value in carried.items() if key in expected}, expected)
 
     def fitting(self, carried: State) -> dict[str, torch.Tensor]:
         """The part of `carried` that `take_over` accepts."""
@@ -165,6 +170,9 @@ class Remembered:
         """Begin with the residuals of another set of buckets, and with zeros for the other tensors. Shared factors that
         are not in `carried` stay as they are."""
         for buffers in self._buckets:
+            for slot, energy in _energies(buffers):
+                own = carried.get(f"{ENERGY}/{slot.name}")
+                energy.copy_(slot.in_memory(own)) if own is not None else energy.zero_()
             for chunk in buffers.chunks:
                 for name, value in chunk.shared.items():
                     value.copy_(carried.get(f"{SHARED}/{name}", value))
@@ -190,7 +198,9 @@ class Remembered:
     def scale(self, factor: float) -> None:
         """Multiply all that was not sent yet."""
         for run in self._runs(change=True):
-            if not run.key.startswith(f"{SHARED}/"):
+            if run.key.startswith(f"{ENERGY}/"):
+                scale_energy(run.part, factor)
+            elif not run.key.startswith(f"{SHARED}/"):
                 run.part.mul_(factor)
         for _, slot in self._owing():
             if slot.owed is not None:
@@ -199,10 +209,20 @@ class Remembered:
     def held(self) -> Iterator[torch.Tensor]:
         """The memory itself."""
         for buffers in self._buckets:
+            if buffers.energies is not None:
+                yield buffers.energies.energy
             for chunk in buffers.chunks:
                 yield from chunk.shared.values()
                 for memory in chunk.memory:
                     yield from memory.held
+
+
+def _energies(buffers: BucketBuffers) -> list[tuple[Slot, torch.Tensor]]:
+    """The energies of each compressed tensor, if the bucket's elements have weights."""
+    if buffers.energies is None:
+        return []
+    energy = buffers.energies.energy
+    return [(slot, energy[slot.offset : slot.offset + slot.view.numel()]) for slot in buffers.compressed]
 
 
 def _carried_parts(carried: State, what: str, buffers: BucketBuffers, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -255,7 +275,7 @@ def added_up(states: Iterable[State]) -> dict[str, torch.Tensor]:
                 continue
             if total[name].numel() != flat.numel():
                 raise ValueError(f"{printable(key)} has {flat.numel()} elements, and another rank's {total[name].numel()}.")
-            if what != SHARED:
+            if what not in (SHARED, ENERGY):
                 total[name] = total[name] + flat
     return total
 

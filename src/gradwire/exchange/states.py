@@ -7,8 +7,9 @@ schedule also the rank's own weights, `local/0/{tensor}`, and `weights`, checksu
 `delayed` what compressors of corrections remember, `correction_{what}/..`; of `local` the outer optimizer's momentum, the same
 on all ranks, `outer/0/{tensor}`, `local_steps`, how many the rank made, and `landed` where the last exchange landed earlier than
 the schedule says, as in `join()`. Where gradwire chose the plan itself also `decided`, its JSON in bytes, and `searching` where
-it was only being tried. Where it is measuring something over several steps also `measuring`, JSON in bytes, and what it has added
-up so far, `measured/0/{tensor}` and `measured/1/{tensor}`.
+it was only being tried. Where scripts give batches weights also `samples`, float64 numbers in bytes. Where it
+is measuring something over several steps also `measuring`, JSON in bytes, and what it has added up so far, `measured/0/{tensor}`
+and `measured/1/{tensor}`.
 
 In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
 whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
@@ -16,6 +17,7 @@ sum is kept. What is shared, the same on all ranks, it takes of the first rank t
 """
 
 import re
+import struct
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -31,12 +33,15 @@ CORRECTION, LOCAL, OUTER = "correction_", "local/", "outer/"
 MEASURED = "measured/"
 """How keys of a measurement begin that takes several steps."""
 
+_ALIKE = ("shared/", "energy/", OUTER)
+"""How keys begin of what is the same on all ranks."""
 VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
 _MEMORY = re.compile(r"\w+/([0-3]|left)/.+", re.DOTALL)
 _FIELDS = {"version", "step", "order", "plan", "ranks", "weights", "local_steps", "landed"}
-_FIELDS |= {"decided", "searching", "measuring"}
+_FIELDS |= {"decided", "searching", "measuring", "samples"}
 _DIGEST_BYTES = 32
+_DOUBLE = struct.Struct("<d")
 _CURE = "Pass what handle.state_dict() returned."
 
 
@@ -59,6 +64,8 @@ class Saved(NamedTuple):
     """The number of steps that a rank has made in the `local` schedule."""
     landed: bool
     """Whether the last exchange of the `local` schedule ended earlier than the schedule says."""
+    samples: list[float]
+    """The weights of batches that were not part of a mean yet; of another rank if memory is not this rank's own."""
     decided: Plan | None
     """The plan itself, where gradwire chose it."""
     searching: bool
@@ -101,6 +108,12 @@ def write_state(
     return {f"{prefix}/{field}": value for field, value in {**fields, **memory}.items()}
 
 
+def packed_samples(numbers: Iterable[float]) -> dict[str, torch.Tensor]:
+    """The field `samples` of these numbers; nothing if there are none."""
+    packed = b"".join(map(_DOUBLE.pack, numbers))
+    return {"samples": torch.tensor(list(packed), dtype=torch.uint8)} if packed else {}
+
+
 def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     """The part of a state that this rank takes. Raises ValueError naming the key that is missing or not as it should be."""
     by_rank: dict[int, dict[str, Any]] = {}
@@ -114,14 +127,14 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
         )
     rank = group.global_ranks[group.rank]
     if rank in by_rank:
-        saved = _Fields(rank, by_rank[rank])
-        if saved.ranks == group.global_ranks:
-            return saved.taken(True, [saved.memory], [], saved.weights)
+        own = _Fields(rank, by_rank[rank])
+        if own.ranks == group.global_ranks:
+            return own.saved
     entries = {other: _Fields(other, fields) for other, fields in sorted(by_rank.items())}
     first = next(iter(entries.values()))
     for other in entries.values():
         for field in ("ranks", "step", "plan", "order"):
-            a, b = getattr(first, field), getattr(other, field)
+            a, b = (getattr(each if field == "ranks" else each.saved, field) for each in (first, other))
             if a != b:
                 raise ValueError(
                     f"rank{first.rank}/{field} is {_short(a)} and rank{other.rank}/{field} is {_short(b)}: these were not "
@@ -129,10 +142,11 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
                 )
     same = first.ranks == group.global_ranks
     taken = [rank] if same else list(first.ranks[group.rank :: group.world_size])
-    memory = [entries[each].memory for each in taken if each in entries]
-    shared = {key: value for key, value in first.memory.items() if key.startswith(("shared/", OUTER))}
+    memory = [entries[each].saved.memory[0] for each in taken if each in entries]
+    shared = {key: value for key, value in first.saved.memory[0].items() if key.removeprefix(CORRECTION).startswith(_ALIKE)}
     missing = [each for each in taken if each not in entries]
-    return first.taken(False, [*memory, shared], missing, [])
+    others = [*memory, shared]
+    return first.saved._replace(own=False, memory=others, missing=missing, weights=[], measuring=b"", measured={})
 
 
 def warn_of_lost(ranks: list[int], names: list[str]) -> None:
@@ -156,53 +170,46 @@ class _Fields:
                 f"rank{rank}/version is {version}: this gradwire reads states of version {VERSION}. "
                 + ("Update gradwire." if version > VERSION else "Load it with the gradwire that saved it.")
             )
-        self.step = self._number("step")
-        self.order = self._numbers("order", torch.int64)
+        step, order = self._number("step"), self._numbers("order", torch.int64)
         self.ranks = tuple(self._numbers("ranks", torch.int64))
         if rank not in self.ranks or len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"rank{rank}/ranks is {_short(self.ranks)}: it must hold {rank} and each rank once. {_CURE}")
         digest = self._numbers("plan", torch.uint8)
         if len(digest) != _DIGEST_BYTES:
             raise ValueError(f"rank{rank}/plan has {len(digest)} bytes: a plan's digest has {_DIGEST_BYTES}. {_CURE}")
-        self.plan = bytes(digest).hex()
-        self.decided = self._read_plan() if "decided" in fields else None
-        self.searching = "searching" in fields and bool(self._number("searching"))
-        self.weights = [n % 2**64 for n in self._numbers("weights", torch.int64)] if "weights" in fields else []
-        self.local_steps = self._number("local_steps") if "local_steps" in fields else None
-        self.landed = "landed" in fields and bool(self._number("landed"))
-        self.measuring = bytes(self._numbers("measuring", torch.uint8)) if "measuring" in fields else b""
-        self.memory = {field: value for field, value in fields.items() if _MEMORY.fullmatch(field)}
-        if unknown := sorted(fields.keys() - _FIELDS - self.memory.keys()):
-            raise ValueError(f"rank{rank}/{printable(unknown[0])} is not a field of a handle's state. {_CURE}")
-        for field, value in self.memory.items():
-            if not _is_whole(value, torch.float32) and not (field.startswith((LOCAL, OUTER)) and _is_of_weights(value)):
-                raise ValueError(f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}")
-            self.memory[field] = value.detach()
-        self.measured = {field: self.memory.pop(field) for field in list(self.memory) if field.startswith(MEASURED)}
-
-    def taken(self, own: bool, memory: list[dict[str, torch.Tensor]], missing: list[int], weights: list[int]) -> Saved:
-        """The part that a rank takes, with the fields that are the same on all ranks from here."""
-        return Saved(
-            step=self.step,
-            order=self.order,
-            plan=self.plan,
-            own=own,
-            memory=memory,
-            missing=missing,
-            weights=weights,
-            local_steps=self.local_steps,
-            landed=self.landed,
-            decided=self.decided,
-            searching=self.searching,
-            measuring=self.measuring if own else b"",
-            measured=self.measured if own else {},
-        )
-
-    def _read_plan(self) -> Plan:
         try:
-            return Plan.from_json(bytes(self._numbers("decided", torch.uint8)))
+            decided = Plan.from_json(bytes(self._numbers("decided", torch.uint8))) if "decided" in fields else None
         except GradwireError as error:
-            raise ValueError(f"rank{self.rank}/decided is no plan: {error} {_CURE}") from error
+            raise ValueError(f"rank{rank}/decided is no plan: {error} {_CURE}") from error
+        packed = bytes(self._numbers("samples", torch.uint8)) if "samples" in fields else b""
+        if len(packed) % _DOUBLE.size:
+            raise ValueError(f"rank{rank}/samples has {len(packed)} bytes, not whole numbers of {_DOUBLE.size} bytes. {_CURE}")
+        memory = {field: value for field, value in fields.items() if _MEMORY.fullmatch(field)}
+        self.saved = Saved(
+            step=step,
+            order=order,
+            plan=bytes(digest).hex(),
+            own=True,
+            memory=[memory],
+            missing=[],
+            decided=decided,
+            searching="searching" in fields and bool(self._number("searching")),
+            weights=[n % 2**64 for n in self._numbers("weights", torch.int64)] if "weights" in fields else [],
+            local_steps=self._number("local_steps") if "local_steps" in fields else None,
+            landed="landed" in fields and bool(self._number("landed")),
+            samples=[number for (number,) in _DOUBLE.iter_unpack(packed)],
+            measuring=bytes(self._numbers("measuring", torch.uint8)) if "measuring" in fields else b"",
+            measured={},
+        )
+        """The part that this rank itself takes in a group of the same ranks."""
+        if unknown := sorted(fields.keys() - _FIELDS - memory.keys()):
+            raise ValueError(f"rank{rank}/{printable(unknown[0])} is not a field of a handle's state. {_CURE}")
+        for field, value in memory.items():
+            of_weights = field.startswith((LOCAL, OUTER)) and isinstance(value, torch.Tensor) and value.is_floating_point()
+            if not _is_whole(value, value.dtype if of_weights else torch.float32):
+                raise ValueError(f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}")
+            memory[field] = value.detach()
+        self.saved.measured.update((field, memory.pop(field)) for field in list(memory) if field.startswith(MEASURED))
 
     def _numbers(self, field: str, dtype: torch.dtype, dimensions: int = 1) -> list[int]:
         key = f"rank{self.rank}/{field}"
@@ -227,10 +234,6 @@ def _is_whole(value: Any, dtype: torch.dtype) -> bool:
     if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.layout != torch.strided or value.is_meta:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
-
-
-def _is_of_weights(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and _is_whole(value, value.dtype)
 
 
 def _kind(value: Any) -> str:

@@ -127,9 +127,11 @@ class StepReport(NamedTuple):
 
 def memory_of(buckets: Iterable[BucketBuffers]) -> MemoryRecord:
     """Bytes of the buckets' gradients, of what their compressors remember, and of all other values that their schemes hold."""
+    buckets = list(buckets)
     chunks = [chunk for each in buckets for chunk in each.chunks]
     flat = _sizes(each.flat for each in buckets)
     remembered = [tensor for chunk in chunks for memory in chunk.memory for tensor in memory.held]
+    remembered += [each.energies.energy for each in buckets if each.energies is not None]
     held = _sizes([*remembered, *(tensor for chunk in chunks for tensor in chunk.shared.values())])
     others = _sizes(tensor for tensor in _tensors_in(chunks, set()) if tensor.dtype is not torch.int64)
     return MemoryRecord(

@@ -24,6 +24,13 @@ class TensorMeta:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
+    embedding: bool = False
+    """Whether its rows are looked up. Specs without a code for zero leave out embeddings (see `gw.Policy`)."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, embedding: bool) -> "TensorMeta":
+        """The meta of a tensor of this shape, dtype and device."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, embedding)
 
     def empty(self) -> torch.Tensor:
         """A tensor of this kind that takes no memory."""

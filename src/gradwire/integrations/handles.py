@@ -111,23 +111,25 @@ def all_objects() -> list[Any]:
     """All objects that the garbage collector knows, those too that `gc.freeze` hides."""
     if not gc.get_freeze_count():
         return gc.get_objects()
-    gc.collect()  # what is garbage now would be frozen for good
+    for _ in range(3):  # what is garbage now would be frozen for good; some is found only when C++ has let go of it
+        gc.collect()
     gc.unfreeze()
     found = gc.get_objects()
     gc.freeze()
     return found
 
 
-def resume_together(exchange: Exchange, state: Mapping[str, Any]) -> None:
+def resume_together(exchange: Exchange, state: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> None:
     """Load a state into an exchange that was just made; an empty one changes nothing. Collective: all ranks load states of one
-    step, or all raise. Raises what `Exchange.load_state_dict` does, and DisagreementError on the other ranks."""
+    step, or all raise. `others`: facts that must be the same on all ranks, too. Raises what `Exchange.load_state_dict` does, and
+    DisagreementError on the other ranks."""
     problem = None
     try:
         if state:
             exchange.load_state_dict(state)
     except Exception as error:  # the other ranks wait for this one
         problem = error
-    facts = {"step of the state that was loaded": exchange.step} | ({"error": str(problem)} if problem else {})
+    facts = {"step of the state that was loaded": exchange.step, **(others or {})} | ({"error": str(problem)} if problem else {})
     lanes = exchange.lanes
     job = partial(agree, facts=facts, global_ranks=exchange.group.global_ranks)
     try:

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from gradwire.errors import PlanError
-from gradwire.exchange import SHARED, Exchange, State, added_up, read_state
+from gradwire.exchange import SHARED, Exchange, State, added_up, looks_up_rows, read_state
 from gradwire.transport import Group
 
-__all__ = ["ModulePacks", "Pack", "pack_of"]
+__all__ = ["ModulePacks", "Pack", "pack_of", "packed_embeddings"]
 
 _PACKERS = ("foreach_reduce", "foreach_all_gather")
 
@@ -126,3 +126,10 @@ class ModulePacks:
                 filled = [torch.zeros(n, device=device) if p is None else p.to(device) for p, n in pairs]
                 taken[f"{what}/{tensor}"] = torch.cat(filled)
         return taken
+
+
+def packed_embeddings(modules: Mapping[str, Any]) -> set[str]:
+    """The names of the modules, among those that `fully_shard` was called on, whose buffers hold an embedding."""
+    groups = {name: module._get_fsdp_state()._fsdp_param_group for name, module in modules.items()}
+    packed = {name: [each._module_info.module for each in group.fsdp_params] for name, group in groups.items() if group}
+    return {name for name, owners in packed.items() if any(map(looks_up_rows, owners))}

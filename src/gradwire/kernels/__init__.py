@@ -2,10 +2,12 @@
 
 import functools
 import importlib
+import inspect
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -17,10 +19,13 @@ from gradwire.kernels.compressor import Compressor, Context, KernelCall, Program
 from gradwire.kernels.reference.indices import DAMAGED
 from gradwire.kernels.reference.local_update import LocalUpdate
 from gradwire.kernels.scattered import Addresses, Scattered
-from gradwire.kernels.segments import Segment, Segments, tensor_key
+from gradwire.kernels.segments import Batch, BatchPart, Segment, Segments, tensor_key
 
 __all__ = [
+    "BATCHED",
     "Addresses",
+    "Batch",
+    "BatchPart",
     "Compressor",
     "Context",
     "KernelCall",
@@ -38,6 +43,16 @@ __all__ = [
     "runs_of",
     "tensor_key",
 ]
+
+
+BATCHED = frozenset(
+    {
+        *("exponential_decode", "exponential_encode", "fitted_encode", "fp8_decode", "fp8_encode", "lloyd_decode"),
+        *("natural_decode", "natural_encode", "qsgd_decode", "qsgd_encode", "terngrad_encode", "threshold_decode"),
+        "threshold_encode",
+    }
+)
+"""The kernels whose calls may have a `Batch` in place of segments. Triton's encode or decode a batch in one launch."""
 
 
 @functools.cache
@@ -81,11 +96,34 @@ def run_calls(calls: Iterable[KernelCall]) -> None:
             kernel(*arguments)
         elif any(isinstance(each, Scattered) for each in arguments):  # only C++ reads these
             cpu.run([cpu.call(kernel, *arguments)])
+        elif kernel == "decode_sum":
+            terms, payloads, *others = arguments
+            kernels = kernels_for(payloads.device.type)
+            if hasattr(kernels, "TAKES_BATCHES"):
+                kernels.decode_sum(terms, payloads, *others)
+            else:
+                run_calls(terms)
         elif kernel in everywhere.__all__:
             getattr(everywhere, kernel)(*arguments)
         else:
             device = next(each.device for each in arguments if isinstance(each, torch.Tensor))
-            getattr(kernels_for(device.type), kernel)(*arguments)
+            kernels = kernels_for(device.type)
+            one_by_one = any(isinstance(each, Batch) for each in arguments) and not hasattr(kernels, "TAKES_BATCHES")
+            for each in _parts_of(kernel, arguments) if one_by_one else [arguments]:
+                getattr(kernels, kernel)(*each)
+
+
+def _parts_of(kernel: str, arguments: Sequence[Any]) -> Iterator[list[Any]]:
+    """The arguments of a call for each payload of a batch."""
+    names = list(inspect.signature(getattr(reference, kernel)).parameters)
+    batch = next(each for each in arguments if isinstance(each, Batch))
+    for part in batch.parts:
+        elements, of_payload = slice(part.first, part.end), slice(part.byte, part.end_byte)
+        cut = {"src": elements, "dst": elements, "residual": elements, "payload": of_payload}
+        yield [
+            part.segments if each is batch else each[cut[name]] if name in cut and each is not None else each
+            for name, each in zip(names, arguments, strict=True)
+        ]
 
 
 @contextmanager

@@ -121,6 +121,11 @@ class Compressor(ABC):
         same on all ranks with the same version."""
         return False
 
+    @property
+    def batches(self) -> bool:
+        """Whether `encode_calls` and `decode_calls` take a `Batch` of payloads."""
+        return False
+
     def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> Program:
         """The rounds of one flat buffer, which holds the gradient before and the sum after, for specs with `rounds`."""
         raise PlanError(f"{self.spec!r} has no rounds: its payloads are gathered. Use scheme='allgather' or 'alltoall'.")

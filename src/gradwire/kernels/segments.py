@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -36,6 +36,8 @@ class Segments:
     """The tensors' names, where they are known."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """The tensors' shapes, where they are known; () of one that is cut."""
+    weights: torch.Tensor | None = field(default=None, compare=False)
+    """The weights of the elements of the flat buffer, as long as it; see `gradwire.kernels.reference.weights`."""
 
     @cached_property
     def table(self) -> torch.Tensor:
@@ -70,6 +72,35 @@ class Segments:
     @staticmethod
     def of(rows: Sequence[Segment], device: torch.device | str = "cpu") -> "Segments":
         return Segments(tuple(rows), torch.device(device))
+
+
+class BatchPart(NamedTuple):
+    """One payload of a batch."""
+
+    segments: Segments
+    first: int
+    """Its first element in the flat buffer of the batch."""
+    end: int
+    byte: int
+    """Its first byte in the memory of all payloads."""
+    end_byte: int
+
+
+@dataclass(frozen=True)
+class Batch(Segments):
+    """Segments of several payloads, which one call encodes or decodes."""
+
+    parts: tuple[BatchPart, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The end of the last payload."""
+        return self.parts[-1].end_byte
+
+    @staticmethod
+    def of_parts(parts: Sequence[BatchPart]) -> "Batch":
+        rows = [row._replace(offset=row.offset + part.first) for part in parts for row in part.segments.rows]
+        return Batch(tuple(rows), parts[0].segments.device, parts=tuple(parts))
 
 
 def tensor_key(name: str) -> int:

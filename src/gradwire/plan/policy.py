@@ -21,7 +21,9 @@ import msgspec
 
 from gradwire.core import (
     ALL_REDUCE,
+    COLLECTIVES,
     DTYPE_BYTES,
+    QSGD,
     RESIDUAL_DTYPES,
     Backward,
     Bucket,
@@ -35,6 +37,7 @@ from gradwire.core import (
     as_spec,
     changed,
     collective,
+    columns_of,
     convert,
     fingerprint,
     freeze,
@@ -43,7 +46,6 @@ from gradwire.core import (
     uncompressed,
     under,
     unique,
-    whole,
     wholes,
     word,
 )
@@ -58,10 +60,19 @@ else:
     SpecField = RulesField = ScheduleField = Any  # brought to one form by __post_init__
 
 
+_EDGE_BYTES, _CHUNK_BYTES = 256 * 2**10, 8 * 2**20
+_GPU_BUCKET_BYTES, _GPU_EDGE_BYTES, _GPU_CHUNK_BYTES = 32 * 2**20, 4 * 2**20, 48 * 2**20
 _EXEMPT = Identity()
+_EMBEDDINGS = QSGD(bits=4)
+"""For embeddings that the default cannot send: zeros stay zeros."""
 _FEW_RANKS = 4
 """Most ranks with which vectors travel in payloads of an all-gather, which sends every payload to each other rank. With more
 ranks vectors have all-reduces of their own."""
+_MOST_DIRECT = 16
+"""Most ranks that exchange payloads directly by default. With more ranks a chunk of 8 MiB at 4 bits has messages below 64 KB."""
+_BYTES_FOR_EACH_RANK, _CHUNK_BYTES = 2**20, 8 * 2**20
+_LEAST_LARGE_BUCKETS = 8
+"""A model has at least so many buckets, before buckets get larger than `_CHUNK_BYTES`."""
 _MOST_CARRIED = 2**20
 """Most bytes of a vector that travels in a payload. All-reduce sums larger vectors without copying them."""
 _PATTERN = frozenset("*?[|")
@@ -138,7 +149,8 @@ class _Default(Document, frozen=True):
     """The field of a policy that may be given without its name."""
 
     default: SpecField
-    """Spec of the tensors that no rule matches."""
+    """Spec of the tensors that no rule matches. Where it has no code for zero (`Spec.keeps_zeros`), QSGD with 4 bits sends
+    embeddings, so that rows which no batch uses stay as they are."""
 
 
 class Policy(_Default, frozen=True, kw_only=True):
@@ -146,7 +158,9 @@ class Policy(_Default, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "policy"
     remedy: ClassVar[str] = "Write it from the fields of gradwire.Policy."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("rules", "exempt_vectors", "scheme", "bucket_bytes", "residual_dtype")
+    omit_at_default: ClassVar[tuple[str, ...]] = (
+        *("rules", "exempt_vectors", "scheme", "bucket_bytes", "edge_bytes", "chunk_bytes", "residual_dtype"),
+    )
 
     rules: RulesField = ()
     """(which, spec) pairs; the first match wins. `which` is a case-sensitive fnmatch pattern of whole tensor names, with |
@@ -160,21 +174,25 @@ class Policy(_Default, frozen=True, kw_only=True):
     scheme: str | None = None
     """The scheme of all buckets. "flat": all ranks exchange by the first of each spec's `schemes`. "hierarchical": gradients are
     added uncompressed inside each node, and nodes exchange the compressed sums by the first of each spec's `schemes`; specs that
-    cannot encode a sum travel flat. None: "hierarchical" if all nodes have the same number of ranks and more than one, else
-    "flat". Other values: the name of a collective (`gradwire options --collectives` lists them), the name of a system such as
-    "CGX between nodes", or the tasks of an option of docs/options.md with spaces between. Uncompressed buckets use the same
+    cannot encode a sum travel flat. None: "hierarchical" if all nodes have the same number of ranks and more than one; "grid" for
+    more than 16 ranks otherwise, if all specs that encode travel by "alltoall"; else "flat". Other values: the name of a
+    collective (`gradwire options --collectives` lists them), the name of a system such as "CGX between nodes", or the tasks of an
+    option of docs/options.md with spaces between. Uncompressed buckets use the same
     links."""
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings the bucket to this number of bytes of gradient. Larger: fewer, later launches.
-    None: 1 MiB for each rank, from 2 to 8 MiB, since a rank sends a bucket as one message to each rank, and each message
-    has a price. The value is a plain guess; the planner's search finds better ones."""
-    edge_bytes: int = 256 * 1024
-    """The size of the smallest buckets, at both ends of backward. The first is small so that the link starts early, the last one
-    because nothing hides its exchange. In between a bucket closes when it holds as many bytes as all earlier buckets or as all
-    later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more: all alike."""
-    chunk_bytes: int = 8 * 2**20
+    None: 1 MiB for each rank, at least 2 MiB, since a rank sends a bucket as one message to each rank, and each message has a
+    price; at most 8 MiB, or an eighth of the model if that is more. On GPUs at least 32 MiB, since each bucket takes several
+    launches. These are plain guesses; the planner's search finds better ones."""
+    edge_bytes: int | None = None
+    """The size of the smallest buckets, at both ends of backward; None: 256 KiB, on GPUs 4 MiB. The first is small so that the
+    link starts early, the last one because nothing hides its exchange. In between a bucket closes when it holds as many bytes as
+    all earlier buckets or as all later tensors, whichever is less, and at `bucket_bytes` at the latest. `bucket_bytes` or more:
+    all alike."""
+    chunk_bytes: int | None = None
     """A larger bucket is exchanged in chunks of this number of bytes; 0 never cuts. Smaller: codecs and links overlap more, and
-    there are more launches. A plain guess too. All-reduce is not cut: the collective cuts inside."""
+    there are more and shorter messages. None: 8 MiB, on GPUs 48 MiB, or as much as buckets hold if `bucket_bytes` is None too. A
+    plain guess too. All-reduce is not cut: the collective cuts inside."""
     residual_dtype: str = "float32"
     """dtype of the stored residuals of specs with error feedback: float32, bfloat16 or int8 (a byte an element and a bfloat16
     scale for each 128). Narrower: less memory, more error and more codec time. See `Bucket.residual_dtype`."""
@@ -188,7 +206,7 @@ class Policy(_Default, frozen=True, kw_only=True):
             check_scheme(self.scheme)
         wholes(self, "bytes of gradient at which a bucket closes", "bucket_bytes", low=1)
         wholes(self, "bytes of gradient that close a bucket at an end of backward", "edge_bytes", low=1)
-        whole("chunk_bytes", self.chunk_bytes, "bytes of gradient per chunk, 0 for never cut")
+        wholes(self, "bytes of gradient per chunk, 0 for never cut", "chunk_bytes")
         word("residual_dtype", self.residual_dtype, RESIDUAL_DTYPES)
 
     def __repr__(self) -> str:
@@ -210,14 +228,38 @@ class Policy(_Default, frozen=True, kw_only=True):
             raise PlanError("there are 0 tensors to plan for: no parameter is trainable. Set requires_grad on some.")
         unique("tensors", [tensor.name for tensor in tensors], ".name", error=PlanError)
         schedule = as_schedule(self.schedule)
-        if self.scheme is None:
-            shared = 1 < ranks_per_node < ranks and not schedule.shards_optimizer  # there is one shard for each rank
-            chosen = msgspec.structs.replace(self, scheme=HIERARCHICAL if shared else FLAT)
-            return chosen.plan(tensors, ranks)
+        if None in (self.scheme, self.bucket_bytes, self.edge_bytes, self.chunk_bytes):
+            return self._filled_in(tensors, ranks, ranks_per_node).plan(tensors, ranks)
         specs = self._assign(tensors)
         buckets = tuple(self._bucket(members, specs) for members in self._fuse(tensors, specs, ranks))
         launch = launch_of(buckets, schedule)
         return Plan(fingerprint=fingerprint(tensors), schedule=schedule, buckets=buckets, launch=launch)
+
+    def _filled_in(self, tensors: Sequence[TensorInfo], ranks: int, ranks_per_node: int) -> "Policy":
+        """The policy with values for None."""
+        scheme, bucket_bytes, edge_bytes, chunk_bytes = self.scheme, self.bucket_bytes, self.edge_bytes, self.chunk_bytes
+        on_gpu = tensors[0].device == "gpu"
+        if scheme is None:
+            sharded = as_schedule(self.schedule).shards_optimizer  # there is one shard for each rank
+            scheme = HIERARCHICAL if 1 < ranks_per_node < ranks and not sharded else self._flat_scheme(ranks)
+        if chunk_bytes is None:
+            chunk_bytes = _GPU_CHUNK_BYTES if on_gpu else _CHUNK_BYTES
+        if bucket_bytes is None:
+            most = max(_CHUNK_BYTES, sum(tensor.nbytes for tensor in tensors) // _LEAST_LARGE_BUCKETS)
+            bucket_bytes = max(_GPU_BUCKET_BYTES if on_gpu else 0, min(max(2, ranks) * _BYTES_FOR_EACH_RANK, most))
+            chunk_bytes = chunk_bytes if self.chunk_bytes is not None else max(chunk_bytes, bucket_bytes)
+        if edge_bytes is None:
+            edge_bytes = _GPU_EDGE_BYTES if on_gpu else _EDGE_BYTES
+        filled = {"scheme": scheme, "bucket_bytes": bucket_bytes, "edge_bytes": edge_bytes, "chunk_bytes": chunk_bytes}
+        return msgspec.structs.replace(self, **filled)
+
+    def _flat_scheme(self, ranks: int) -> str:
+        """The grid for many ranks, if all specs that encode can travel by it as by all-to-all."""
+        grid = COLLECTIVES["grid"]
+        specs = [self.default, *(spec for _, spec in self.rules), getattr(as_schedule(self.schedule), "correction", None)]
+        encoding = [spec for spec in specs if spec is not None and spec.encodes]
+        fits = all(spec.schemes[0] == "alltoall" and grid.carries(spec) for spec in encoding)
+        return grid.name if encoding and fits and ranks > _MOST_DIRECT and columns_of(ranks) < ranks else FLAT
 
     def _assign(self, tensors: Sequence[TensorInfo]) -> dict[str, Spec]:
         specs: dict[str, Spec] = {}
@@ -233,6 +275,8 @@ class Policy(_Default, frozen=True, kw_only=True):
             specs.update(dict.fromkeys(fresh, spec))
         exempt = [tensor.name for tensor in tensors if self.exempt_vectors and len(tensor.shape) < 2]
         specs = dict.fromkeys(exempt, _EXEMPT) | specs
+        if not self.default.keeps_zeros:
+            specs = dict.fromkeys((tensor.name for tensor in tensors if tensor.embedding), _EMBEDDINGS) | specs
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
@@ -249,12 +293,13 @@ class Policy(_Default, frozen=True, kw_only=True):
             tensor
             for tensor in tensors
             if len(tensor.shape) < 2
+            and (tensor.device != "gpu" or ranks > _MOST_DIRECT)  # on a GPU each vector in a payload takes launches
             and not specs[tensor.name].encodes
             and tensor.nbytes <= _MOST_CARRIED
             and (tensor.dtype, tensor.device) in classes
         ]
         names = {tensor.name for tensor in carried}
-        closed = self._close([tensor for tensor in tensors if tensor.name not in names], specs, ranks)
+        closed = self._close([tensor for tensor in tensors if tensor.name not in names], specs)
         carriers: dict[tuple[str, str], list[tuple[int, list[TensorInfo]]]] = defaultdict(list)
         last = place[closed[-1][-1].name]
         for bucket in closed:
@@ -269,7 +314,7 @@ class Policy(_Default, frozen=True, kw_only=True):
             else:
                 left.append(tensor)
         if left:
-            closed += self._close(left, specs, ranks)
+            closed += self._close(left, specs)
         for bucket in closed:
             bucket.sort(key=lambda tensor: place[tensor.name])
         return sorted(closed, key=lambda bucket: place[bucket[-1].name])
@@ -296,9 +341,10 @@ class Policy(_Default, frozen=True, kw_only=True):
             return uncompressed(nested)
         return nested if carries(nested, spec, device) else flat
 
-    def _close(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:
+    def _close(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec]) -> list[list[TensorInfo]]:
         """Fill and close buckets of one class each."""
-        full = self.bucket_bytes or min(max(2, ranks), 8) * 2**20
+        assert self.bucket_bytes is not None and self.edge_bytes is not None
+        full, edge = self.bucket_bytes, self.edge_bytes
         if (fewest := as_schedule(self.schedule).fewest_buckets) > 1:
             # a bucket closes late, and few buckets are dealt out unevenly
             full = min(full, max(1, sum(tensor.nbytes for tensor in tensors) // (4 * fewest)))
@@ -313,7 +359,7 @@ class Policy(_Default, frozen=True, kw_only=True):
             key = (tensor.dtype, tensor.device, specs[tensor.name].family)
             filling.setdefault(key, []).append((position, tensor))
             filled[key] = filled.get(key, 0) + tensor.nbytes
-            least = max(min(sent, to_come), self.edge_bytes)
+            least = max(min(sent, to_come), edge)
             if specs[tensor.name] is _EXEMPT and 0 < exempt < sent + to_come:
                 exempt_to_come -= tensor.nbytes
                 least = filled[key] if 0 < exempt_to_come <= exempt // 8 < filled[key] else full
@@ -337,7 +383,8 @@ class Policy(_Default, frozen=True, kw_only=True):
             )
         option = self._option(first.device, spec)
         on_wire = {task for task in option if not task.startswith(("comp:", "decomp:"))} == {*ALL_REDUCE}
-        cut = not on_wire and sum(tensor.nbytes for tensor in members) > self.chunk_bytes
+        chunk_bytes = self.chunk_bytes or 0
+        cut = not on_wire and sum(tensor.nbytes for tensor in members) > chunk_bytes
         # An identity sum must not lose bits, so float64 stays; everything else adds in float32.
         wide = not spec.encodes and (on_wire or first.dtype == "float64")
         return Bucket(
@@ -346,7 +393,7 @@ class Policy(_Default, frozen=True, kw_only=True):
             reduce_dtype=first.dtype if wide else "float32",
             residual_dtype=self.residual_dtype if spec.feedback else "float32",
             option=option,
-            chunk_bytes=self.chunk_bytes if cut else 0,
+            chunk_bytes=chunk_bytes if cut else 0,
             numel=sum(tensor.numel for tensor in members),
         )
 
@@ -369,8 +416,8 @@ def Uniform(
     schedule: Schedule | str = "backward",
     scheme: str | None = None,
     bucket_bytes: int | None = None,
-    edge_bytes: int = 256 * 1024,
-    chunk_bytes: int = 8 * 2**20,
+    edge_bytes: int | None = None,
+    chunk_bytes: int | None = None,
     residual_dtype: str = "float32",
 ) -> Policy:
     """The policy without rules: one spec for every tensor, vectors included. Fields as in `Policy`.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gradwire.core import (
+    COLLECTIVES,
     Backward,
     Bucket,
     Cluster,
@@ -46,6 +47,10 @@ from gradwire.sim import (
     rules_of,
 )
 
+_BESIDE_TREE = ("grid", "ring", "tree")
+"""Collectives that all searches may choose, except those of other systems: ByteComp's tree does not have them."""
+_MOST_ENCODES = 4
+"""Most encodes of an element, where `Limits.max_encodes` is None. No option of the tree has more."""
 BYTECOMP_ONLY = ("all-compressed", "myopic")
 """Restricted searches that have the whole tree, and restrict how options are chosen."""
 
@@ -91,7 +96,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] | None = None
     """Devices that may encode and decode; None: the devices for which the costs have times of every spec."""
     max_encodes: int | None = None
-    """Most encodes of one option."""
+    """Most encodes of an element in one option; every hop of a compressed ring or tree is one. None: 4."""
     memory_bytes: int | None = None
     """Most extra memory on the gradients' device, as in `Prediction`."""
     exempt_vectors: bool = True
@@ -171,6 +176,8 @@ class PlanningJob:
         given = None if options is None else [option.tasks for option in options if option.compresses]
         self.coded = {spec: self._carrying(spec, main) if given is None else given for spec in self.specs}
         """The options that can carry a spec's payloads, by spec."""
+        self.beside = {spec: self._beside_tree(spec, main) if given is None else [] for spec in self.specs}
+        """Further options that can carry a spec's payloads, which ByteComp's tree does not have."""
         self._judged = cache(self._judge)
         self.evaluations = 0
 
@@ -197,6 +204,19 @@ class PlanningJob:
                 f"is {most}, restrict is {self.limits.restrict!r}. Leave out the spec, or the limits."
             )
         return found
+
+    def _beside_tree(self, spec: Spec, device: str) -> list[tuple[str, ...]]:
+        """Grid, ring and tree on the gradients' device, if they can carry the spec and encode an element seldom enough."""
+        if self.limits.restrict not in (None, *DEVICES) or device != self.rules.device:
+            return []
+        most = _MOST_ENCODES if self.limits.max_encodes is None else self.limits.max_encodes
+        options = [COLLECTIVES[name].on(device) for name in _BESIDE_TREE if COLLECTIVES[name].carries(spec)]
+        return [option for option in options if self._encodes(option, spec) <= most]
+
+    def _encodes(self, option: tuple[str, ...], spec: Spec) -> int:
+        """How often an element is encoded on the way into the sum."""
+        steps = self.simulator.prices.steps(option, spec.rounds)
+        return sum(step.parts for step in steps if step.task.startswith("comp:"))
 
     def may(self, tensors: Sequence[int], choice: Choice) -> bool:
         """Whether these tensors may share a bucket. All must have one dtype. If the choice compresses, one of them must not be
@@ -254,12 +274,13 @@ class PlanningJob:
         found = self._judged(Identity())[:most]
         for spec in self.specs:
             kept = self._judged(spec)[:most]
-            moved = [on_cpu(choice.option) for choice in kept[: most // 2]] if self.offloads else []
+            movable = [choice.option for choice in kept if choice.option in self.coded[spec]] if self.offloads else []
+            moved = [on_cpu(option) for option in movable[: most // 2]]
             found += kept + [Choice(spec, option) for option in moved if carries(option, spec, self.rules.device)]
         return found
 
     def _judge(self, spec: Spec) -> list[Choice]:
-        options = self.coded[spec] if spec.encodes else [choice.option for choice in self.plain]
+        options = self.coded[spec] + self.beside[spec] if spec.encodes else [choice.option for choice in self.plain]
         return _undominated(self, [Choice(spec, option) for option in options])
 
     def step(self, draft: Draft, limit: int = NEVER) -> int | None:
@@ -329,12 +350,15 @@ class PlanningJob:
         """Microseconds of a step that no plan with these choices can beat. See `least_step_us`."""
         plain = [choice.option for choice in self.plain]
         moved = {spec: [on_cpu(option) for option in options] for spec, options in self.coded.items() if self.offloads}
-        return least_step_us(self.pricer, self.line.after, self._exemptions(), self.specs, plain, self.coded, moved)
+        return least_step_us(self.pricer, self.line.after, self._exemptions(), self.specs, plain, self._all_coded(), moved)
 
     def least_alone(self) -> int:
         """Femtoseconds of a step that no plan of these choices with every tensor alone can beat. See `least_alone_us`."""
         plain = [choice.option for choice in self.plain]
-        return int(least_alone_us(self.pricer, self.line.after, self._exemptions(), plain, self.coded) * FS_PER_US)
+        return int(least_alone_us(self.pricer, self.line.after, self._exemptions(), plain, self._all_coded()) * FS_PER_US)
+
+    def _all_coded(self) -> dict[Spec, list[tuple[str, ...]]]:
+        return {spec: options + self.beside[spec] for spec, options in self.coded.items()}
 
     def _exemptions(self) -> list[tuple[TensorProfile, bool]]:
         return [(tensor, place in self.exempt) for place, tensor in enumerate(self.profile.tensors)]

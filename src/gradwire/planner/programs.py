@@ -7,7 +7,7 @@ from operator import add, itemgetter, le
 from typing import NamedTuple
 
 from gradwire.core import CODEC_TASKS, LINKS, Identity, Points, Spec, TensorProfile
-from gradwire.costs import Bytes, bytes_of, time_at
+from gradwire.costs import Bytes, Step, bytes_of, time_at
 from gradwire.sim import FS_PER_US, INTER, INTRA, ReplayProgram, Simulator
 
 _SHARED_BYTES = 64
@@ -60,20 +60,21 @@ class Pricer:
 
     def link_loads(self, options: Sequence[tuple[str, ...]], rounds: int, link: int) -> set[LinkLoad]:
         """The different loads of options on one link."""
-        return {self._load(option, rounds, link) for option in options}
+        return {self._load(steps, link) for option in options for steps in self.prices.forms(option, rounds)}
 
     def loads(self, options: Sequence[tuple[str, ...]], rounds: int) -> list[tuple[LinkLoad, LinkLoad]]:
         """The loads of options on the links inside nodes and between nodes, without loads that another one beats in all parts."""
         kept: list[tuple[LinkLoad, LinkLoad]] = []
-        for loads in sorted({(self._load(o, rounds, INTRA), self._load(o, rounds, INTER)) for o in options}):
+        forms = [steps for option in options for steps in self.prices.forms(option, rounds)]
+        for loads in sorted({(self._load(steps, INTRA), self._load(steps, INTER)) for steps in forms}):
             parts = [number for load in loads for number in load]
             if not any(all(map(le, (number for load in other for number in load), parts)) for other in kept):
                 kept.append(loads)
         return kept
 
-    def _load(self, option: tuple[str, ...], rounds: int, link: int) -> LinkLoad:
+    def _load(self, steps: Sequence[Step], link: int) -> LinkLoad:
         latency, factors = 0.0, [0.0, 0.0, 0.0]
-        for step in self.prices.steps(option, rounds):
+        for step in steps:
             if step.traffic is not None and self.simulator.resource(step.task) == link:
                 lines = [(line.latency_us, line.factor * line.us_per_byte) for line in self.prices.lines(step)]
                 alpha, beta = max(lines, key=itemgetter(1))
@@ -83,8 +84,11 @@ class Pricer:
 
     def sequence_us(self, option: tuple[str, ...], spec: Spec, size: Bytes) -> float:
         """The least time of a bucket's tasks, one after the other, if the bucket has this size or a larger one."""
+        return min(self._sequence_us(steps, spec, size) for steps in self.prices.forms(option, spec.rounds))
+
+    def _sequence_us(self, steps: Sequence[Step], spec: Spec, size: Bytes) -> float:
         us = 0.0
-        for step in self.prices.steps(option, spec.rounds):
+        for step in steps:
             what, _, device = step.task.partition(":")
             if step.traffic is not None:
                 us += self.prices.exchange_us(step, size[step.payload] * step.share * step.parts)

@@ -1,5 +1,6 @@
 """Measures encodes and decodes by size, on one thread, because a lane has one thread.
 
+On CPUs processor time counts, so that other ranks on the same processors do not.
 Each call takes the next part of a buffer larger than the caches, because a gradient is seldom in a cache during training.
 
 `cached_codecs` measures each spec once on a machine. Its file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in the
@@ -97,7 +98,7 @@ def _parts(buffer: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
 
 
 def _median_us(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    clock = Clock(device)
+    clock = Clock(device, time.thread_time)
     call()
     times: list[float] = []
     began = time.perf_counter()

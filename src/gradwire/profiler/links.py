@@ -36,6 +36,10 @@ _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
 _MOST_MESSAGES = 50
 _COPIED_BYTES = 4 * 2**20
 """Bytes of a copy: more than a core's own caches hold, like the gradients of a model."""
+_SPIN_S = 0.03
+"""Processor time for which all ranks compute together, to find how many share a processor."""
+_SHARED_FROM = 1.15
+"""Elapsed time over processor time from which ranks share processors. Below it is noise."""
 _TAG = 1_000_000
 """First tag of the measured messages, higher than the tags of steps."""
 
@@ -70,6 +74,20 @@ def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float =
     return times
 
 
+def measure_processors(link: Link, ranks_per_node: int) -> float | None:
+    """Measure how many processors a node's ranks share: all ranks compute at the same time. Collective, on a lane.
+
+    Returns None if each rank has one to itself.
+    """
+    device = torch.device("cpu")
+    _slowest(link, [0.0], device)  # wait for all ranks
+    began, until = time.perf_counter(), time.thread_time() + _SPIN_S
+    while time.thread_time() < until:
+        pass
+    (longer,) = _slowest(link, [(time.perf_counter() - began) / _SPIN_S], device)
+    return ranks_per_node / longer if longer > _SHARED_FROM else None
+
+
 def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) -> MeasuredLinks:
     """Fit lines to the times. A missing kind of link gets the numbers of the other kind.
 
@@ -82,9 +100,9 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
         if name == "cpu":
             continue
         ranks = {"intra": grid.ranks_per_node, "inter": grid.nodes, "allreduce": grid.world_size}[name]
-        word = "allreduce" if name == "allreduce" else "alltoall"
+        word, per_node = ("allreduce", grid.ranks_per_node) if name == "allreduce" else ("alltoall", 1)
         try:
-            links[name], fits[name] = fit_link(points, word, ranks, "direct")
+            links[name], fits[name] = fit_link(points, word, ranks, "wires" if "cpu" in times else "direct", per_node)
         except FormatError as error:
             if unknown_gbps is not None:
                 links[name] = ClusterLink(min(us for _, us in points), unknown_gbps)

@@ -2,9 +2,9 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 import torch
@@ -15,10 +15,12 @@ from gradwire.engine import Session
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import info_of
 from gradwire.profiler.codecs import measure_codecs
-from gradwire.profiler.links import measure_links, measured_links
+from gradwire.profiler.links import measure_links, measure_processors, measured_links
 from gradwire.profiler.model import launch_time_us, model_times, slowest
 from gradwire.profiler.recorder import WARMUP_STEPS, Recorder
 from gradwire.transport import Link, LinkError, device_name, transfer
+
+T = TypeVar("T")
 
 _SHOWN_BYTES = 2**20
 
@@ -97,11 +99,7 @@ class Profiling:
     def _measure(self, recorder: Recorder) -> None:
         quiet, loaded = (slowest(self._of_all_ranks(recorder.rows(quiet))) for quiet in (True, False))
         device, grid = recorder.clock.device, self._group.grid
-        lane = self._session.lanes.data[0]
-        try:
-            times = lane.submit(lambda link: measure_links(link, grid, device)).result()
-        except LinkError as error:
-            raise self._session.lanes.broken("the exchanges that measure links", error, self._session.reducer.step) from error
+        times = self._on_lane(lambda link: measure_links(link, grid, device), "the exchanges that measure links")
         self.cluster, self.fits, problems = measured_links(times, grid)
         for problem in problems if self._group.rank == 0 else ():
             warnings.warn(problem, stacklevel=3)
@@ -111,7 +109,16 @@ class Profiling:
         self.profile, exchange_cpu_us = profile_from(recorder, self._session, quiet, loaded)
         if device.type == "cpu":
             launch_us = launch_time_us(plan, self.profile.tensors, self.cluster, self.costs, exchange_cpu_us)
-            self.cluster = msgspec.structs.replace(self.cluster, launch_us=launch_us)
+            per_node = self.cluster.ranks_per_node
+            processors = self._on_lane(lambda link: measure_processors(link, per_node), "how many ranks share a processor")
+            self.cluster = msgspec.structs.replace(self.cluster, launch_us=launch_us, processors=processors)
+
+    def _on_lane(self, measure: Callable[[Link], T], what: str) -> T:
+        """The result of a measurement on a lane. what: the measurement, for the error if a link fails."""
+        try:
+            return self._session.lanes.data[0].submit(measure).result()
+        except LinkError as error:
+            raise self._session.lanes.broken(what, error, self._session.reducer.step) from error
 
     def _of_all_ranks(self, rows: torch.Tensor) -> torch.Tensor:
         """Gather the rows of all ranks. Returns a tensor (ranks, steps, columns)."""
@@ -166,6 +173,8 @@ def described(found: Profiling) -> str:
     lines.append(f"cluster: {found.cluster.nodes} x {found.cluster.ranks_per_node} ranks")
     if found.cluster.launch_us is not None:
         lines.append(f"  each exchange takes {found.cluster.launch_us:.0f} us of the processor")
+    if found.cluster.processors is not None:
+        lines.append(f"  {found.cluster.ranks_per_processor:.2g} ranks share a processor")
     links = {"intra": found.cluster.intra, "inter": found.cluster.inter, "allreduce": found.cluster.allreduce}
     lines += [f"  {name} {link.alpha_us:.0f} us, {link.gbps:.4g} Gb/s" for name, link in links.items() if link]
     for codec in found.costs.codecs:

@@ -201,7 +201,9 @@ class Recording(Observer, LanesObserver):
         if not undone and self._forward is not None and self._steps and self._steps[-1].step == self._reducer.step - 1:
             length_us = (now - self._forward - self._aside_s) * 1e6
             self._steps[-1] = msgspec.structs.replace(self._steps[-1], step_us=length_us)
-        self._save_meanwhile(now)
+        if now - self._saved >= SAVE_EVERY_S:
+            self._save()
+            self._saved = time.perf_counter()
         self._times_now = [] if self._device.type == "cpu" else None
         self._tensors.use(self._session.exchange, self._reducer.step)
         if self._error_steps and self._seen % self._error_steps == 0:
@@ -277,11 +279,6 @@ class Recording(Observer, LanesObserver):
         if len(self._steps) > MOST_STEPS:
             del self._steps[1::2]
             self._every *= 2
-
-    def _save_meanwhile(self, now: float) -> None:
-        if now - self._saved >= SAVE_EVERY_S:
-            self._save()
-            self._saved = time.perf_counter()
 
     def _save(self) -> None:
         """Write the record. A failure gives one warning and no error, because training is more important than the record."""

@@ -60,8 +60,11 @@ def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve]) 
         drawing.append(tag("polyline", points=points, stroke=colour, stroke_dasharray=dash or None, stroke_width=width))
     y_axis = [tag("span", short(value), style=f"bottom:{percent(value - y_low, y_high - y_low)}") for value in y_ticks]
     x_axis = [tag("span", short(value), style=f"left:{percent(value - x_low, x_high - x_low)}") for value in x_ticks]
-    pairs = zip(curves, STYLES, strict=False)
-    keys = [tag("span", _sample(*style), f" {curve.label}", class_="key") for curve, style in pairs]
+    keys = []
+    for curve, (colour, dash, width) in zip(curves, STYLES, strict=False):
+        line = tag("line", x1=0, x2=30, y1=5, y2=5, stroke=colour, stroke_dasharray=dash or None, stroke_width=width)
+        sample = tag("svg", line, viewBox="0 0 30 10", class_="sample", aria_hidden="true")
+        keys.append(tag("span", sample, f" {curve.label}", class_="key"))
     parts = ("y", y_axis), ("plot", [drawing]), ("x", x_axis)
     return tag(
         "figure",
@@ -117,8 +120,3 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     room = (high - low) * 0.02 or abs(high) * 0.05 or 1.0
     return low - (room if low > room else 0.0), high + room
-
-
-def _sample(colour: str, dash: str, width: float) -> Element:
-    line = tag("line", x1=0, x2=30, y1=5, y2=5, stroke=colour, stroke_dasharray=dash or None, stroke_width=width)
-    return tag("svg", line, viewBox="0 0 30 10", class_="sample", aria_hidden="true")

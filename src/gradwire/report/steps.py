@@ -25,6 +25,10 @@ KINDS = {
     "gather": "reduce phase",
     "allgather": "gather phase",
     "broadcast": "gather phase",
+    "rowscatter": "reduce phase",
+    "columnscatter": "reduce phase",
+    "columngather": "gather phase",
+    "rowgather": "gather phase",
 }
 """The page's name for each task. Tasks with equal names look alike."""
 MOST_TRACKS = 4

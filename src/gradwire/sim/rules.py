@@ -33,7 +33,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     decode_calls: str = "each"
     """Calls of a decode of several payloads: each or one; see gradwire.costs.prices.DECODE_CALLS."""
     routing: str = "direct"
-    """Routes of sums and gathers: ring or direct, as the engine's except all-reduce; see gradwire.costs.collectives.ROUTINGS."""
+    """Routes of sums and gathers: ring; direct, as the engine's on GPUs; or wires, as the engine's on CPUs. See
+    gradwire.costs.collectives.ROUTINGS."""
 
     def __post_init__(self) -> None:
         word("device", self.device, ("gpu", "cpu"), error=PlanError)
@@ -62,7 +63,7 @@ def rules_of(device: str) -> Rules:
     >>> rules_of("cpu").lanes, rules_of("gpu").lanes
     (2, 0)
     """
-    return Rules(device="cpu", lanes=2) if device == "cpu" else Rules(device=device)
+    return Rules(device="cpu", lanes=2, routing="wires") if device == "cpu" else Rules(device=device)
 
 
 def device_of(profile: Profile) -> str:

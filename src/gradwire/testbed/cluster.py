@@ -248,7 +248,8 @@ class EmulatedCluster:
     def _limit_inter(self, bits_per_second: float | None) -> None:
         if bits_per_second is not None or self._limited:
             self._limited = True
-            network.limit_inter(self._hub, self._nodes, bits_per_second)
+            rate = network.FREE_BITS_PER_SECOND if bits_per_second is None else bits_per_second
+            network.limit_node(self._hub, dict(enumerate(self._nodes)), rate, rate)
 
     def _end_leftovers(self) -> None:
         if survivors := namespaces.kill_inside(self._nodes):

@@ -26,7 +26,7 @@ _HEADER_BYTES = 4 * 1024  # headers of the segments in a packet, and some slack
 _BURST_SECONDS = 0.0001  # compensates late timers at high rates
 _LOOPBACK_BURST_BYTES = 128 * 1024  # loopback packets have 64 KiB and headers
 _QUEUE_BYTES = 32 * 1024 * 1024  # more than many senders to one node have in flight
-_FREE_BITS_PER_SECOND = 100e9  # instead of no limit: deleting the bucket would drop its packets
+FREE_BITS_PER_SECOND = 100e9  # instead of no limit: deleting the bucket would drop its packets
 
 _BITS_PER_UNIT = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SLOWEST_BITS_PER_SECOND = 1e3
@@ -116,12 +116,6 @@ def build(hub: str, nodes: list[str], sites: int = 1) -> None:
             "link set lo up",
         ]
         run_tool(["ip", "-n", node, "-batch", "-"], lines)
-
-
-def limit_inter(hub: str, nodes: list[str], bits_per_second: float | None) -> None:
-    """Limit every node's link in both directions; None removes the limit. Keeps packets in flight."""
-    rate = _FREE_BITS_PER_SECOND if bits_per_second is None else bits_per_second
-    limit_node(hub, dict(enumerate(nodes)), rate, rate)
 
 
 def limit_node(hub: str, nodes: Mapping[int, str], down: float, up: float) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from gradwire.transport.adapters import adapter_gbps
 from gradwire.transport.grid import Grid
 from gradwire.transport.keys import KEY_BYTES, JobKey
 from gradwire.transport.link import Backend, Ends, Group
@@ -116,9 +117,9 @@ class InProcessGroup(Group):
 
     def meet(self, timeout: timedelta | None = None, meshes: Sequence[str] = ()) -> Self:
         with transfer():
-            drawn = self.gather((self.node, secrets.token_hex(8), secrets.token_bytes(KEY_BYTES)))
-        _, name, secret = drawn[0]
-        return self._met(_MeetingOfThreads(name, JobKey(secret), [node for node, _, _ in drawn]))
+            drawn = self.gather((self.node, adapter_gbps(), secrets.token_hex(8), secrets.token_bytes(KEY_BYTES)))
+        nodes, gbps, names, secret = zip(*drawn, strict=True)
+        return self._met(_MeetingOfThreads(names[0], JobKey(secret[0]), list(nodes), list(gbps)))
 
     def gather(self, value: Any) -> list[Any]:
         """The value of each rank, in rank order, not copied. Collective."""
@@ -144,6 +145,7 @@ class _MeetingOfThreads:
     name: str
     key: JobKey
     nodes: list[str]
+    gbps: list[float | None]
 
     def connect(self, names: Sequence[str]) -> None:
         pass

@@ -35,6 +35,10 @@ class JobKey:
         """Whether the proof is that of these parts."""
         return hmac.compare_digest(proof, self.proof(*parts))
 
+    def derived(self, name: str) -> "JobKey":
+        """The key of another meeting of the same ranks."""
+        return JobKey(self.proof(name.encode()))
+
     def seal(self, place: str, words: str) -> bytes:
         """The words with a proof that a rank wrote them for this place of the store."""
         return self.proof(place.encode(), words.encode()) + words.encode()

@@ -1,13 +1,16 @@
 """Lanes: links, each with the one thread that submits to it, and the failure that ended their work, if one did."""
 
+import hashlib
 import logging
 import queue
+import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -16,24 +19,25 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import CommunicationError, GradwireError, StepStateError
+from gradwire.transport.adapters import SLOW_GBPS
 from gradwire.transport.agreement import agree
 from gradwire.transport.devices import kind_of, offload_lanes
 from gradwire.transport.flight import Flight
 from gradwire.transport.heartbeats import Heartbeats, usual_silence_s
-from gradwire.transport.link import Group, Link, uses_nccl
+from gradwire.transport.link import Group, Link
+from gradwire.transport.shared_lanes import LaneSet, a_user, known
 from gradwire.transport.slices import short_slices
+from gradwire.transport.staged_link import StagedLink
 from gradwire.transport.streams import Mark
-from gradwire.transport.wire import DamagedError, LinkError
+from gradwire.transport.wire import DamagedError, LinkError, transfer
 from gradwire.transport.wires import HEARTBEATS, make_wires, meshes_of
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 0.5
-"""For waits that fail by themselves when their connections are shut down: their errors say more."""
 CPU_LANES = 2
-"""A lane blocks in its collectives on CPU: while one waits for the wire the other encodes."""
+"""A lane on CPU, and a host-staged one, blocks in its collectives: while one waits for the wire the other encodes."""
 
 
 class Lane:
@@ -132,21 +136,19 @@ class Lanes:
         """Connects the control lane. Collective. silence_s: after so long without a sign of life a machine counts as dead; None:
         see `usual_silence_s`. Raises StepStateError without torch.distributed, PlanError on a rank that is not in the group."""
         self.group = process_group if isinstance(process_group, Group) else Group.of(process_group)
+        self.device = torch.device("cpu")
+        """The device of the gradients."""
         self._silence_s = usual_silence_s(self.group.timeout.total_seconds()) if silence_s is None else silence_s
         # a margin below the caller's timeout, so that the error is raised, with the ranks' names, within it
         self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
-        try:
-            # the lanes of a model on the CPU too, which saves round trips; those of a GPU are known when the model is
-            early = [] if torch.cuda.is_available() else [*map(str, range(CPU_LANES)), *meshes_of(CPU_LANES)]
+        # the lanes of a model on the CPU too, which saves round trips; those of a GPU are known when the model is
+        early = [] if torch.cuda.is_available() else [*map(str, range(CPU_LANES)), *meshes_of(CPU_LANES)]
+        with _begins(self.group):
             self.group = self.group.meet(self._timeout, ["control", HEARTBEATS, *early])
-        except LinkError as error:
-            raise CommunicationError(
-                f"rank {self._own_rank}: ranks could not begin: one died, stalled or did not make the same call; see its log. "
-                f"(The backend said: {error})"
-            ) from error
-        self._name = self.group.met.name
-        self.flight = Flight(self._own_rank, self.group.global_ranks, self._name)
-        """The record of the lanes' work."""
+        self.shared: LaneSet[Lanes] = LaneSet(self.group.met.name)
+        """The lanes themselves, which other handles may use too."""
+        self._heartbeats: Heartbeats | None = None
+        self._use(self.group.met.name)
         self.control = self._lane("control", torch.device("cpu"))
         """The lane for messages between ranks other than gradients."""
         _say_if_uneven(self.group)
@@ -154,6 +156,49 @@ class Lanes:
         """For gradients."""
         self.offload = 0
         """How many of these, the last ones, take the buckets with codecs on CPUs."""
+        self.staged = False
+        """Whether gradients lie on a device and travel through the host's memory."""
+
+    @classmethod
+    def of_handle(
+        cls, process_group: dist.ProcessGroup | Group | None, silence_s: float | None, device: torch.device | None
+    ) -> "Lanes":
+        """The lanes of a new handle with parameters on this device: those of the group's other handles, if every rank has them
+        and may share them. Collective. Raises what the constructor does."""
+        if isinstance(process_group, Group):
+            return cls(process_group, silence_s)
+        group = Group.of(process_group)
+        key = silence_s, device, group.node_name()
+        of_group = known(group.process_group)
+        of_group.handles += 1
+        if of_group.handles > 1:  # else no rank has any
+            user: Lanes | None = a_user(group.process_group, key)
+            with _begins(group):
+                shares = _all_have(group, user)
+            if shares:
+                assert user is not None
+                return user._for_another_handle()
+        made = cls(process_group, silence_s)
+        made.shared.is_open = True
+        of_group.sets.append((key, weakref.ref(made.shared)))
+        return made
+
+    def _for_another_handle(self) -> "Lanes":
+        made = copy(self)
+        made._use(hashlib.blake2s(f"{self.shared.name}/{self.shared.joined}".encode(), digest_size=8).hexdigest())
+        return made
+
+    def _use(self, name: str) -> None:
+        """Begin as a new user of these lanes, with a name that is equal on all ranks and nobody else's."""
+        self._name = name
+        self.first_tag = self.shared.add(self)
+        """The first of the tags of this user's messages."""
+        self.place: Callable[[], Callable[[], str] | None] = lambda: None
+        """Returns what says which step this user comes to next, or is in."""
+        self.end_left: Callable[[], Callable[[], None] | None] = lambda: None
+        """Returns what ends a step that this user left in the middle."""
+        self.flight = Flight(self._own_rank, self.group.global_ranks, self._name)
+        """The record of the lanes' work."""
         self.failure: GradwireError | None = None
         self._ended: GradwireError | None = None
         """Why another thread ended what is under way."""
@@ -161,7 +206,6 @@ class Lanes:
         """Whether `mend` can end the failure: nothing is under way on any rank."""
         self.running: weakref.ref[UsesLanes] | None = None
         """The last user of the lanes."""
-        self._heartbeats: Heartbeats | None = None
         self.observers: list[LanesObserver] = []
         """Observers of the exchanges on these lanes."""
         self.value_observers: list[LanesObserver] = []
@@ -177,35 +221,87 @@ class Lanes:
         """The own rank in messages."""
         return self.group.global_ranks[self.group.rank]
 
-    def _lane(self, name: str, device: torch.device) -> Lane:
-        return Lane(f"gradwire-{self._name}-{name}", Link(self.group, name, device, self._timeout))
+    def _lane(self, name: str, device: torch.device, staged: bool = False) -> Lane:
+        make = StagedLink if staged else Link
+        lane = Lane(f"gradwire-{self.group.met.name}-{name}", make(self.group, name, device, self._timeout))
+        self.shared.lanes.append(lane)
+        return lane
 
     def open(self, facts: Mapping[str, Any], device: torch.device | None) -> None:
         """Compare facts with all ranks, and connect the lanes that carry gradients of this device. Collective; a rank that
         failed has no device, and its facts say why. Raises DisagreementError on all ranks, CommunicationError."""
-        meeting, lanes, wires = self.group.met, 0, 0
         names: list[str] = []
-        if device is not None:
-            self.offload = offload_lanes(device)
-            lanes = (CPU_LANES if device.type == "cpu" else 1) + self.offload
-            wires = CPU_LANES if kind_of(device) == "cpu" and self.group.has_wires else 0
-            names = [] if uses_nccl(device) else [*map(str, range(lanes))]
-            names += [] if meeting.why_no_wires() else meshes_of(wires)
-            if problem := meeting.why_too_few(names):
+        if device is not None and not self.data:
+            names = self._choose(device)
+            if problem := self.group.met.why_too_few(names):
                 facts = {**facts, "error": problem}
         self._told_first(lambda link: agree(link, facts, self.group.global_ranks))
-        if device is None:
-            return
+        if device is not None and not self.data:
+            self._connect(names)
+
+    def _choose(self, device: torch.device) -> list[str]:
+        """Choose the lanes that carry gradients of this device. Returns the names of their meshes."""
+        self.device, self.offload = device, offload_lanes(device)
+        self.staged = self.group.stages(device) or (device.type == "cuda" and self._is_slow_between_nodes())
+        names = self._lane_names() if self.staged or device.type == "cpu" else []
+        return names + ([] if self.group.met.why_no_wires() else meshes_of(self._wire_count()))
+
+    def _lane_names(self) -> list[str]:
+        """The names of the lanes that carry gradients."""
+        return [*map(str, range((CPU_LANES if self.staged or self.device.type == "cpu" else 1) + self.offload))]
+
+    def _wire_count(self) -> int:
+        """How many of these lanes have wires, where all ranks can run phases in C++."""
+        return CPU_LANES if self.group.has_wires and (self.staged or kind_of(self.device) == "cpu") else 0
+
+    def _connect(self, names: Sequence[str]) -> None:
+        """Connect the lanes that were chosen. `names`: of their meshes."""
+        meeting = self.group.met
         self._told_first(lambda link: meeting.connect(names))
-        self.data += [self._lane(str(number), device) for number in range(lanes)]
-        made = self._told_first(lambda link: make_wires(link, self.group, wires))
+        self.data += [self._lane(name, self.device, self.staged) for name in self._lane_names()]
+        made = self._told_first(lambda link: make_wires(link, self.group, self._wire_count()))
         for lane, wire in zip(self.data, made, strict=False):
             lane.link.wire = wire
         if self.group.world_size > 1:
             beats = meeting.mesh(HEARTBEATS)
-            self._heartbeats = Heartbeats(beats, f"gradwire-{self._name}-heartbeats", self._silence, self._silence_s)
+            self._heartbeats = Heartbeats(beats, f"gradwire-{meeting.name}-heartbeats", self.shared.silence, self._silence_s)
         meeting.close()
-        self._roll_call = RollCall(self.group, self._name)
+        self._roll_call = RollCall(self.group, meeting.name)
+
+    def alone(self) -> None:
+        """Use lanes of its own from now on, if others use these or may join. Collective, between steps."""
+        self.shared.is_open = False
+        if self.shared.joined > 1:
+            self._move()
+
+    def use_here(self) -> None:
+        """This thread is about to use these lanes, between steps: use others if these belong to another thread's handles, or are
+        shut down because a handle went in the middle of a step. The same on all ranks, if their threads do the same."""
+        if self.shared.why_not_here():
+            self._move()
+
+    def _move(self) -> None:
+        if self.shared.remove(self):
+            self._close()
+        self.shared = LaneSet(f"{self._name}-own")
+        self.shared.thread, self.first_tag = None, self.shared.add(self)
+        self.data, self._heartbeats = [], None
+        try:
+            names = self._choose(self.device)
+            self.group = self.group.meet_apart(self.shared.name, self._timeout, ["control", HEARTBEATS, *names])
+            self.control = self._lane("control", torch.device("cpu"))
+            self._connect(names)
+        except LinkError as error:
+            raise CommunicationError(
+                f"rank {self._own_rank}: the handle could not connect lanes of its own, for another thread or after another "
+                f"handle went in the middle of a step: not all ranks did the same. Restart. (The backend said: {error})"
+            ) from error
+
+    def _is_slow_between_nodes(self) -> bool:
+        """Whether the adapters of some node are known to be slow."""
+        known_gbps = [each for each in self.group.met.gbps if each is not None]
+        is_known = len(known_gbps) == self.group.world_size
+        return self.group.grid.nodes > 1 and is_known and min(known_gbps) < SLOW_GBPS
 
     def _told_first(self, job: Callable[[Link], T]) -> T:
         """The result of a job on the control lane, before there is a roll call."""
@@ -218,8 +314,16 @@ class Lanes:
             ) from error
 
     def stop(self) -> None:
-        """End the threads. A collective that one of them is stuck in fails, here and on the other ranks."""
-        for lane in [*self.data, self.control]:
+        """End the threads, if no other handle uses them. A collective that one of them is stuck in fails, here and on the other
+        ranks."""
+        if self.shared.remove(self):
+            self._close()
+        elif self.shared.joined > 1:
+            self.data, self._heartbeats = [], None
+
+    def _close(self) -> None:
+        self.shared.is_open = False
+        for lane in reversed(self.shared.lanes):
             lane.stop()
         if self._heartbeats is not None:
             self._heartbeats.stop()
@@ -230,13 +334,24 @@ class Lanes:
         may use what it wrote. Raises what the job does."""
         streams = lane.link.streams
         ready = streams.mark()
+        shared = self.shared.joined > 1
 
         def run(link: Link) -> Mark:
             with link.streams.encoding(ready):
+                if shared:
+                    self._check_turn(link, torch.device("cpu") if lane is self.control else self.device)
                 job(link)
                 return link.streams.mark()
 
         streams.wait(lane.submit(run).result())
+
+    def _check_turn(self, link: Link, device: torch.device) -> None:
+        """Raises StepStateError where this rank's job and rank 0's are jobs of two handles."""
+        tag = torch.tensor([self.first_tag], device=device)
+        with transfer():
+            link.broadcast(tag).wait()
+        if int(tag) != self.first_tag:
+            raise LinkError(0, ConnectionError(f"a message with tag {int(tag)} came where {self.first_tag} was expected"))
 
     # ---- observers
 
@@ -266,13 +381,19 @@ class Lanes:
 
     def begin(self, step: int) -> None:
         """A step begins. Raises the failure, if there is one."""
+        if self.device.type == "cpu":
+            self.use_here()
         self.check()
+        self.shared.begins(self)
         self.flight.begin(step)
 
     def check(self) -> None:
-        """Raises the failure, if there is one."""
+        """Raises the failure, if there is one. A step that the thread left in another handle ends: lanes wait for it."""
+        self.failure = self.failure or self.shared.failure
         if self.failure is not None:
             raise self.failure.again()
+        if (before := self.shared.before(self)) is not None and (end := before.end_left()) is not None:
+            end()
 
     def fail(self, error: GradwireError, mendable: bool = False) -> GradwireError:
         """Make everything raise this error from now on. Returns the error."""
@@ -281,6 +402,8 @@ class Lanes:
                 words = f"{error} What lanes did is in {self.flight.write(str(error))}."
                 error = error.again(words)
         self.failure, self.mendable = error.again(), mendable
+        if self.shared.is_broken and not mendable:
+            self.shared.failure = self.shared.failure or self.failure
         if self.running is not None and (running := self.running()) is not None:
             running.give_up()
         return error
@@ -303,7 +426,7 @@ class Lanes:
         """Tell all ranks this error, and end their waits."""
         with suppress(Exception):  # no thread, no memory: the others then find that this rank is gone
             self._roll_call.sign(str(error), self._patience_s)
-        self._break_off()
+        self.shared.break_off()
         return self.fail(error)
 
     def end(self, error: GradwireError) -> None:
@@ -311,18 +434,13 @@ class Lanes:
         self._ended = error
         with suppress(Exception):
             self._roll_call.sign(str(error), self._patience_s)
-        self._break_off()
+        self.shared.break_off()
 
-    def _break_off(self) -> None:
-        for lane in [*self.data, self.control]:
-            lane.link.break_off()
-
-    def _silence(self) -> None:
-        """A machine fell silent: end all waits. In the thread of the heartbeats."""
-        self._break_off()
-        time.sleep(_GRACE_S)
-        for lane in [*self.data, self.control]:
-            lane.cut(LinkError(None, ConnectionError("connections were shut down, since a machine fell silent")))
+    def step_given_up(self) -> None:
+        """A step was given up in the middle, and nobody will end it: other handles leave these lanes."""
+        if self.shared.others(self) and not self.shared.is_broken:
+            self.shared.left_in_a_step = True
+            self.shared.break_off()
 
     @property
     def _patience_s(self) -> float:
@@ -343,7 +461,9 @@ class Lanes:
                     "memory and the network adapters of the two machines."
                 ).about([] if peer is None else [peer], step, bucket)
             )
-        self._break_off()  # ranks that wait for this one need not wait for the timeout
+        if crossed := self._crossed(cause, peer):
+            return self._fail_all(crossed)
+        self.shared.break_off()  # ranks that wait for this one need not wait for the timeout
         beats = self._heartbeats.silent() if self._heartbeats is not None else []
         # the machine of a rank that is known to be dead may host the store
         silent, told = self._roll_call.missing(min(0.5, self._patience_s) if beats else self._patience_s)
@@ -370,6 +490,18 @@ class Lanes:
         )
         return self.fail(error.about(blamed, step, bucket))
 
+    def _crossed(self, cause: Exception, peer: int | None) -> GradwireError | None:
+        """The error where rank `peer` sent a message of another handle."""
+        tag, place = re.search(r"with tag (\d+)", str(cause)), self.place()
+        other = self.shared.sender(int(tag[1])) if tag is not None else None
+        theirs = other.place() if other is not None and other is not self else None
+        if place is None or theirs is None:
+            return None
+        return StepStateError(
+            f"handles crossed: rank {self._own_rank} is in {place()}, and rank {peer} is in {theirs()}. Each waits for the "
+            "other. Run the backwards of several models in the same order on all ranks."
+        )
+
     @contextmanager
     def told(self, what: str, step: int) -> Iterator[None]:
         """Guard an exchange of other values than gradients: a link that fails becomes an error that names what was waited for."""
@@ -377,6 +509,29 @@ class Lanes:
             yield
         except LinkError as error:
             raise self.broken(what, error, step) from error
+
+
+@contextmanager
+def _begins(group: Group) -> Iterator[None]:
+    """Guard the first exchange of new lanes, on the caller's group."""
+    try:
+        yield
+    except LinkError as error:
+        raise CommunicationError(
+            f"rank {group.global_ranks[group.rank]}: ranks could not begin: one died, stalled or did not make the same call; see "
+            f"its log. (The backend said: {error})"
+        ) from error
+
+
+def _all_have(group: Group, lanes: Lanes | None) -> bool:
+    """Whether all ranks have the same lanes at hand. Collective, on the caller's group."""
+    name = bytes(8) if lanes is None else bytes.fromhex(lanes.shared.name)
+    on_cpu = any(device.type == "cpu" for device in group.process_group._device_types)
+    own = torch.tensor([*name], dtype=torch.uint8, device="cpu" if on_cpu else torch.device("cuda", torch.cuda.current_device()))
+    everybody = [torch.empty_like(own) for _ in range(group.world_size)]
+    with transfer():
+        dist.all_gather(everybody, own, group=group.process_group)
+    return any(name) and len({bytes(each.tolist()) for each in everybody}) == 1
 
 
 def _say_if_uneven(group: Group) -> None:

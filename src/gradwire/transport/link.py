@@ -24,6 +24,7 @@ from gradwire.kernels import crc32c
 from gradwire.transport.grid import Grid, node_name
 from gradwire.transport.keys import KEY_BYTES, JobKey
 from gradwire.transport.messages import Messages
+from gradwire.transport.pinned import PinnedRing
 from gradwire.transport.rendezvous import Rendezvous
 from gradwire.transport.streams import streams_for
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
@@ -104,6 +105,11 @@ class GroupMeeting(Protocol):
         """The name of each rank's node."""
         ...
 
+    @property
+    def gbps(self) -> Sequence[float | None]:
+        """The speed of each rank's network adapters, as far as it is known."""
+        ...
+
     def connect(self, names: Sequence[str]) -> None:
         """Make the meshes of these names at once. Collective. Raises LinkError."""
         ...
@@ -138,6 +144,8 @@ class Group:
     """The ranks by node; a single node until ranks have met."""
     meeting: GroupMeeting | None = field(default=None, kw_only=True)
     """None until ranks have met."""
+    own_store: Any = field(default=None, kw_only=True)
+    """A connection of its own to the rendezvous store, for a thread that connects while others do. None: the process's."""
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> "Group":
@@ -168,9 +176,20 @@ class Group:
         these names. Collective. timeout: None for the group's. Raises LinkError, and what `Rendezvous` raises on all ranks."""
         with transfer():
             drawn = self._from_rank_0(secrets.token_bytes(_NAME_BYTES + KEY_BYTES))
-        name, key = drawn[:_NAME_BYTES].hex(), JobKey(drawn[_NAME_BYTES:])
+        return self._meet(drawn[:_NAME_BYTES].hex(), JobKey(drawn[_NAME_BYTES:]), timeout or self.timeout, meshes)
+
+    def meet_apart(self, name: str, timeout: timedelta, meshes: Sequence[str] = ()) -> Self:
+        """This group after its ranks have met once more, under a name of their own. Collective, but several threads may do so at
+        once: nothing passes on the caller's group, and the store has a connection of its own, since a thread that waits for a key
+        keeps others from the store. Raises what `meet` raises."""
+        default: Any = distributed_c10d._get_default_store()
+        with transfer():
+            apart = replace(self, own_store=default.clone())
+        return apart._meet(name, self.met.key.derived(name), timeout, meshes)
+
+    def _meet(self, name: str, key: JobKey, timeout: timedelta, meshes: Sequence[str]) -> Self:
         place = self.rank, self.world_size, self.store(name), self.node_name()
-        return self._met(Rendezvous(name, key, *place, timeout or self.timeout, meshes))
+        return self._met(Rendezvous(name, key, *place, timeout, meshes))
 
     def _met(self, meeting: GroupMeeting) -> Self:
         return replace(self, meeting=meeting, grid=Grid.of(meeting.nodes, self.rank))
@@ -191,15 +210,19 @@ class Group:
 
     def store(self, name: str) -> Any:
         """The rendezvous store with the prefix gradwire/name."""
-        return distributed_c10d.PrefixStore(f"gradwire/{name}", distributed_c10d._get_default_store())
+        return distributed_c10d.PrefixStore(f"gradwire/{name}", self.own_store or distributed_c10d._get_default_store())
 
     def node_name(self) -> str:
         """The name of the node of this rank."""
         return node_name()
 
+    def stages(self, device: torch.device) -> bool:
+        """Whether tensors of this device travel through the host's memory: the caller's group does not use NCCL for them."""
+        return device.type == "cuda" and self.process_group._get_backend(device).name() != "nccl"
+
     def connect(self, name: str, device: torch.device, timeout: timedelta) -> tuple[Any, Ends]:
         """The backend of a link of this name, for tensors of this device, and its connections. Collective, after `meet`."""
-        if uses_nccl(device):
+        if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             store = self.store(f"{self.met.name}/{name}")
@@ -217,6 +240,8 @@ class Link:
         self.streams = streams_for(device)
         self.wire: Wire | None = None
         """The wire on which C++ runs phases, if all ranks can."""
+        self.pinned: PinnedRing | None = None
+        """The host's memory through which tensors of a device travel; None where tensors travel as they are."""
         self._unfinished: AllToAll | None = None
         self._broken = False
         self.backend: Any  # a Backend; NCCL's has more
@@ -386,7 +411,7 @@ class SilentLink:
     """A link that sends nothing, to measure the codec work of a scheme alone."""
 
     streams = streams_for(torch.device("cpu"))
-    wire = None
+    wire = pinned = None
 
     def __init__(self, group: Group) -> None:
         self.rank, self.world_size = group.rank, group.world_size
@@ -400,11 +425,6 @@ class SilentLink:
         pass
 
     wait = finish = send
-
-
-def uses_nccl(device: torch.device) -> bool:
-    """Whether NCCL carries the messages of this device's tensors."""
-    return device.type == "cuda" and dist.is_nccl_available()
 
 
 def _handles_cpu(pg: dist.ProcessGroup) -> bool:

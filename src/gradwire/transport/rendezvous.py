@@ -23,6 +23,7 @@ import msgspec
 from gradwire._version import __version__
 from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.kernels.cpu import available
+from gradwire.transport.adapters import adapter_gbps
 from gradwire.transport.addresses import own_address, why_too_few
 from gradwire.transport.keys import PROOF_BYTES, JobKey
 from gradwire.transport.wire import LinkError
@@ -62,6 +63,8 @@ class Card(msgspec.Struct):
     host: str = ""
     port: int = 0
     nonce: str = ""
+    gbps: float | None = None
+    """The speed of its network adapters; None if it is not known."""
     no_wires: str = ""
     """Why it cannot run phases in C++."""
     problem: str = ""
@@ -94,7 +97,8 @@ class Rendezvous:
         """The names of the meshes that have all their connections."""
         self._nonce = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
-        card = Card(__version__, _FRAME, node, list(meshes), nonce=self._nonce.hex(), no_wires=why_no_wires())
+        card = Card(__version__, _FRAME, node, list(meshes), nonce=self._nonce.hex())
+        card.gbps, card.no_wires = adapter_gbps(), why_no_wires()
         if world_size > 1:
             try:
                 self._listener = _listen(own_address(store))
@@ -113,6 +117,11 @@ class Rendezvous:
     def nodes(self) -> list[str]:
         """The name of each rank's node."""
         return [card.node for card in self._cards]
+
+    @property
+    def gbps(self) -> list[float | None]:
+        """The speed of each rank's network adapters, as far as it is known."""
+        return [card.gbps for card in self._cards]
 
     def why_no_wires(self) -> str:
         """The ranks that cannot run phases in C++, and why; '' if all can. The same on all ranks."""

@@ -1,7 +1,8 @@
 """The streams that a lane uses. On CPU there are none: a call returns when its work is done.
 
 On CUDA a lane encodes on one stream and decodes on another, apart from the communicator's own. Events join the
-streams, so the host never waits between the first launch and the last. A mark is such an event.
+streams, and a mark is such an event. With NCCL the host never waits between the first launch and the last; a host-staged lane's
+thread waits for the copies to the host.
 """
 
 from collections.abc import Iterator
@@ -34,13 +35,17 @@ class Streams:
     def wait(self, mark: Mark) -> None:
         """Let the current stream wait for a mark."""
 
+    def synchronize(self, mark: Mark) -> None:
+        """Let the host's thread wait for a mark."""
+
 
 class DeviceStreams(Streams):
     """An encode and a decode stream on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._encode, self._decode = torch.Stream(device), torch.Stream(device)
+        # of high priority: a codec's kernels run before those of the backward that are queued already
+        self._encode, self._decode = torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
 
     def enter_thread(self) -> None:
         torch.accelerator.set_device_index(self.device.index or 0)
@@ -65,6 +70,10 @@ class DeviceStreams(Streams):
     def wait(self, mark: Mark) -> None:
         if mark is not None:
             torch.accelerator.current_stream(self.device).wait_event(mark)
+
+    def synchronize(self, mark: Mark) -> None:
+        if mark is not None:
+            mark.synchronize()
 
 
 def streams_for(device: torch.device) -> Streams:

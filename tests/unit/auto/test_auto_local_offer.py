@@ -1,16 +1,24 @@
 """Which local steps auto takes, by the simulator's times on made-up profiles: no ranks."""
 
+import json
+import math
+
 import msgspec
 import pytest
 from test_auto_offers import TENSORS, cluster, costs, profile, shared_nodes
 
-from gradwire.auto.accuracy import LOCAL_SPECS, check_schedules, schedules_of
-from gradwire.auto.local import EVERY, EXPOSED, averaged, local_offer, streamed, worth
+from benchmarks.common import RESULTS
+from benchmarks.local_equal import WAYS, arm_of
+from benchmarks.losses import HALFWAY, above_ddp
+from benchmarks.paired import differences
+from gradwire.auto.accuracy import LOCAL_SPECS, SPARSELOCO, check_schedules, schedules_of
+from gradwire.auto.local import local_offer, worth
+from gradwire.auto.local_losses import EVERY, STEEPNESS, averaged, loss_above, steps_to_make_up, streamed
 from gradwire.auto.planning import Offer
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Link, Profile
 from gradwire.core.schedules import LocalSteps
-from gradwire.core.specs import Identity, Spec
+from gradwire.core.specs import QSGD, ErrorFeedback, Identity, Spec
 from gradwire.plan import Uniform
 from gradwire.plan.policy import Policy
 from gradwire.sim.simulator import Simulator
@@ -29,27 +37,44 @@ def schedule_of(offer: Offer) -> LocalSteps:
     return offer.plan.schedule
 
 
-@pytest.mark.parametrize("gbps", [0.5, 0.2, 0.1, 0.03, 0.01])
-def test_the_fewest_steps_between_exchanges_that_wait_little(gbps: float) -> None:
-    """Nothing that is preferred would do: all of it is simulated here."""
-    simulator, most_us = Simulator(profile(), cluster(gbps), COSTS), profile().compute_us / (1 - EXPOSED)
-    ways = [(s, spec) for every in EVERY for s in (averaged(every), streamed(every)) for spec in LOCAL_SPECS]
-    step_us = [simulator.step_us(Policy(default=spec, schedule=way).plan(TENSORS, 2)) for way, spec in ways]
-    first = next(at for at, us in enumerate(step_us) if us <= most_us)
+@pytest.mark.parametrize("gbps", [1.0, 0.1, 0.03, 0.01, 0.003, 1e-5])
+def test_the_shortest_time_to_a_loss_is_offered(gbps: float) -> None:
+    """All schedules and specs with a measured loss are simulated here."""
+    simulator, to_loss_us = Simulator(profile(), cluster(gbps), COSTS), {}
+    for way, spec in ((way(every), spec) for every in EVERY for way in (averaged, streamed) for spec in LOCAL_SPECS):
+        if (above := loss_above(way, spec)) is not None:
+            step_us = simulator.step_us(Policy(default=spec, schedule=way).plan(TENSORS, 2))
+            to_loss_us[way, spec] = step_us * steps_to_make_up(above)
     made = offered(gbps)
-    assert (made.plan.schedule, made.plan.buckets[0].spec) == ways[first]
-    assert made.candidate.predicted_us == pytest.approx(step_us[first])
+    chosen = schedule_of(made), made.plan.buckets[0].spec
+    assert made.candidate.to_loss_us == pytest.approx(to_loss_us[chosen])
+    assert to_loss_us[chosen] <= 1.02 * min(to_loss_us.values())
+    assert made.candidate.loss_above == loss_above(*chosen)
 
 
-def test_slower_links_get_more_steps_between_exchanges() -> None:
-    every = [schedule_of(offered(gbps)).every for gbps in (1.0, 0.03, 0.01, 0.003, 0.001)]
-    assert every == sorted(every) and len(set(every)) >= 3
+def test_slower_links_pay_more_loss_for_shorter_steps() -> None:
+    made = [offered(gbps) for gbps in (1.0, 0.1, 0.03, 0.01)]
+    above = [offer.candidate.loss_above for offer in made]
+    assert above == sorted(above) and len(set(above)) == 4
+    assert offered(1e-5).plan.buckets[0].spec == SPARSELOCO
 
 
-def test_where_nothing_will_do_the_shortest_step_is_offered() -> None:
-    made = offered(1e-5)
-    assert schedule_of(made).every == max(EVERY)
-    assert made.candidate.predicted_us > profile().compute_us / (1 - EXPOSED)
+def test_what_has_no_measured_loss_is_not_offered() -> None:
+    assert loss_above(streamed(30), ErrorFeedback(QSGD(bits=2))) is None
+    assert loss_above(averaged(20), QSGD(bits=4)) is None
+    assert local_offer(profile(), cluster(0.01), costs([QSGD(bits=3)]), [QSGD(bits=3)]) is None
+
+
+def test_losses_are_those_that_were_measured() -> None:
+    """The table of docs/local_steps.md is made of the same file."""
+    finals = json.loads((RESULTS / "local-equal.json").read_text())["finals"]["transformer"]
+    for way, (spec, schedule) in WAYS.items():
+        for every in EVERY:
+            if (known := loss_above(schedule(every), spec)) is not None:
+                measured = differences(finals, arm_of(way, every), "loss")
+                assert known == pytest.approx(sum(measured) / len(measured), abs=6e-5), (way, every)
+    losses = json.loads((RESULTS / "losses.json").read_text())["finals"]["transformer"]
+    assert pytest.approx(math.log2(1 + above_ddp(losses, HALFWAY)), abs=5e-5) == STEEPNESS
 
 
 def test_what_cannot_be_encoded_is_sent_as_it_is() -> None:

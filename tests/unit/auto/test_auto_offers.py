@@ -113,10 +113,10 @@ def test_a_plan_of_the_planner_that_runs_is_offered_once(monkeypatch: pytest.Mon
         return found[0]
 
     monkeypatch.setattr("gradwire.auto.planning.joint", once)
-    first = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.3)
+    first = offers(profile(), cluster(0.1), costs(specs), specs, seconds=30.0)
     plan = next(offer.plan for offer in first if offer.plan.prediction is not None)
     current = msgspec.structs.replace(plan, prediction=None)
-    again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.3, current=current)
+    again = offers(profile(), cluster(0.1), costs(specs), specs, seconds=30.0, current=current)
     digests = [each.plan.digest() for each in again]
     assert digests.count(current.digest()) == 1 and len(set(digests)) == len(digests)
 

@@ -215,7 +215,7 @@ def test_tables_page_and_readme_show_every_cell():
     assert page.count("| mlp | 100mbit |") == 3 and "12 of 15 steps" in page
     assert all(line.strip() in page for line in verdict_lines(cells))
     block = readme_block(cells)
-    assert len(block.splitlines()) == 4 and "| 500 ms | 1.67x | 2.50x | 1.25x | 4.00x |" in block
+    assert len(block.splitlines()) == 4 and "| 500 ms | 1.67x | 2.50x | 1.25x | 4.00x | 4.00x (QSGD) |" in block
     begin, end = README_MARKS
     text = in_readme(f"a\n{begin}\nold\n{end}\nb", block)
     assert text == f"a\n{begin}\n{block}\n{end}\nb"

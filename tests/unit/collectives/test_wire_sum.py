@@ -153,7 +153,7 @@ def test_what_the_kernels_do_not_add_stays_with_the_backend() -> None:
 
 def test_the_backend_sums_without_a_wire_and_what_kernels_do_not_add() -> None:
     class Backend:
-        streams, wire = Streams(), None
+        streams, wire, pinned = Streams(), None, None
 
         def all_reduce(self, flat: torch.Tensor) -> None:
             raise OSError("asked")

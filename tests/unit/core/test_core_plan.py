@@ -14,11 +14,14 @@ from gradwire.core import (
     Delayed,
     Identity,
     LocalSteps,
+    Nesterov,
     Plan,
     Prediction,
     TensorInfo,
     fingerprint,
 )
+from gradwire.core.schedules import as_schedule
+from gradwire.core.strict import plain
 from gradwire.errors import PlanError
 from gradwire.plan import Uniform
 
@@ -135,3 +138,12 @@ def test_a_file_from_before_staggered_corrections_loads() -> None:
     assert json.loads(unstaggered.to_json())["schedule"] == {"kind": "delayed", "k": 2, "stagger": False}
     assert Plan.from_json(unstaggered.to_json()) == unstaggered
     assert unstaggered.digest() != plan.digest()
+
+
+def test_local_steps_average_weights_and_files_name_the_outer_optimizer() -> None:
+    assert LocalSteps().outer == Nesterov(lr=1.0, momentum=0.0)
+    assert LocalSteps.diloco(every=30).outer == Nesterov(lr=0.7, momentum=0.9)
+    for schedule in (LocalSteps(), LocalSteps.diloco()):
+        data = plain(schedule)
+        assert isinstance(data, dict) and data["outer"] == {"lr": schedule.outer.lr, "momentum": schedule.outer.momentum}
+        assert as_schedule(data) == schedule and repr(as_schedule(data)) == repr(schedule)

@@ -129,7 +129,10 @@ def test_sizes_are_whole_numbers_that_grow_with_the_tensors(spec: Spec, numels: 
 def test_every_registered_spec_is_drawn_and_declares_how_it_travels() -> None:
     drawn = {QSGD, Cast, FP8, Natural, Int8, TernGrad, TopK, BlockTopK, Threshold, RandomK, Truncate, Identity}
     drawn |= {TwoBit, SignSGD, Signum, EFSignSGD, OneBit, DGC, PowerSGD, ErrorFeedback}
-    assert drawn == set(registered_specs().values()) == {type(spec) for spec in example_specs()}
+    registered = set(registered_specs().values())
+    missing = sorted(cls.__name__ for cls in registered - drawn)
+    assert not missing, f"add to `drawn`, and a strategy to `lossy` or `remembering`: {', '.join(missing)}"
+    assert drawn == registered == {type(spec) for spec in example_specs()}
     for spec in (Identity(), QSGD(), TopK(0.01), RandomK(0.01), RandomK(0.01, indices="own"), PowerSGD(), SignSGD()):
         assert set(spec.schemes) <= {"allreduce", "alltoall", "allgather"}
         assert ("allreduce" in spec.schemes) == (spec.rounds > 0 or spec == Identity())
@@ -189,6 +192,16 @@ WRONG_VALUES = [
     (lambda: ErrorFeedback(QSGD(), decay=0), ["decay is 0", "above 0"]),
     (lambda: ErrorFeedback(QSGD(), decay=1.1), ["decay is 1.1", "at most 1"]),
     (lambda: ErrorFeedback(RandomK(0.01), decay=0.9), ["decay is 0.9", "summed on the wire"]),
+    (lambda: ErrorFeedback(QSGD(bits=2), weights=0.98), ["weights is 0.98 and inner is QSGD", "scale='ls'"]),
+    (lambda: ErrorFeedback(QSGD(bits=2, scale="ls", blocks="bucket"), weights=0.98), ["blocks of one tensor"]),
+    (lambda: ErrorFeedback(TopK(0.1), weights=0.98), ["weights is 0.98 and inner is TopK(0.1)"]),
+    (lambda: ErrorFeedback(QSGD(scale="ls"), weights=1.0), ["weights is 1.0", "below 1", "0.98"]),
+    (lambda: ErrorFeedback(QSGD(scale="ls"), weights=0.1), ["weights is 0.1", "at least 0.5"]),
+    (lambda: ErrorFeedback(QSGD(scale="ls"), weights=-1), ["weights is -1"]),
+    (lambda: ErrorFeedback(QSGD(scale="ls"), weights=0.98, floor=0.0), ["floor is 0.0", "1e-6"]),
+    (lambda: ErrorFeedback(QSGD(scale="ls"), warm_up_steps=20), ["warm_up_steps is 20", "4 bits", "2 or 3 bits"]),
+    (lambda: ErrorFeedback(TopK(0.1), warm_up_steps=20), ["warm_up_steps is 20 and inner is TopK(0.1)"]),
+    (lambda: ErrorFeedback(QSGD(bits=2), warm_up_steps=-1), ["warm_up_steps is -1"]),
     (lambda: ErrorFeedback(4), ["inner is 4", "must be a spec"]),  # type: ignore[arg-type]
     (lambda: spec_from_text("TopK()"), ["ratio is missing", "TopK(ratio=...)"]),
     (lambda: spec_from_text("TopX(0.1)"), ["no spec 'TopX'", "did you mean 'TopK'"]),

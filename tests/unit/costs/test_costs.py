@@ -92,9 +92,9 @@ class TestCollectives:
         for step in steps[1:3]:
             assert (step.traffic.intra, step.traffic.inter) == ((inside, inside), (between, between))
 
-    def test_a_ring_of_payloads_decodes_others_shards_twice(self):
+    def test_a_ring_of_payloads_codes_shard_by_shard_and_decodes_others_twice(self):
         steps = steps_of(("comp:cpu", "reducescatter:inter", "allgather:inter", "decomp:cpu"), 2, 2)
-        assert [(step.share, step.parts) for step in steps] == [(1.0, 1), (1.0, 1), (0.25, 1), (0.75, 2)]
+        assert [(step.share, step.parts) for step in steps] == [(0.25, 4), (1.0, 1), (0.25, 1), (0.25, 6)]
         assert [step.traffic.inter for step in steps[1:3]] == [(3, 0.75), (3, 3.0)]
 
     @pytest.mark.parametrize("word", ["allreduce", "reducescatter", "allgather", "alltoall", "gather", "reduce", "broadcast"])

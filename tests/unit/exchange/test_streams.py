@@ -5,7 +5,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType
@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from stream_double import Device, DeviceLink
+from fake_links import wires
+from stream_double import Device, DeviceLink, SeenWire, run_staged_ranks
 
 import gradwire as gw
-from gradwire.collectives import ShardedSum
+from gradwire.collectives import ShardedSum, schemes
 from gradwire.core import TensorInfo
 from gradwire.engine.buffers import BuffersBeside
 from gradwire.exchange import Exchange, host_codec
@@ -24,7 +25,7 @@ from gradwire.exchange.exchange import BOTH, GATHER, REDUCE
 from gradwire.exchange.host_codec import HostCodec, Staging
 from gradwire.kernels import Compressor, cpu, kernels_for
 from gradwire.transport import Grid, Group, Lane, Lanes, Link
-from gradwire.transport.flight import Flight
+from gradwire.transport.shared_lanes import LaneSet
 
 SHAPES = ((37, 19), (1,), (13, 23))
 
@@ -37,10 +38,11 @@ class DeviceLanes(Lanes):
         self.group = Group(nobody, 0, (0, 1), timedelta(seconds=60), Grid.even(1, 2, 0))
         link: Any = DeviceLink(device, 0, 2)
         self.control = Lane("gradwire-double", link)
-        self.data = [self.control]
-        self._name, self.flight = "double", Flight(0, (0, 1), "double")
-        self.failure = self._ended = self.running = self._heartbeats = None
-        self.mendable, self.observers, self.value_observers = False, [], []
+        self.data, self.device = [self.control], torch.device("cuda")
+        self.shared = LaneSet("double")
+        self.shared.lanes = [self.control]
+        self._use("double")
+        self._heartbeats = None
         self.offload = 0
 
 
@@ -191,7 +193,43 @@ def offloaded(device: Device) -> None:
                 codec.decode(arrived.payload, arrived.segments, arrived.dtype, False, into, context)
 
 
-SCENARIOS = (whole_steps, narrow_residuals, gathers_later, gather_alone, on_a_lane, buffers_beside, offloaded)
+STAGED: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (gw.QSGD(bits=4), {}),
+    (gw.Identity(), {}),
+    (gw.Identity(), {"schedule": gw.Pipelined(shard_optimizer=True)}),
+)
+
+
+def staged_rank(group: Any, connected: list[list[list[Any]]], device: Device) -> None:
+    """One rank of `staged`. connected: for each plan, lane and rank its wire."""
+    infos = [TensorInfo(f"t{index}", shape, "float32") for index, shape in enumerate(SHAPES)]
+    tensors = {info.name: torch.zeros(info.shape) for info in infos}
+    for (spec, values), of_lanes in zip(STAGED, connected, strict=True):
+        policy = gw.Policy(default=spec, bucket_bytes=2000, chunk_bytes=1000, **values)
+        plan = policy.plan(infos, 2)
+        with closing(gw.Exchange(tensors, plan=plan, process_group=group)) as exchange:
+            for lane, of_ranks in zip(exchange.lanes.data, of_lanes, strict=False):
+                lane.link.wire = SeenWire(of_ranks[group.rank], device)  # type: ignore[assignment]
+            for step in range(3):
+                for tensor in tensors.values():
+                    tensor.fill_(step + group.rank)
+                exchange.average_()
+            whole = torch.full((9,), float(group.rank))
+            exchange.lanes.run(exchange.lanes.data[0], lambda link, values=whole: link.broadcast(values).wait())
+            assert whole.sum() == 0
+
+
+def staged(device: Device) -> None:
+    """Two ranks whose messages go through the host: by the backend, and on two wires."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schemes, "sums_in_c", lambda dtype: True)
+        for lanes in (0, 2):
+            run_staged_ranks(
+                device, 2, staged_rank, 5.0, [[wires(2, timeout_s=3.0) for _ in range(lanes)] for _ in STAGED], device
+            )
+
+
+SCENARIOS = (whole_steps, narrow_residuals, gathers_later, gather_alone, on_a_lane, buffers_beside, offloaded, staged)
 
 
 @pytest.fixture(autouse=True)
@@ -215,6 +253,7 @@ def test_nothing_is_touched_out_of_order(scenario: Callable[[Device], None], mon
 
 SRC = Path(gw.__file__).parent
 MODULES = [path for room in ("collectives", "exchange", "engine") for path in sorted((SRC / room).rglob("*.py"))]
+MODULES += [SRC / "transport" / "pinned.py", SRC / "transport" / "streams.py"]
 
 
 class TakeOut(ast.NodeTransformer):
@@ -241,9 +280,9 @@ class TakeOut(ast.NodeTransformer):
         called = ast.unparse(node.func)
         owner, _, method = called.rpartition(".")
         of_streams = owner.endswith("streams")
-        waits = called == "_wait_for" or method == "wait_event" or (method == "record" and owner == "event")
+        waits = called in ("_wait_for", "mark.synchronize") or method == "wait_event" or called == "event.record"
         begins = of_streams and method == "encoding" and bool(node.args) and ast.unparse(node.args[0]) != "None"
-        if not (waits or begins or (of_streams and method in ("mark", "wait"))):
+        if not (waits or begins or (of_streams and method in ("mark", "wait", "synchronize"))):
             return node
         self.found.append((tuple(self._within), f"{'.'.join(self._within)}: {ast.unparse(node)}"))
         if len(self.found) - 1 != self.number:
@@ -252,7 +291,7 @@ class TakeOut(ast.NodeTransformer):
         if begins:
             node.args[0] = nothing
             return node
-        return node.args[0] if method == "wait" else nothing  # what was waited for still runs
+        return node.args[0] if of_streams and method != "mark" else nothing  # what was waited for still runs
 
 
 def sites() -> Iterator[Any]:

@@ -12,6 +12,8 @@ from benchmarks.papers.closed_forms import (
     all_reduce_us,
     bit_sgd_us,
     cd_sgd_mean_us,
+    cd_sgd_saves_of_bit_sgd_us,
+    cd_sgd_saves_of_local_updates_us,
     cd_sgd_staggered_us,
     cd_sgd_us,
     dear_saving_us,
@@ -95,6 +97,41 @@ def test_the_cases_of_equation_7(
     times = (compute_us, exchange_us, codec_us, compressed_us)
     assert cd_sgd_us(1, 4, *times) == cd_us
     assert cd_sgd_us(4, 4, *times) == cd_correction_us
+
+
+def saved_by_cases(
+    step: int, every: int, compute_us: float, exchange_us: float, codec_us: float, compressed_us: float
+) -> tuple[float, float]:
+    """Equations 8 and 9 case by case, as the paper prints them."""
+    corrects = step % every == 0
+    own_exchange_us = exchange_us if corrects else codec_us + compressed_us
+    if compute_us > own_exchange_us:
+        of_local, of_bit = (0 if compute_us > exchange_us else exchange_us - compute_us), codec_us + compressed_us
+    elif not corrects:
+        of_local, of_bit = exchange_us - codec_us - compressed_us, compute_us
+    else:
+        of_local, of_bit = 0, compute_us + codec_us + compressed_us - exchange_us
+    return of_local, of_bit
+
+
+def test_the_cases_of_equations_8_and_9() -> None:
+    # two steps by hand: compute 10, exchange 40, codec 4, compressed 9; step 1 compresses, and step 4 corrects
+    times = (10, 40, 4, 9)
+    assert [cd_sgd_saves_of_local_updates_us(step, 4, *times) for step in (1, 4)] == [40 - 13, 40 - 40]
+    assert [cd_sgd_saves_of_bit_sgd_us(step, 4, *times) for step in (1, 4)] == [23 - 13, 23 - 40]
+    rng, seen = random.Random(2), set()
+    for _ in range(500):
+        step, every = rng.randint(0, 9), rng.randint(1, 5)
+        # odd and even, so that compute and exchange are never equal, of which the paper prints no case
+        compute, codec, compressed = 2 * rng.randint(0, 20) + 1, 2 * rng.randint(0, 5), 2 * rng.randint(0, 20)
+        exchange = codec + compressed + 2 * rng.randint(0, 20)  # a compressed exchange is not longer than the whole one
+        found = tuple(
+            saves(step, every, compute, exchange, codec, compressed)
+            for saves in (cd_sgd_saves_of_local_updates_us, cd_sgd_saves_of_bit_sgd_us)
+        )
+        assert found == saved_by_cases(step, every, compute, exchange, codec, compressed)
+        seen.add((compute > exchange, compute > codec + compressed, step % every == 0))
+    assert len(seen) == 6
 
 
 def test_sums() -> None:

@@ -65,8 +65,10 @@ class Pipelined(Schedule, frozen=True, tag="pipelined", repr_omit_defaults=True)
 class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outer optimizer of `LocalSteps`: SGD with Nesterov momentum, computed as torch.optim.SGD(nesterov=True) does.
 
-    >>> Nesterov(lr=1.0, momentum=0.0)
-    Nesterov(lr=1.0, momentum=0.0)
+    The defaults are DiLoCo's values. `LocalSteps` does not use them by default.
+
+    >>> Nesterov()
+    Nesterov(lr=0.7, momentum=0.9)
     """
 
     lr: float = 0.7
@@ -77,6 +79,10 @@ class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         number("lr", self.lr, "the learning rate of the outer step", positive=True)
         number("momentum", self.momentum, "the momentum of the outer step")
+
+
+_MEAN = Nesterov(lr=1.0, momentum=0.0)
+"""The outer step with it makes the global weights the mean of the local ones."""
 
 
 class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
@@ -91,11 +97,13 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     With `delay` the mean is sent while that many more steps compute, and with `fragments` each part of the model has an exchange
     of its own, at its own time in the period (Streaming DiLoCo; Douillard et al. 2025, section 2).
 
+    By default W becomes the mean of the local weights. `LocalSteps.diloco` has an outer optimizer with momentum.
+
     >>> LocalSteps(every=100, outer=Nesterov(lr=0.4))
     LocalSteps(every=100, outer=Nesterov(lr=0.4, momentum=0.9))
     """
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("outer", "fragments", "delay", "mixing")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("fragments", "delay", "mixing")
     engine: ClassVar[str] = "gradwire.engine.schedules.local:LocalSchedule"
     needs_optimizer: ClassVar[bool] = True
     costs_accuracy: ClassVar[bool] = True
@@ -104,8 +112,8 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
 
     every: int = 30
     """Local steps from one exchange to the next (H). More: fewer bytes, ranks drift further apart."""
-    outer: Nesterov = Nesterov()
-    """The optimizer of the global weights."""
+    outer: Nesterov = _MEAN
+    """The optimizer of the global weights. The default makes them the mean of the local weights. Files always name it."""
     fragments: int = 1
     """Parts of the model that are exchanged apart, one after another in each period. More: a lower peak of bytes."""
     delay: int = 0
@@ -117,6 +125,8 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
         whole("every", self.every, "the local steps from one exchange to the next", low=1)
         if not isinstance(self.outer, Nesterov):
             raise FormatError(f"outer is {show(self.outer)}: it must be gw.Nesterov(lr=..., momentum=...).")
+        if self.outer == _MEAN:  # repr() leaves out a default by its identity
+            msgspec.structs.force_setattr(self, "outer", _MEAN)
         whole("fragments", self.fragments, "parts of the model, at most `every`", low=1, high=self.every)
         what = "local steps beside an exchange, at most every // fragments"
         whole("delay", self.delay, what, high=self.every // self.fragments)
@@ -126,12 +136,16 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
 
     @classmethod
     def diloco(cls, every: int = 500) -> "LocalSteps":
-        """The values of DiLoCo (Douillard et al. 2023).
+        """The values of DiLoCo (Douillard et al. 2023), whose outer optimizer has momentum.
+
+        They need many ranks and a long run: the paper has 8 ranks, 500 steps between exchanges and more than 100 exchanges. In
+        the long run an outer step counts 0.7 / (1 - 0.9) = 7 times what the ranks learned. In short runs, and with a small
+        `every`, the loss ends above that of the mean of weights (docs/local_steps.md).
 
         >>> LocalSteps.diloco()
-        LocalSteps(every=500)
+        LocalSteps(every=500, outer=Nesterov(lr=0.7, momentum=0.9))
         """
-        return cls(every=every)
+        return cls(every, Nesterov())
 
     @classmethod
     def streaming(cls, every: int = 100, fragments: int = 8, delay: int = 5) -> "LocalSteps":
@@ -141,7 +155,7 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     @classmethod
     def sparseloco(cls, every: int = 30) -> "LocalSteps":
         """The values of SparseLoCo (Sarfi et al. 2025), where error feedback takes the place of outer momentum."""
-        return cls(every, Nesterov(lr=1.0, momentum=0.0))
+        return cls(every)
 
     @property
     def hides_exchange(self) -> bool:

@@ -106,14 +106,27 @@ class Delayed(Schedule, frozen=True, tag="delayed", repr_omit_defaults=True):
             )
 
     @classmethod
-    def cd_sgd(cls, k: int | None = FIRST_K, warmup_steps: int = 0, local_lr: float | None = None) -> "Delayed":
+    def cd_sgd(
+        cls, k: int | None = FIRST_K, warmup_steps: int = 0, local_lr: float | None = None, local_ratio: float = 1.0
+    ) -> "Delayed":
         """CD-SGD as published (Yu et al., Algorithm 1): every k-th step corrects the whole gradient, and the local update is
         plain SGD. Its sums come back uncompressed: `scheme="CD-SGD"` of a policy.
+
+        It is for SGD, and the local rate must be tuned: the paper has an eighth, a quarter and four times the global rate. With
+        Adam's rates the local step is a thousandth of the global one.
 
         >>> Delayed.cd_sgd(k=2)
         Delayed(k=2, stagger=False, local_step='sgd', warmup_lands=False)
         """
-        return cls(k, None, False, warmup_steps, local_lr, stagger=False, local_step="sgd", warmup_lands=False)
+        return cls(
+            k,
+            warmup_steps=warmup_steps,
+            local_lr=local_lr,
+            stagger=False,
+            local_ratio=local_ratio,
+            local_step="sgd",
+            warmup_lands=False,
+        )
 
     def lands(self, step: int) -> bool:
         """Whether a step, counted with the warm-up, is synchronous: the next one computes on the global weights."""

@@ -15,6 +15,7 @@ True
 from gradwire.core.specs.base import (
     BlockSpec,
     ElementRun,
+    ElementWeights,
     Kernels,
     Law,
     Spec,
@@ -34,8 +35,8 @@ from gradwire.core.specs.signs import EFSignSGD, OneBit, SignSGD, Signum
 from gradwire.core.specs.sparse import DGC, BlockTopK, RandomK, Threshold, TopK
 
 __all__ = [
-    "DGC", "FP8", "QSGD", "BlockSpec", "BlockTopK", "Cast", "EFSignSGD", "ElementRun", "ErrorFeedback", "Identity",
-    "Int8", "Kernels", "Law", "Natural", "OneBit", "PowerSGD", "RandomK", "SignSGD", "Signum", "Spec", "TernGrad",
+    "DGC", "FP8", "QSGD", "BlockSpec", "BlockTopK", "Cast", "EFSignSGD", "ElementRun", "ElementWeights", "ErrorFeedback",
+    "Identity", "Int8", "Kernels", "Law", "Natural", "OneBit", "PowerSGD", "RandomK", "SignSGD", "Signum", "Spec", "TernGrad",
     "Threshold", "TopK", "Truncate", "TwoBit", "as_spec", "example_specs", "innermost", "installed_specs",
     "register_spec", "registered_specs", "spec_from_dict", "spec_from_text",
 ]  # fmt: skip

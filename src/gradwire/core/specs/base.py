@@ -41,8 +41,8 @@ class Law(NamedTuple):
 class Kernels(NamedTuple):
     """The kernels of a compressor that has one for each direction: the name of the kernel, then its settings. They are called as
 
-    encode(src, residual, segments, [random stream,] *settings, payload)
-    decode(payload, segments, [dtype,] *settings, add, dst)
+    encode(src, residual, segments, [random stream,] [weights,] *settings, payload)
+    decode(payload, segments, [dtype,] [weights,] *settings, add, dst)
     """
 
     encode: tuple[Any, ...]
@@ -53,6 +53,19 @@ class Kernels(NamedTuple):
     """Whether the payload holds numbers of the gradient's dtype, which the decode takes."""
     joined: bool = False
     """Whether the kernels see the tensors of a bucket as one."""
+    weighted: bool = False
+    """Whether both kernels take the weights of the elements, or None."""
+
+
+class ElementWeights(NamedTuple):
+    """How the weights of the elements follow from the means of earlier steps; see `gradwire.kernels.reference.weights`."""
+
+    keep: float
+    """The part of the old mean square that a step keeps."""
+    floor: float
+    """The part of a block's mean square that is added to the mean square of each element."""
+    block: int
+    """Elements of a block."""
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,6 +92,8 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether gradients are encoded. Only Identity sends them uncompressed."""
     touches_segments_only: ClassVar[bool] = False
     """Whether encode and decode leave elements outside their segments alone."""
+    keeps_zeros: ClassVar[bool] = True
+    """Whether zeros decode to zeros, also among other values. Else rows of an embedding that no batch used are changed."""
     compressor: ClassVar[Any] = None
     """The factory of the spec's compressor, or its "module:name". None if `kernels` describes the compressor completely."""
 
@@ -116,6 +131,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def feedback(self) -> bool:
         """Whether a later step sends the error of a step."""
         return "residual" in self.state
+
+    @property
+    def element_weights(self) -> ElementWeights | None:
+        """The weights that elements are divided by before an encode; None: there are none."""
+        return None
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         """Bytes of the payload of these runs. itemsize: bytes of a gradient element. Independent of values."""
@@ -337,9 +357,9 @@ else:
     SpecField = Any  # msgspec accepts any value; __post_init__ converts it by the registry
 
 
-def check_block(block: object, what: str = "the elements of a block", low: int = 32, high: int = 8192) -> None:
-    """Refuse everything but a power of two from `low` to `high`."""
-    whole("block", block, what, low=low, high=high, error=SpecError)
+def check_block(block: object, what: str = "the elements of a block", high: int = 8192) -> None:
+    """Refuse everything but a power of two from 32 to `high`."""
+    whole("block", block, what, low=32, high=high, error=SpecError)
     assert isinstance(block, int)
     if block & (block - 1):
         lower = 1 << (block.bit_length() - 1)

@@ -5,11 +5,14 @@ from typing import ClassVar
 
 import msgspec
 
-from gradwire.core.checks import number, show
-from gradwire.core.specs.base import ElementRun, Law, Spec, SpecField, as_spec, register_spec
+from gradwire.core.checks import number, show, whole
+from gradwire.core.specs.base import ElementRun, ElementWeights, Law, Spec, SpecField, as_spec, register_spec
 from gradwire.core.specs.quantisers import QSGD
 from gradwire.core.specs.signs import SignSGD
 from gradwire.errors import SpecError
+
+WARM_UP_BITS = 4
+"""Bits of QSGD in the steps of a warm-up."""
 
 
 @register_spec
@@ -29,6 +32,14 @@ class ErrorFeedback(Spec, frozen=True):
     inner: SpecField
     decay: float = 1.0
     """The part of a residual that is added to the next gradient. 1: nothing is lost. Less: old ones fade; 0.95 in SparseLoCo."""
+    weights: float = 0.0
+    """Encode each element over its usual size, so that small elements do not wait for the large ones of their block. The usual
+    size is the root of a mean of squares, of which each step keeps this part; 0.98 is usual. 0: no weights. Costs no bytes on the
+    wire and 5 bytes of memory an element. inner must be QSGD with scale 'ls'."""
+    floor: float = 0.01
+    """The part of a block's mean square that every weight has at least. Larger: weights that differ less."""
+    warm_up_steps: int = 0
+    """First steps in which QSGD sends 4 bits instead of fewer. Adam keeps the error of its first steps for long; 20 are usual."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "inner", as_spec("inner", self.inner).under_feedback())
@@ -48,9 +59,42 @@ class ErrorFeedback(Spec, frozen=True):
                 "payloads that are gathered decay. Leave decay out, or use another spec."
             )
 
+        self._check_weights()
+        whole("warm_up_steps", self.warm_up_steps, "steps of warm-up", error=SpecError)
+        if self.warm_up_steps and not (isinstance(inner, QSGD) and inner.bits < WARM_UP_BITS):
+            raise SpecError(
+                f"warm_up_steps is {self.warm_up_steps} and inner is {inner!r}: a warm-up sends {WARM_UP_BITS} bits in place of "
+                "fewer. Use QSGD with 2 or 3 bits, or leave warm_up_steps out."
+            )
+
+    def _check_weights(self) -> None:
+        number("weights", self.weights, "the part of old squares that is kept, 0 for no weights", error=SpecError)
+        number("floor", self.floor, "a part of a block's mean square", error=SpecError)
+        if not 1e-6 <= self.floor <= 1:
+            raise SpecError(f"floor is {show(self.floor)}: it must be from 1e-6 to 1. Leave it out: 0.01 is usual.")
+        if not self.weights:
+            return
+        if not 0.5 <= self.weights < 1:
+            raise SpecError(f"weights is {show(self.weights)}: it must be 0, or at least 0.5 and below 1. Use 0.98.")
+        inner = self.inner
+        if not (isinstance(inner, QSGD) and inner.scale == "ls" and inner.blocks == "tensor"):
+            raise SpecError(
+                f"weights is {show(self.weights)} and inner is {inner!r}: elements have weights in blocks of one tensor, with a "
+                "scale by least squares. Use QSGD(scale='ls'), or leave weights out."
+            )
+
+    @property
+    def element_weights(self) -> ElementWeights | None:
+        inner = self.inner
+        return ElementWeights(self.weights, self.floor, inner.block) if self.weights and isinstance(inner, QSGD) else None
+
     @property
     def schemes(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.inner.schemes
+
+    @property
+    def keeps_zeros(self) -> bool:  # type: ignore[override]
+        return self.inner.keeps_zeros
 
     @property
     def rounds(self) -> int:  # type: ignore[override]
@@ -76,7 +120,15 @@ class ErrorFeedback(Spec, frozen=True):
         return self.inner.payload_bytes(runs, itemsize)
 
     def at_step(self, step: int) -> "ErrorFeedback":
-        return ErrorFeedback(self.inner.at_step(step), self.decay)
+        """
+        >>> spec = ErrorFeedback(QSGD(bits=2, scale="ls"), warm_up_steps=20)
+        >>> spec.at_step(19), spec.at_step(20)
+        (ErrorFeedback(QSGD(bits=4, block=128, scale='ls')), ErrorFeedback(QSGD(bits=2, block=128, scale='ls')))
+        """
+        inner = self.inner.at_step(step)
+        if step < self.warm_up_steps:
+            inner = msgspec.structs.replace(inner, bits=WARM_UP_BITS)
+        return msgspec.structs.replace(self, inner=inner, warm_up_steps=0)
 
 
 def innermost(spec: Spec) -> Spec:

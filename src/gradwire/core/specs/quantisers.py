@@ -82,9 +82,8 @@ class QSGD(BlockSpec, frozen=True):
         NaN throughout, so a loss scaler sees it, and keeps the residual it had (CGX, sections 2.3 and 4; docs/papers/cgx.md)."""
         settings, joined = (self.block, self.scale), self.blocks == "bucket"
         if self.scale == "ls":
-            lloyd = self.levels == "lloyd"
-            decode = ("lloyd_decode", self.block) if lloyd else ("qsgd_decode", self.block, "max")
-            return Kernels(("fitted_encode", self.block, self.levels), decode, joined=joined)
+            fitted = self.block, self.levels
+            return Kernels(("fitted_encode", *fitted), ("fitted_decode", *fitted), joined=joined, weighted=True)
         rounding = "nearest" if self.rounding == "nearest" else "stochastic"
         if self.levels == "exponential":
             return Kernels(
@@ -103,6 +102,10 @@ class QSGD(BlockSpec, frozen=True):
             return self
         nearest = msgspec.structs.replace(self, rounding="nearest")
         return nearest if self.rounding == "auto" and nearest.law.kind == "contractive" else self
+
+    @property
+    def keeps_zeros(self) -> bool:  # type: ignore[override]
+        return self.scale != "minmax" and self.levels != "lloyd"
 
     @property
     def touches_segments_only(self) -> bool:  # type: ignore[override]

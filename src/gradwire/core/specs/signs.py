@@ -13,6 +13,7 @@ class SignSGD(Spec, frozen=True):
 
     id: ClassVar[str] = "signsgd"
     touches_segments_only: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = False
     schemes: ClassVar[tuple[str, ...]] = ("alltoall",)
     compressor: ClassVar[str] = "gradwire.compressors.signs:SignSGDCompressor"
 
@@ -39,6 +40,7 @@ class _MeanSigns(BlockSpec, frozen=True):
     """Signs with the means of blocks. Block 0: all elements of a tensor that are encoded at once are one block."""
 
     code_bits: ClassVar[int] = 1
+    keeps_zeros: ClassVar[bool] = False
     state: ClassVar[tuple[str, ...]] = ("residual",)
     law: ClassVar[Law] = Law("contractive")
 

@@ -15,7 +15,7 @@ from gradwire.exchange import StepReport
 class BackwardSchedule:
     """Wait-free backpropagation: a bucket is exchanged while backward computes the gradients of the next one."""
 
-    traits = Traits()
+    traits = Traits(weighs_batches=True)
 
     def __init__(self, reducer: Reducer, schedule: Backward, job: TrainingJob) -> None:
         self._reducer = reducer

@@ -33,6 +33,8 @@ class Traits:
     trains_alone: bool = False
     """Whether optimizers step by gradients of this rank alone, and no exchange belongs to such a step. What an exchange that
     does not count sent is in the weights still, and is sent by the next one."""
+    weighs_batches: bool = False
+    """Whether means may be weighted by the samples of each rank (`Handle.weight`)."""
     keeps_parameters: bool = False
     """Whether the model's trainable parameters must stay as they are, and only its buffers may change."""
 
@@ -75,41 +77,32 @@ class ScheduleEvents(Protocol):
 
     def attach(self) -> None:
         """The reducer's parameters or its exchange are others than before."""
-        ...
 
     def on_forward(self, module: torch.nn.Module) -> None:
         """The model's forward begins."""
-        ...
 
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         """A gradient is about to be accumulated into parameter.grad, or at the end of backward none was. The first call of a step
         comes before `on_begin`; a backward that does not synchronise calls it too."""
-        ...
 
     def on_begin(self) -> None:
         """A step is to begin: call `reducer.begin(exchange)` when it may."""
-        ...
 
     def on_end(self, told: "Future[list[RankReport]]") -> None:
         """Backward is over and all gradients were handed to the lanes: wait for `told`, what ranks tell of the step, and for as
         much of the exchange as must be over before backward returns."""
-        ...
 
     def on_closed(self, closed: Closed) -> None:
         """The step counts: settle what is missing. Where `traits` send in backward, all other means are in `grad` already."""
-        ...
 
     def settle(self) -> None:
         """Wait until nothing is under way and all that a script can see is as it should be. Launches nothing."""
-        ...
 
     def let_go(self) -> Callable[[], None]:
         """Return the function to call when the model is gone. It must not refer to the schedule."""
-        ...
 
     def detach(self) -> None:
         """Leave the model and the optimizers as they were."""
-        ...
 
 
 @runtime_checkable
@@ -118,7 +111,6 @@ class SeesBackward(Protocol):
 
     def after_forward(self, outputs: list[torch.Tensor]) -> None:
         """A backward from these will follow, and will synchronise."""
-        ...
 
 
 @runtime_checkable
@@ -127,15 +119,12 @@ class KeepsState(Protocol):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Fields as in `gradwire.exchange.states`."""
-        ...
 
     def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         """Raises ValueError unless `state` is what `load` takes."""
-        ...
 
     def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         """Take what `state` returned, when `check` finds nothing wrong with it."""
-        ...
 
 
 @runtime_checkable
@@ -145,7 +134,6 @@ class EndsLater(Protocol):
     @property
     def untold(self) -> bool:
         """Whether a step has ended, and observers do not know it yet."""
-        ...
 
 
 @runtime_checkable
@@ -154,7 +142,6 @@ class CopiesWeights(Protocol):
 
     def weight_bytes(self) -> int:
         """Bytes of these weights now, and of what steps them."""
-        ...
 
 
 @runtime_checkable
@@ -163,7 +150,6 @@ class ClipsGradients(Protocol):
 
     def clip_grad_norm_(self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """See `Handle.clip_grad_norm_`. None: torch's way is to be taken."""
-        ...
 
 
 @runtime_checkable
@@ -172,23 +158,18 @@ class ShardsOptimizer(Protocol):
 
     def optimizer_state_dict(self, rank: int | None) -> dict[str, Any]:
         """See `Handle.optimizer_state_dict`."""
-        ...
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Handle.load_optimizer_state_dict`."""
-        ...
 
     def check_exchange(self, exchange: Exchange) -> None:
         """Raises StepStateError where this exchange cannot stand in for the present one."""
-        ...
 
     def check_parameters(self, model: torch.nn.Module) -> None:
         """Raises StepStateError where the model's trainable parameters changed and must not."""
-        ...
 
     def check_join(self) -> None:
         """Raises StepStateError where ranks cannot have different numbers of batches."""
-        ...
 
 
 @runtime_checkable
@@ -197,15 +178,12 @@ class Launches(Protocol):
 
     def send_nothing(self, state: BackwardState) -> None:
         """Take part in one step with zeros, and no update."""
-        ...
 
     def before_reset(self) -> None:
         """The script calls `reset()`."""
-        ...
 
     def after_reset(self) -> None:
         """All ranks go on."""
-        ...
 
 
 @runtime_checkable
@@ -214,7 +192,6 @@ class PutsOff(Protocol):
 
     def when_idle(self, act: Callable[[], None]) -> None:
         """Do something between steps: at once, or where a step is in hand when that is over. Collective, as steps are."""
-        ...
 
 
 @runtime_checkable
@@ -223,4 +200,3 @@ class Corrects(Protocol):
 
     def correcting(self) -> tuple[Exchange | None, float]:
         """The exchange that some steps run instead of the plan's, and the part of all steps that these are."""
-        ...

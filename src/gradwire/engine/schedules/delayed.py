@@ -194,7 +194,22 @@ class DelayedSchedule:
     @staticmethod
     def check_optimizers(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """See `ScheduleClass`."""
-        check_delayed(prepared, optimizers)
+        schedule = prepared.plan.schedule
+        assert isinstance(schedule, Delayed)
+        check_one_optimizer(
+            optimizers,
+            prepared,
+            many="the delayed schedule updates all weights at once, a step later",
+            others="The delayed schedule updates a step later, with gradients that such tensors do not have any more",
+        )
+        owners = [spec for bucket in prepared.plan.buckets for spec in bucket.specs if spec.owns_momentum]
+        if owners and (schedule.k is not None or schedule.warmup_steps):
+            raise PlanError(
+                f"{owners[0]!r} sends gradients with momentum, and corrections and warm-up steps send them as they are. Use "
+                "gw.Delayed(k=None), or a spec without momentum."
+            )
+        if schedule.local_update and schedule.local_lr != 0 and schedule.local_step == "optimizer":
+            check_local_updates(optimizers)
 
     def attach(self) -> None:
         reducer = self._reducer
@@ -458,26 +473,6 @@ class DelayedSchedule:
             else:
                 memory.take_over(memory.fitting(added_up(divided(each)[0] for each in saved.memory)))
         self._weights.take_local(local, saved.weights)
-
-
-def check_delayed(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises PlanError where the delayed schedule cannot run with these optimizers."""
-    schedule = prepared.plan.schedule
-    assert isinstance(schedule, Delayed)
-    check_one_optimizer(
-        optimizers,
-        prepared,
-        many="the delayed schedule updates all weights at once, a step later",
-        others="The delayed schedule updates a step later, with gradients that such tensors do not have any more",
-    )
-    owners = [spec for bucket in prepared.plan.buckets for spec in bucket.specs if spec.owns_momentum]
-    if owners and (schedule.k is not None or schedule.warmup_steps):
-        raise PlanError(
-            f"{owners[0]!r} sends gradients with momentum, and corrections and warm-up steps send them as they are. Use "
-            "gw.Delayed(k=None), or a spec without momentum."
-        )
-    if schedule.local_update and schedule.local_lr != 0 and schedule.local_step == "optimizer":
-        check_local_updates(optimizers)
 
 
 def check_gradients(parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

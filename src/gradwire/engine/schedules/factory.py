@@ -5,14 +5,14 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.core import named
+from gradwire.core import Plan, named
 from gradwire.core import schedules as data
 from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer
-from gradwire.engine.schedules.base import ScheduleEvents, TrainingJob
+from gradwire.engine.schedules.base import ScheduleEvents, TrainingJob, Traits
 from gradwire.errors import PlanError
 
-__all__ = ["ScheduleClass", "check_optimizers", "make_schedule", "why_not"]
+__all__ = ["ScheduleClass", "check_optimizers", "make_schedule", "why_not", "why_not_weighed"]
 
 
 class ScheduleClass(Protocol):
@@ -20,15 +20,12 @@ class ScheduleClass(Protocol):
 
     def __call__(self, reducer: Reducer, schedule: Any, job: TrainingJob) -> ScheduleEvents:
         """`schedule` is the plan's: the data."""
-        ...
 
     def check_optimizers(self, prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raises PlanError where the plan's schedule cannot run with these optimizers. May be left out."""
-        ...
 
     def why_not(self, job: TrainingJob) -> str:
         """Why the schedule gains nothing in this script; '' if nothing speaks against it. May be left out."""
-        ...
 
 
 def make_schedule(reducer: Reducer, schedule: data.Schedule, job: TrainingJob) -> ScheduleEvents:
@@ -82,6 +79,12 @@ def check_optimizers(optimizer: Any, prepared: Prepared) -> list[torch.optim.Opt
     if (check := getattr(named(schedule.engine), "check_optimizers", None)) is not None:
         check(prepared, optimizers)
     return optimizers
+
+
+def why_not_weighed(plan: Plan) -> str:
+    """Why the plan's schedule cannot run in a script that gives batches weights; '' if it can."""
+    traits: Traits = getattr(named(plan.schedule.engine), "traits", Traits())
+    return "" if traits.weighs_batches else f"the {plan.schedule.word} schedule does not weigh batches (handle.weight)"
 
 
 def why_not(prepared: Prepared, job: TrainingJob) -> str:

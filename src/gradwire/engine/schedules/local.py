@@ -41,7 +41,7 @@ from gradwire.exchange import LOCAL, OUTER, Saved, StepReport, by_tensor
 class LocalSchedule:
     """Steps of each rank's own, and an exchange of outer gradients every so many of them."""
 
-    traits = Traits(sends_in_backward=False, sends_buffers=True, learns_order=False, trains_alone=True)
+    traits = Traits(sends_in_backward=False, sends_buffers=True, learns_order=False, trains_alone=True, weighs_batches=True)
 
     def __init__(self, reducer: Reducer, schedule: LocalSteps, job: TrainingJob) -> None:
         self._reducer, self._data = reducer, schedule
@@ -87,6 +87,7 @@ class LocalSchedule:
     def attach(self) -> None:
         reducer = self._reducer
         self._fragments = self._data.fragments_of(reducer.exchange.numels)
+        reducer.batches.watch_parts(self._data.fragments)
         if self._watched == reducer.watched:
             return
         self._watched = reducer.watched
@@ -176,6 +177,7 @@ class LocalSchedule:
         """A local step is over: land the last exchange and begin the next one, where their time has come."""
         self._weights.computing = False
         self._local_steps += 1
+        self._reducer.batches.local_step()
         if self._lands_after is not None and self._local_steps >= self._lands_after:
             self._land()
         due = self._lands_after is None and self._local_steps >= self._data.begins_after(self._reducer.step)
@@ -250,7 +252,8 @@ class LocalSchedule:
 
     def on_begin(self) -> None:
         reducer = self._reducer
-        reducer.begin(reducer.exchange, self._fragments[reducer.step % self._data.fragments])
+        part = reducer.step % self._data.fragments
+        reducer.begin(reducer.exchange, self._fragments[part], part)
         self._buffers.send(reducer.lanes.data[0])
 
     def _launch(self, state: BackwardState) -> None:
@@ -259,6 +262,7 @@ class LocalSchedule:
         reducer, parameters = self._reducer, list(self._by_name.values())
         fragment = self._fragment(reducer.step)
         self._landing = [index for bucket in fragment for index in bucket]
+        reducer.batches.sent(reducer.step % self._data.fragments)
         for bucket in fragment:
             for index in bucket:
                 reducer.put(index, self._weights.copies[index] - parameters[index])
@@ -285,6 +289,7 @@ class LocalSchedule:
             reports = self._reducer.hear(launched.told, self.on_end)
         except GradwireError as error:
             self._lands_after, count = None, self._data.fragments
+            self._reducer.batches.not_sent(self._reducer.step % count)
             if count == 1:
                 raise
             place = 1 + self._reducer.step % count
@@ -293,6 +298,7 @@ class LocalSchedule:
             self._under_way.clear()
         exposed = time.perf_counter() - start
         assert self._outer is not None
+        self._reducer.weigh(reports, self._landing)
         slots, names = self._reducer.slots, list(self._by_name)
         for index in self._landing:
             slots[index].owed = None

@@ -249,7 +249,8 @@ class PipelinedSchedule:
             if not self._gathers.under_way:
                 return whole()
             stepped_already = any(is_later(p) for group in optimizer.param_groups for p in group["params"])
-            if stepped_already or self._say_why_whole(optimizer):
+            why = "" if stepped_already else why_whole(optimizer, self._model(), self._compiled_before)
+            if stepped_already or warn_once(self._said, why, optimizer):
                 self.settle()
                 return whole()
             groups = snapshot(optimizer)
@@ -283,9 +284,6 @@ class PipelinedSchedule:
                 else:
                     others.append(parameter)
         return ours, others
-
-    def _say_why_whole(self, optimizer: torch.optim.Optimizer) -> bool:
-        return warn_once(self._said, why_whole(optimizer, self._model(), self._compiled_before), optimizer)
 
     # ---- clipping
 
@@ -364,7 +362,7 @@ def warn_once(said: set[str], why: str, optimizer: torch.optim.Optimizer) -> boo
         warnings.warn(
             f"the pipelined schedule waits for all gathers in {type(optimizer).__name__}.step and hides none of them: "
             f"{why}. The result is the same; use schedule='backward', or change that.",
-            stacklevel=6,
+            stacklevel=5,
         )
     return bool(why)
 

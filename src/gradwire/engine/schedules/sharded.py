@@ -223,8 +223,10 @@ class ShardedSchedule:
             parameters = [parameter for parameter in self._reducer.living() if parameter is not None]
             if warn_once(self._said, why_none_later(parameters, self._model(), self._compiled_before), optimizer):
                 self.settle()
-            else:
-                self._use_parameters_later()
+                return None
+            for slot, parameter in zip(self._reducer.slots, self._reducer.living(), strict=True):
+                if parameter is not None:
+                    use_later(parameter, partial(self._settle_bucket, slot.bucket))
         return None
 
     @property
@@ -270,11 +272,6 @@ class ShardedSchedule:
         self._step_is_due = False
         self._gathers.begin()
         self._reducer.running.open_gate()
-
-    def _use_parameters_later(self) -> None:
-        for slot, parameter in zip(self._reducer.slots, self._reducer.living(), strict=True):
-            if parameter is not None:
-                use_later(parameter, partial(self._settle_bucket, slot.bucket))
 
     @told_to_all
     def _settle_bucket(self, bucket: int) -> None:  # tensors that wait keep the schedule alive by this method

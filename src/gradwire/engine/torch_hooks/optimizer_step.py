@@ -19,7 +19,6 @@ class Hearer(Protocol):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """A script asks for a step, which has not begun."""
-        ...
 
 
 _HEARERS: "weakref.WeakSet[Any]" = weakref.WeakSet()

@@ -5,7 +5,7 @@ They run on any device, hundreds of times slower than the C++ kernels.
 # ruff: noqa: F401 - the imports are the kernels
 
 from gradwire.kernels.reference.cast import cast_decode, cast_encode
-from gradwire.kernels.reference.fitted import fitted_encode, lloyd_decode
+from gradwire.kernels.reference.fitted import fitted_decode, fitted_encode
 from gradwire.kernels.reference.fp8 import fp8_decode, fp8_encode
 from gradwire.kernels.reference.local_update import local_update as local_update
 from gradwire.kernels.reference.low_rank import back_project, orthogonalise, project, reconstruct
@@ -15,5 +15,6 @@ from gradwire.kernels.reference.randomk import gather_random, randomk_decode, ra
 from gradwire.kernels.reference.signs import mean_sign_encode, sign_decode, sign_encode
 from gradwire.kernels.reference.sparse import block_topk_decode, block_topk_encode, dgc_encode, topk_decode, topk_encode
 from gradwire.kernels.reference.ternary import terngrad_encode, threshold_decode, threshold_encode
+from gradwire.kernels.reference.weights import learn_energy, weigh_elements
 
 __all__ = [name for name, kernel in sorted(globals().items()) if callable(kernel)]

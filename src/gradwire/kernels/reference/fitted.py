@@ -35,8 +35,8 @@ LLOYD = {2: (464, 1547), 3: (251, 774, 1376, 2204), 4: (131, 397, 673, 965, 1286
 class _Fitted(Coder):
     width = 0
 
-    def __init__(self, levels: str) -> None:
-        self.levels, self.ternary = levels, levels == "uniform"
+    def __init__(self, levels: str, weights: State) -> None:
+        self.levels, self.ternary, self.weights = levels, levels == "uniform", weights
 
     def finite(self, v: Tensor, bits: int) -> Tensor:
         return self._statistic(v, bits) < LARGE  # false for NaN too
@@ -84,11 +84,13 @@ class _Fitted(Coder):
         return (size.unsqueeze(2) > bounds.unsqueeze(1)).sum(dim=2)
 
 
-def fitted_encode(src: Tensor, residual: State, segments: Segments, block: int, levels: str, payload: Tensor) -> None:
-    """Encode as `scaled_encode` does; levels is 'uniform' or 'lloyd'. `qsgd_decode` with scale 'max' decodes uniform levels."""
-    scaled_encode(_Fitted(levels), src, residual, segments, None, block, payload)
+def fitted_encode(
+    src: Tensor, residual: State, segments: Segments, weights: State, block: int, levels: str, payload: Tensor
+) -> None:
+    """Encode as `scaled_encode` does; levels is 'uniform' or 'lloyd'. Weights (uint8, flat) take a residual."""
+    scaled_encode(_Fitted(levels, weights), src, residual, segments, None, block, payload)
 
 
-def lloyd_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
-    """Decode levels 'lloyd' as `scaled_decode` does."""
-    scaled_decode(_Fitted("lloyd"), payload, segments, block, add, dst)
+def fitted_decode(payload: Tensor, segments: Segments, weights: State, block: int, levels: str, add: bool, dst: Tensor) -> None:
+    """Decode as `scaled_decode` does."""
+    scaled_decode(_Fitted(levels, weights), payload, segments, block, add, dst)

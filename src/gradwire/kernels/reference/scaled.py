@@ -20,6 +20,7 @@ from torch import Tensor
 from gradwire.core import code_bytes, coded_bytes, in_base_3
 from gradwire.kernels.reference.numbers import HUGE, equal_blocks, given, narrow, pack, pack_base_3, unpack, unpack_base_3
 from gradwire.kernels.reference.random import random_words, stream_key
+from gradwire.kernels.reference.weights import values_of
 from gradwire.kernels.segments import Segment, Segments, State
 
 BAD = 0x7FC0
@@ -37,6 +38,12 @@ class Coder:
     """Bits of a code; 0: the segment's bits."""
     ternary = False
     """Whether codes of 2 bits stand for three values."""
+    weights: Tensor | None = None
+    """The stored weights of the elements (uint8, flat). None: all are 1."""
+
+    def weight_of(self, where: slice, shape: tuple[int, int]) -> Tensor | float:
+        """The weights of these elements."""
+        return 1.0 if self.weights is None else values_of(self.weights[where]).reshape(shape)
 
     def bits(self, segment: Segment) -> int:
         return self.width or segment.bits
@@ -64,7 +71,8 @@ def scaled_encode(
     """Encode src (float32, bfloat16 or float16, flat) into payload (uint8). stream is int64 (seed, step, encode, rank), or None
     for codes that are not random.
 
-    With a residual (float32, as long as src) src + residual is encoded, and the residual becomes the error.
+    With a residual (float32, as long as src) src + residual is encoded, and the residual becomes the error. Each element is
+    divided by its weight before, and its error is multiplied by the weight.
     """
     coded = [(s.numel, coder.bits(s)) for s in segments.rows]
     scale_bytes = coded_bytes(coded, block, coder.per_block).scales
@@ -72,6 +80,8 @@ def scaled_encode(
     for seg, at, where, scales, codes_at in _runs(coder, segments, block, payload, src.device):
         count, n = at.numel(), (where.stop - where.start) // at.numel()
         v = given(src, residual, where).reshape(count, n)
+        weight = coder.weight_of(where, (count, n))
+        v = v / weight
         bits = coder.bits(seg)
         finite = coder.finite(v, bits)
         safe = torch.where(finite, v, 0.0)
@@ -86,18 +96,18 @@ def scaled_encode(
         packed = pack_base_3(codes) if in_base_3(n, block, bits, coder.ternary) else pack(codes, bits)
         codes_at.copy_(packed.reshape(-1))
         if residual is not None:
-            lost = v - coder.values(codes, raw, bits)
+            lost = (v - coder.values(codes, raw, bits)) * weight
             residual[where] = torch.where(finite, lost, residual[where].reshape(count, n)).reshape(-1)
 
 
 def scaled_decode(coder: Coder, payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
-    """Write the values of payload to dst (flat), or add them to dst."""
+    """Write the values of payload to dst (flat), times their weights, or add them to dst."""
     for seg, at, where, scales, codes_at in _runs(coder, segments, block, payload, dst.device):
         count, n = at.numel(), (where.stop - where.start) // at.numel()
         raw = scales.clone().view(torch.int16).to(torch.int64).reshape(count, coder.per_block) & 0xFFFF
         packed, bits = codes_at.reshape(count, -1), coder.bits(seg)
         codes = unpack_base_3(packed, n) if in_base_3(n, block, bits, coder.ternary) else unpack(packed, n, bits)
-        value = coder.values(codes, raw, bits).reshape(-1)
+        value = (coder.values(codes, raw, bits) * coder.weight_of(where, (count, n))).reshape(-1)
         dst[where] = dst[where] + value if add else narrow(value, dst.dtype)
 
 

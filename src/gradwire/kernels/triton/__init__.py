@@ -22,10 +22,10 @@ from gradwire.kernels.triton.cast import cast_decode, cast_encode
 from gradwire.kernels.triton.coded import (
     exponential_decode,
     exponential_encode,
+    fitted_decode,
     fitted_encode,
     fp8_decode,
     fp8_encode,
-    lloyd_decode,
     natural_decode,
     natural_encode,
     qsgd_decode,
@@ -34,10 +34,15 @@ from gradwire.kernels.triton.coded import (
     threshold_decode,
     threshold_encode,
 )
+from gradwire.kernels.triton.decode_sum import decode_sum
 from gradwire.kernels.triton.local_update import local_update
 from gradwire.kernels.triton.low_rank import back_project, orthogonalise, project, reconstruct
 from gradwire.kernels.triton.randomk import gather_random, randomk_decode, randomk_encode, scatter_random
 from gradwire.kernels.triton.signs import mean_sign_encode, sign_decode, sign_encode
 from gradwire.kernels.triton.sparse import dgc_encode, topk_decode, topk_encode
+from gradwire.kernels.triton.weights import learn_energy, weigh_elements
 
 __all__ = reference.__all__
+
+TAKES_BATCHES = True
+"""Kernels in `BATCHED` take a `Batch`, and there is a `decode_sum`."""

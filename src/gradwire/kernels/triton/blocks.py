@@ -20,7 +20,26 @@ def load_value(src, residual, at, inside, RESIDUAL: tl.constexpr):
 
 
 @triton.jit
-def load_pieces(src, residual, block, present, width, n, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, WHOLE: tl.constexpr):
+def load_weight(at, inside):
+    """Weights, which are stored as the exponents of float32; 1 outside."""
+    return (tl.load(at, mask=inside, other=127).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_weighted(src, residual, weights, at, inside, RESIDUAL: tl.constexpr, WEIGHTED: tl.constexpr):
+    """`load_value` over the weights."""
+    value = load_value(src, residual, at, inside, RESIDUAL)
+    if WEIGHTED:
+        stored = tl.load(weights + at, mask=inside, other=127).to(tl.int32)
+        value *= ((254 - stored) << 23).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def load_pieces(
+    src, residual, weights, block, present, width, n,
+    BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHTED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """(values, which are there) of the eight pieces of ROWS blocks, each of shape (ROWS, BLOCK / 8)."""
     column = tl.arange(0, BLOCK // 8)[None, :]
     values, insides = (), ()
@@ -30,7 +49,7 @@ def load_pieces(src, residual, block, present, width, n, BLOCK: tl.constexpr, RE
         if not WHOLE:
             inside &= j < n
         insides += (inside,)
-        values += (load_value(src, residual, block * BLOCK + j, inside, RESIDUAL),)
+        values += (load_weighted(src, residual, weights, block * BLOCK + j, inside, RESIDUAL, WEIGHTED),)
     if RESIDUAL:
         tl.debug_barrier()  # several threads may hold an element of a small block: all have read it before one writes
     return values, insides

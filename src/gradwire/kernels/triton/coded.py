@@ -14,6 +14,7 @@ from gradwire.kernels.triton.blocks import (
     halves,
     load_pieces,
     load_scale,
+    load_weight,
     pack,
     pack_base_3,
     store_piece,
@@ -28,6 +29,7 @@ from gradwire.kernels.triton.launch import (
     check_flat,
     check_payload,
     check_stream,
+    check_weights,
     launch,
     program,
     programs_of,
@@ -61,12 +63,17 @@ _TERNARY = (MAX.value, CLIPPED.value, FITTED.value)
 
 
 @triton.jit
-def encode_piece(values, inside, finite, sends, grid, bits, u, at, CODE: tl.constexpr, RESIDUAL: tl.constexpr):
-    """The codes of one piece of blocks; u: 16 random bits, or what rounds to nearest; at: the places of its residual."""
+def encode_piece(
+    values, inside, finite, sends, grid, bits, u, at, weight, CODE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHTED: tl.constexpr
+):
+    """The codes of one piece of blocks; u: 16 random bits, or what rounds to nearest; at, weight: the places of its residual and
+    of its weights."""
     x = tl.where(finite, values, 0.0)
     code = tl.where(inside & sends, code_of(x, grid, bits, u, CODE), 0)
     if RESIDUAL:
         lost = x - tl.where(sends, value_of(code, grid, bits, CODE), 0.0)
+        if WEIGHTED:
+            lost *= load_weight(weight, inside)
         carried = inside & finite
         if CODE == FIXED:
             carried &= magnitude(lost) <= 0x7F800000
@@ -76,16 +83,18 @@ def encode_piece(values, inside, finite, sends, grid, bits, u, at, CODE: tl.cons
 
 @triton.jit
 def encode_blocks(
-    src, residual, scales, codes, blocks, n, counter, key, bits,
+    src, residual, weights, scales, codes, blocks, n, counter, key, bits,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr,
-    STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, TERNARY: tl.constexpr, WHOLE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHTED: tl.constexpr, TERNARY: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Up to ROWS blocks of n elements; WHOLE: n is BLOCK. All pointers are to the first block's; bits is a number."""
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK // 8)[None, :]
     block, present = row[:, None], row < blocks
     width = BLOCK // 8 if WHOLE else (n + 7) // 8
-    values, insides = load_pieces(src, residual, block, present, width, n, BLOCK, RESIDUAL, WHOLE)
-    finite, low, high = scales_of(src, residual, row, blocks, n, values, insides, bits, ROWS, BLOCK, CODE, NORM, FACTOR, RESIDUAL)
+    values, insides = load_pieces(src, residual, weights, block, present, width, n, BLOCK, RESIDUAL, WEIGHTED, WHOLE)
+    finite, low, high = scales_of(
+        src, residual, weights, row, blocks, n, values, insides, bits, ROWS, BLOCK, CODE, NORM, FACTOR, RESIDUAL, WEIGHTED
+    )
     if CODE == MINMAX:
         store_scale(scales + row * 4, tl.where(finite, low, 0x7FC0), present)
         store_scale(scales + row * 4 + 2, tl.where(finite, high, 0x7FC0), present)
@@ -102,10 +111,29 @@ def encode_blocks(
     lower, upper = (), ()
     for k in tl.static_range(4):
         even, odd = halves(k, first, hashed, width, key, WHOLE and BLOCK == 128, STOCHASTIC)
-        at = residual + block * BLOCK + k * width + column
-        lower += (encode_piece(values[k], insides[k], finite, sends, grid, bits, even, at, CODE, RESIDUAL),)
+        at = block * BLOCK + k * width + column
+        lower += (
+            encode_piece(
+                values[k], insides[k], finite, sends, grid, bits, even, residual + at, weights + at, CODE, RESIDUAL, WEIGHTED
+            ),
+        )
         at += 4 * width
-        upper += (encode_piece(values[k + 4], insides[k + 4], finite, sends, grid, bits, odd, at, CODE, RESIDUAL),)
+        upper += (
+            encode_piece(
+                values[k + 4],
+                insides[k + 4],
+                finite,
+                sends,
+                grid,
+                bits,
+                odd,
+                residual + at,
+                weights + at,
+                CODE,
+                RESIDUAL,
+                WEIGHTED,
+            ),
+        )
     out, mask = codes + block * (BLOCK // 8 * bits) + column, present[:, None] & (column < width)
     if WHOLE and TERNARY:
         if bits == 2:
@@ -118,9 +146,9 @@ def encode_blocks(
 
 @triton.jit
 def decode_blocks(
-    dst, scales, codes, blocks, n, bits,
+    dst, weights, scales, codes, blocks, n, bits,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, FACTOR: tl.constexpr, ADD: tl.constexpr,
-    TERNARY: tl.constexpr, WHOLE: tl.constexpr,
+    WEIGHTED: tl.constexpr, TERNARY: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Decode up to ROWS blocks of n elements, with the arguments of encode_blocks."""
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK // 8)[None, :]
@@ -143,32 +171,35 @@ def decode_blocks(
         pieces = unpack(packed, bits, width, column, mask)
     for k in tl.static_range(8):
         value = value_of(pieces[k], grid, bits, CODE)
+        if WEIGHTED:
+            j = k * width + column
+            value *= load_weight(weights + block * BLOCK + j, mask & (j < n))
         store_piece(dst + block * BLOCK, k * width + column, value, mask, n, ADD, WHOLE)
 
 
 @triton.jit
 def coded_encode_kernel(
-    src, residual, table, stream, payload,
+    src, residual, weights, table, stream, payload,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr,
-    STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, TERNARY: tl.constexpr, ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHTED: tl.constexpr, TERNARY: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One row of the table of programs."""
     first, numel, scale, padding, code, counter, tensor, bits = program(table, ALIGNED)
     key = tensor.to(tl.uint64, bitcast=True)
     if STOCHASTIC:
         key = stream_key(stream, tensor)
-    src, residual, scales, codes = src + first, residual + first, payload + scale, payload + code
+    src, residual, weights, scales, codes = src + first, residual + first, weights + first, payload + scale, payload + code
     blocks = numel // BLOCK
     if blocks > 0:
         encode_blocks(
-            src, residual, scales, codes, blocks, BLOCK, counter, key, bits,
-            ROWS, BLOCK, CODE, NORM, FACTOR, STOCHASTIC, RESIDUAL, TERNARY, True,
+            src, residual, weights, scales, codes, blocks, BLOCK, counter, key, bits,
+            ROWS, BLOCK, CODE, NORM, FACTOR, STOCHASTIC, RESIDUAL, WEIGHTED, TERNARY, True,
         )  # fmt: skip
     else:
         blocks = 1
         encode_blocks(
-            src, residual, scales, codes, blocks, numel, counter, key, bits,
-            1, BLOCK, CODE, NORM, FACTOR, STOCHASTIC, RESIDUAL, TERNARY, False,
+            src, residual, weights, scales, codes, blocks, numel, counter, key, bits,
+            1, BLOCK, CODE, NORM, FACTOR, STOCHASTIC, RESIDUAL, WEIGHTED, TERNARY, False,
         )  # fmt: skip
     byte = tl.arange(0, 16)
     used = blocks * (4 if CODE == MINMAX else 2)
@@ -177,42 +208,49 @@ def coded_encode_kernel(
 
 @triton.jit
 def coded_decode_kernel(
-    payload, table, dst,
+    payload, table, dst, weights,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, FACTOR: tl.constexpr, ADD: tl.constexpr,
-    TERNARY: tl.constexpr, ALIGNED: tl.constexpr,
+    WEIGHTED: tl.constexpr, TERNARY: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One row of the table of programs."""
     first, numel, scale, _, code, _, _, bits = program(table, ALIGNED)
-    dst, scales, codes = dst + first, payload + scale, payload + code
+    dst, weights, scales, codes = dst + first, weights + first, payload + scale, payload + code
     blocks = numel // BLOCK
     if blocks > 0:
-        decode_blocks(dst, scales, codes, blocks, BLOCK, bits, ROWS, BLOCK, CODE, FACTOR, ADD, TERNARY, True)
+        decode_blocks(dst, weights, scales, codes, blocks, BLOCK, bits, ROWS, BLOCK, CODE, FACTOR, ADD, WEIGHTED, TERNARY, True)
     else:
-        decode_blocks(dst, scales, codes, 1, numel, bits, 1, BLOCK, CODE, FACTOR, ADD, TERNARY, False)
+        decode_blocks(dst, weights, scales, codes, 1, numel, bits, 1, BLOCK, CODE, FACTOR, ADD, WEIGHTED, TERNARY, False)
 
 
 def _encode(
     code: int, src: Tensor, residual: State, segments: Segments, stream: Tensor | None, block: int, payload: Tensor,
-    norm: bool = False, factor: float = 0.0,
+    norm: bool = False, factor: float = 0.0, weights: State = None,
 ) -> None:  # fmt: skip
     programs = _programs(segments, block, code)
     check_flat(src, programs.numel, [residual])
+    check_weights(weights, src)
     check_payload(payload, programs.payload_bytes)
     if stream is not None:
         check_stream(stream)
     launch(
-        coded_encode_kernel, len(programs.table), src, residual, programs.table, stream, payload,
+        coded_encode_kernel, len(programs.table), src, residual, weights, programs.table, stream, payload,
         NORM=norm, FACTOR=float(factor), STOCHASTIC=stream is not None, RESIDUAL=residual is not None,
+        WEIGHTED=weights is not None,
         **_constants(programs, block, code),
     )  # fmt: skip
 
 
-def _decode(code: int, payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor, factor: float = 0.0) -> None:
+def _decode(
+    code: int, payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor, factor: float = 0.0,
+    weights: State = None,
+) -> None:  # fmt: skip
     programs = _programs(segments, block, code)
     check_dst(dst, programs.numel, add)
+    check_weights(weights, dst)
     check_payload(payload, programs.payload_bytes)
     launch(
-        coded_decode_kernel, len(programs.table), payload, programs.table, dst, FACTOR=float(factor), ADD=add,
+        coded_decode_kernel, len(programs.table), payload, programs.table, dst, weights, FACTOR=float(factor), ADD=add,
+        WEIGHTED=weights is not None,
         **_constants(programs, block, code),
     )  # fmt: skip
 
@@ -244,15 +282,18 @@ def qsgd_decode(payload: Tensor, segments: Segments, block: int, scale: str, add
     _decode((MINMAX if scale == "minmax" else MAX).value, payload, segments, block, add, dst)
 
 
-def fitted_encode(src: Tensor, residual: State, segments: Segments, block: int, levels: str, payload: Tensor) -> None:
+def fitted_encode(
+    src: Tensor, residual: State, segments: Segments, weights: State, block: int, levels: str, payload: Tensor
+) -> None:
     _check_fitted(segments)
     code = LLOYD if levels == "lloyd" else FITTED
-    _encode(code.value, src, residual, segments, None, block, payload)
+    _encode(code.value, src, residual, segments, None, block, payload, weights=weights)
 
 
-def lloyd_decode(payload: Tensor, segments: Segments, block: int, add: bool, dst: Tensor) -> None:
+def fitted_decode(payload: Tensor, segments: Segments, weights: State, block: int, levels: str, add: bool, dst: Tensor) -> None:
     _check_fitted(segments)
-    _decode(LLOYD.value, payload, segments, block, add, dst)
+    code = LLOYD if levels == "lloyd" else FITTED
+    _decode(code.value, payload, segments, block, add, dst, weights=weights)
 
 
 def _check_fitted(segments: Segments) -> None:

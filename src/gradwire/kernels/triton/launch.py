@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.core import code_bytes, coded_bytes
 from gradwire.kernels import is_float
-from gradwire.kernels.segments import Segments
+from gradwire.kernels.segments import Batch, Segments
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 """Options of every launch: a * b + c is rounded twice, as in the reference."""
@@ -89,6 +89,8 @@ def table_of(rows: Sequence[tuple[int, ...]], columns: int, segments: Segments) 
 @made_once
 def programs_of(segments: Segments, block: int, scales: int, bits: int, ternary: bool = False) -> Programs:
     """The programs of these segments; bits 0: an element has those of its segment. ternary: as for `coded_bytes`."""
+    if isinstance(segments, Batch):
+        return _programs_of_parts(segments, block, scales, bits, ternary)
     if block & (block - 1) or not 32 <= block <= 8192:
         raise RuntimeError(f"a block of {block} elements is not a power of two from 32 to 8192")
     reach_of(segments)
@@ -121,6 +123,18 @@ def programs_of(segments: Segments, block: int, scales: int, bits: int, ternary:
     return Programs.of(table, segments, sum(sizes))
 
 
+def _programs_of_parts(batch: Batch, *settings: Any) -> Programs:
+    """The programs of all payloads of a batch."""
+    tables = []
+    for part in batch.parts:
+        made = programs_of(part.segments, *settings)
+        if made.payload_bytes != part.end_byte - part.byte:
+            raise RuntimeError(f"a part of a batch has {part.end_byte - part.byte} bytes where it takes {made.payload_bytes}")
+        shift = torch.tensor([part.first, 0, part.byte, 0, part.byte, 0, 0, 0])
+        tables.append(made.table.cpu() + shift)
+    return Programs.of(torch.cat(tables), batch, batch.parts[-1].end_byte)
+
+
 def check_flat(flat: Tensor, numel: int, remembered: Sequence[Tensor | None] = ()) -> None:
     """Raise RuntimeError unless kernels may read and write `numel` elements of a flat buffer and what is remembered of it."""
     if not is_float(flat.dtype):
@@ -130,6 +144,12 @@ def check_flat(flat: Tensor, numel: int, remembered: Sequence[Tensor | None] = (
     for state in remembered:
         if state is not None and not (state.is_contiguous() and state.dtype == torch.float32 and state.numel() == flat.numel()):
             raise RuntimeError("the residual must be float32, contiguous and as long as the flat buffer")
+
+
+def check_weights(weights: Tensor | None, flat: Tensor) -> None:
+    """Raise RuntimeError unless kernels may read the weights of a flat buffer."""
+    if weights is not None and not (weights.is_contiguous() and weights.dtype == torch.uint8 and weights.numel() == flat.numel()):
+        raise RuntimeError("the weights must be uint8, contiguous and as long as the flat buffer")
 
 
 def check_dst(dst: Tensor, numel: int, add: bool) -> None:

@@ -5,7 +5,7 @@ two (Natural, exponential levels of QSGD), thresholds, of each block or fixed, a
 import triton
 import triton.language as tl
 
-from gradwire.kernels.triton.blocks import HUGE, TINY, largest_of, load_value
+from gradwire.kernels.triton.blocks import HUGE, TINY, largest_of, load_weighted
 from gradwire.kernels.triton.numbers import bf16_towards, bf16_up, bf16_value, magnitude, narrow_u16, negated, ordered
 from gradwire.kernels.triton.sums import LANES, LARGEST, folded, norm_of, sum_of
 
@@ -29,7 +29,7 @@ def bound_of(
     """float32 bits of the smaller of FACTOR times the root mean square and the largest magnitude, of ROWS blocks."""
     exponent, usual = tl.maximum(largest >> 23, 7), (largest >= SQUARE_LOW) & (largest < SQUARE_HIGH)
     by = tl.where(usual, 1.0, ((254 - exponent) << 23).to(tl.float32, bitcast=True))
-    total = sum_of(src, residual, row, blocks, n, by, ROWS, BLOCK, True, RESIDUAL)
+    total = sum_of(src, residual, src, row, blocks, n, by, ROWS, BLOCK, True, RESIDUAL, False)
     # a factor of its own and not a division by `by`, which Triton 3.6 fails to compile for some block sizes
     back = tl.where(usual, 1.0, (exponent << 23).to(tl.float32, bitcast=True))
     limit = tl.sqrt(total / n) * FACTOR * back.to(tl.float64)
@@ -63,13 +63,13 @@ def number_of(size, unit, bits, CODE: tl.constexpr):
 
 @triton.jit
 def fitted_scale(
-    src, residual, row, blocks, n, largest, bits,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, RESIDUAL: tl.constexpr,
+    src, residual, weights, row, blocks, n, largest, bits,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """(which of ROWS blocks are finite, bits of the first units, bits of the scales by least squares). largest: bits of the
     largest magnitudes."""
     if bits == 2:
-        statistic = sum_of(src, residual, row, blocks, n, None, ROWS, BLOCK, False, RESIDUAL)
+        statistic = sum_of(src, residual, weights, row, blocks, n, None, ROWS, BLOCK, False, RESIDUAL, WEIGHTED)
         share = tl.full([ROWS], 1.7 if CODE == FITTED else 1.375, tl.float64) / n
     else:
         statistic = largest.to(tl.float32, bitcast=True).to(tl.float64)
@@ -79,7 +79,7 @@ def fitted_scale(
     products, squares = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
     for at in range(0, n, LANES):
         inside = (at + lane < n) & (block < blocks)
-        size = tl.abs(load_value(src, residual, block * BLOCK + at + lane, inside, RESIDUAL))
+        size = tl.abs(load_weighted(src, residual, weights, block * BLOCK + at + lane, inside, RESIDUAL, WEIGHTED))
         level = tl.where(inside, level_of(number_of(size, unit[:, None], bits, CODE), bits, CODE), 0.0)
         products += size * level
         squares += level * level
@@ -96,9 +96,9 @@ def fitted_scale(
 
 @triton.jit
 def scales_of(
-    src, residual, row, blocks, n, values, insides, bits,
+    src, residual, weights, row, blocks, n, values, insides, bits,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    RESIDUAL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """(which of ROWS blocks are finite, bits of their low scales, of minmax only, bits of their high or only ones): bfloat16, 0
     for a block of zeros. Of fitted levels the first are float32 bits of the units that codes are found with. FACTOR: the bound
@@ -116,14 +116,16 @@ def scales_of(
         low = tl.where(finite, bf16_towards(ordered(tl.min(least, axis=1)), False), 0)
         high = tl.where(finite, bf16_towards(ordered(tl.max(most, axis=1)), True), 0)
     elif CODE == THRESHOLD:
-        total = sum_of(src, residual, row, blocks, n, None, ROWS, BLOCK, False, RESIDUAL)
+        total = sum_of(src, residual, src, row, blocks, n, None, ROWS, BLOCK, False, RESIDUAL, False)
         finite = total < 2.0**126
         mean = tl.where(finite, (total / n * FACTOR).to(tl.float32), 0.0)
         high = magnitude(tl.minimum(bf16_value(narrow_u16(mean, True).to(tl.int32)), LARGEST)) >> 16
     elif CODE == FIXED:
         finite, high = row < blocks, low
     elif CODE >= FITTED:
-        finite, low, high = fitted_scale(src, residual, row, blocks, n, largest, bits, ROWS, BLOCK, CODE, RESIDUAL)
+        finite, low, high = fitted_scale(
+            src, residual, weights, row, blocks, n, largest, bits, ROWS, BLOCK, CODE, RESIDUAL, WEIGHTED
+        )
     else:
         if NORM:
             largest = norm_of(src, residual, row, blocks, n, ROWS, BLOCK, RESIDUAL)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels.segments import Segments, State
-from gradwire.kernels.triton.blocks import HUGE, load_value, store_scale
+from gradwire.kernels.triton.blocks import HUGE, load_value, load_weighted, store_scale
 from gradwire.kernels.triton.launch import launch, made_once, table_of
 from gradwire.kernels.triton.numbers import magnitude, narrow_u16
 
@@ -36,8 +36,8 @@ def folded(lanes, ROWS: tl.constexpr):
 
 @triton.jit
 def sum_of(
-    src, residual, row, blocks, n, by,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr, RESIDUAL: tl.constexpr,
+    src, residual, weights, row, blocks, n, by,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """float64 sums of the magnitudes of ROWS blocks, or of the squares of `by` times the values: element i is added to lane
     i % 64 in float32."""
@@ -45,7 +45,7 @@ def sum_of(
     total = tl.zeros([ROWS, LANES], tl.float32)
     for at in range(0, n, LANES):
         inside = (at + lane < n) & (block < blocks)
-        value = load_value(src, residual, block * BLOCK + at + lane, inside, RESIDUAL)
+        value = load_weighted(src, residual, weights, block * BLOCK + at + lane, inside, RESIDUAL, WEIGHTED)
         if SQUARES:
             value = value * by[:, None]
             total += value * value

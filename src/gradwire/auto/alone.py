@@ -1,0 +1,94 @@
+"""Chooses the compressor of each tensor where tensors are exchanged one after another and nothing computes meanwhile.
+
+So it is under FSDP2 on the CPU, whose backward waits for the exchange of each module. No bucket hides another one, so the step
+is shortest if the exchange of each tensor is.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from gradwire.auto.accuracy import ACCURACIES, specs_of, steps_for_one
+from gradwire.auto.live import AllRanks
+from gradwire.auto.measuring import CODECS_SECONDS, cluster_of, codecs_of
+from gradwire.auto.planning import CLOSE
+from gradwire.core import Cluster, Costs, Identity, Profile, Spec, TensorInfo, TensorProfile, word
+from gradwire.errors import PlanError
+from gradwire.plan import FLAT, Policy
+from gradwire.sim import Simulator
+
+_NEVER_US = 1e300
+LINKS_SECONDS = 0.3
+"""Time for measuring one kind of link."""
+
+
+class ChosenSpecs(NamedTuple):
+    """The compressors of tensors that are exchanged alone."""
+
+    specs: dict[str, Spec]
+    """The compressor of each tensor."""
+    us: float
+    """Predicted time of all exchanges of a step, one after another."""
+    plain_us: float
+    """Predicted time without compression."""
+
+    def __str__(self) -> str:
+        """One line of text.
+
+        >>> str(ChosenSpecs({"a": Identity(), "b": Identity()}, 2000.0, 2000.0))
+        "plan='auto' sends 2 modules uncompressed: exchanges take 2.0 ms a step by prediction, 2.0 ms uncompressed."
+        """
+        counts: dict[str, int] = {}
+        for spec in self.specs.values():
+            name = repr(spec) if spec.encodes else "uncompressed"
+            counts[name] = counts.get(name, 0) + 1
+        parts = [
+            f"{count} module{'s' * (count > 1)} {'with ' * (name != 'uncompressed')}{name}" for name, count in counts.items()
+        ]
+        took = f"exchanges take {self.us / 1e3:.1f} ms a step by prediction, {self.plain_us / 1e3:.1f} ms uncompressed."
+        return f"plan='auto' sends {', '.join(parts)}: {took}"
+
+
+def check_accuracy(accuracy: str) -> None:
+    """Raises PlanError for an unknown accuracy class."""
+    word("accuracy", accuracy, ACCURACIES, error=PlanError)
+
+
+def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str, scheme: str | None = None) -> ChosenSpecs:
+    """Return the compressor of each tensor with the shortest exchange. Measures links and compressors, for about a second at
+    most. Collective: all ranks return the same. If rank 0 cannot choose, it logs why, and nothing is compressed.
+
+    scheme: the scheme by which all tensors travel; None: the first of each spec.
+    """
+    cluster = cluster_of(ranks, LINKS_SECONDS)
+    specs: list[Spec] = [Identity()]
+    for spec in specs_of(accuracy, tensors, cluster.world_size):
+        if (scheme is None or scheme in spec.schemes) and spec.at_step(0) == spec.at_step(2**61):
+            specs.append(spec)
+
+    def make() -> str:
+        costs = codecs_of(ranks, specs[1:], CODECS_SECONDS)
+        return msgspec.json.encode([_us_of(tensor, specs, cluster, costs, ranks.device.type) for tensor in tensors]).decode()
+
+    text = ranks.made_by_first(make, "gradients are sent uncompressed")
+    rows = msgspec.json.decode(text, type=list[list[float]]) if text else [[0.0] for _ in tensors]
+    # the most accurate one of those that are close to the best
+    places = [next(place for place, us in enumerate(row) if us <= CLOSE * min(row)) for row in rows]
+    chosen = {tensor.name: specs[place] for tensor, place in zip(tensors, places, strict=True)}
+    us = sum(row[place] for row, place in zip(rows, places, strict=True))
+    return ChosenSpecs(chosen, us, sum(row[0] for row in rows))
+
+
+def _us_of(tensor: TensorInfo, specs: Sequence[Spec], cluster: Cluster, costs: Costs, device: str) -> list[float]:
+    """Return the predicted microseconds of the tensor's exchange with each spec, for the progress of one step of DDP."""
+    profiled = TensorProfile(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, backward_us=0.0, forward_us=0.0)
+    profile = Profile(model="alone", batch=1, device=device, steps=1, optimizer_us=0.0, tensors=(profiled,))
+    simulator, us = Simulator(profile, cluster, costs), []
+    for spec in specs:
+        if tensor.embedding and not spec.keeps_zeros:
+            us.append(_NEVER_US)
+            continue
+        policy = Policy(default=spec, exempt_vectors=False, scheme=FLAT)
+        us.append(simulator.step_us(policy.plan([tensor], cluster.world_size)) * steps_for_one([spec]))
+    return us

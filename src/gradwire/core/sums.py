@@ -1,0 +1,39 @@
+"""Shapes of exchanges that follow from the number of ranks: `gradwire.collectives` runs them and `gradwire.costs` prices them."""
+
+from math import isqrt
+
+RING_SHARD_BYTES = 2**16
+"""Between nodes, shards of so many bytes or more go around a ring."""
+
+
+def goes_around(nbytes: float, nodes: int, world_size: int) -> bool:
+    """Whether a sum of so many bytes goes around a ring. Otherwise ranges are halved.
+
+    >>> goes_around(8 * 2**16, nodes=8, world_size=8), goes_around(2**30, nodes=1, world_size=8)
+    (True, False)
+    """
+    return nodes > 1 and world_size > 2 and nbytes // world_size >= RING_SHARD_BYTES
+
+
+def primes_of(number: int) -> list[int]:
+    """The prime factors in ascending order: the sizes of the groups that exchange in the stages of recursive halving.
+
+    >>> primes_of(12), primes_of(1)
+    ([2, 2, 3], [])
+    """
+    found, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return found
+
+
+def columns_of(ranks: int) -> int:
+    """The columns of the grid of so many ranks: the least divisor that is not below the square root.
+
+    >>> columns_of(12), columns_of(16), columns_of(7)
+    (4, 4, 7)
+    """
+    return ranks // next(rows for rows in range(isqrt(ranks), 0, -1) if ranks % rows == 0)

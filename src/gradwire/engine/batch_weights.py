@@ -1,0 +1,120 @@
+"""The weights of ranks in a mean: how many samples each rank's batch has (`Handle.weight`).
+
+A rank sends its gradient g times n / u. Here n is its number of samples, and u is a number that all ranks know already, the mean
+of n over ranks in an earlier step. The reports at the end of a step bring the n of all ranks, so all ranks then multiply the sum
+by u over the mean of n. The result is the sum of n * g over the sum of n. Where batches do not change, u is the mean of n, and
+nothing is multiplied at the end.
+
+Residuals are parts of n / u * g that were not sent. They are scaled when u changes.
+"""
+
+import math
+from collections.abc import Sequence
+
+from gradwire.core import show
+from gradwire.engine.control import NOT_WEIGHED, RankReport, weighed_by_some
+from gradwire.errors import StepStateError
+from gradwire.exchange import Exchange
+
+
+class BatchWeights:
+    """The samples of this rank that were not part of a mean yet, and the scale of what ranks send."""
+
+    def __init__(self) -> None:
+        self.usual = 1.0
+        """The number u, the same on all ranks."""
+        self.running = NOT_WEIGHED
+        """The weight of this rank in the step that runs, or ran last."""
+        self._batch = NOT_WEIGHED
+        """The samples since the last step."""
+        self._parts: list[float] = []
+        """The samples since the last exchange of each fragment, where ranks train alone."""
+        self._units = 1.0
+        """The u of the residuals."""
+        self._by_some = False
+        """Whether the last step is void because only some ranks gave weights."""
+
+    @property
+    def used(self) -> bool:
+        """Whether this rank's script gives weights."""
+        return max(self.running, self._batch, *self._parts) != NOT_WEIGHED
+
+    def add(self, samples: object) -> None:
+        """Add the samples of a batch. Raises StepStateError for anything but a finite number of at least 0."""
+        try:
+            count = float("nan") if isinstance(samples, (str, bytes)) else float(samples)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            count = math.nan
+        if not 0 <= count < math.inf or isinstance(samples, bool):
+            raise StepStateError(
+                f"handle.weight({show(samples)}): a weight is this rank's number of samples or tokens, a finite number of at "
+                "least 0. Pass 0 where the rank has no batch."
+            )
+        self._batch = _sum(self._batch, count)
+
+    def watch_parts(self, count: int) -> None:
+        """Ranks train alone, and each of so many parts of the model has exchanges of its own. 0: each step is one exchange."""
+        if len(self._parts) != count:
+            self._parts = [NOT_WEIGHED] * count
+
+    def local_step(self) -> None:
+        """A rank that trains alone has made a step with its batch."""
+        self._parts = [_sum(part, self._batch) for part in self._parts]
+        self._batch = NOT_WEIGHED
+
+    def begin(self, exchange: Exchange, part: int) -> None:
+        """A step begins. The exchange multiplies what this rank sends."""
+        if self._units != self.usual:
+            exchange.residuals.scale(self._units / self.usual)
+            self._units = self.usual
+        self._by_some = False
+        self.running = self._parts[part] if self._parts else self._batch
+        exchange.weigh(1.0 if self.running == NOT_WEIGHED else self.running / self.usual)
+
+    def sent(self, part: int) -> None:
+        """The samples of a part are under way."""
+        self._parts[part] = NOT_WEIGHED
+
+    def void(self, reports: Sequence[RankReport]) -> None:
+        """The step does not count."""
+        self._by_some = weighed_by_some(reports)
+
+    def not_sent(self, part: int) -> None:
+        """The exchange of a part did not count: its next one has these samples too. Where only some ranks gave weights, all ranks
+        forget the samples so far, so that they agree from the next step on."""
+        if self._by_some:
+            self._parts = [NOT_WEIGHED] * len(self._parts)
+        else:
+            self._parts[part] = _sum(self._parts[part], self.running)
+
+    def settle(self, reports: Sequence[RankReport]) -> float:
+        """Return the factor of the sums of a step that counts."""
+        if not self._parts:
+            self._batch = NOT_WEIGHED
+        weights = [report.samples for report in reports if report.samples != NOT_WEIGHED]
+        mean = sum(weights) / len(reports)
+        if not mean:  # no rank gave a weight, or no rank has a sample and all sent zeros
+            return 1.0
+        factor = self.usual / mean
+        self.usual = mean
+        return factor
+
+    def leave(self) -> None:
+        """The script left a step in the middle: its batch is not learned from."""
+        self._batch = 0.0 if self._parts and self._batch != NOT_WEIGHED else NOT_WEIGHED
+
+    def state(self) -> list[float]:
+        """The numbers that a resumed run needs."""
+        return [self.usual, self._units, *self._parts] if self.usual != 1 or self.used else []
+
+    def load(self, numbers: Sequence[float], own: bool) -> None:
+        """Go on from what `state` returned. `own`: on this rank."""
+        self.usual, self._units, *parts = numbers or (1.0, 1.0)
+        self._batch = NOT_WEIGHED
+        self._parts = parts if own and len(parts) == len(self._parts) else [NOT_WEIGHED] * len(self._parts)
+
+
+def _sum(before: float, more: float) -> float:
+    if NOT_WEIGHED in (before, more):
+        return max(before, more)
+    return before + more

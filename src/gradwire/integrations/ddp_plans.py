@@ -1,0 +1,68 @@
+"""A DDP model as its hook sees it: the plans that it can run, the parameters, and the sizes of DDP's buckets that fit a plan."""
+
+import os
+from collections.abc import Collection
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.core import Backward, Plan, Spec, show
+from gradwire.errors import PlanError, StepStateError
+from gradwire.exchange import embeddings_of, info_of, plan_for
+from gradwire.integrations.handles import all_objects
+from gradwire.plan import Policy
+
+__all__ = ["ONE_EACH", "PlanForDDP", "averaged", "bucket_sizes", "checked", "model_of"]
+ONE_EACH = "Call model.register_comm_hook(gw.DDPState(plan), gw.ddp_hook) once, with a state of its own for each model."
+PlanForDDP: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str]
+
+
+def bucket_sizes(model: torch.nn.Module, plan: PlanForDDP, group: dist.ProcessGroup | None = None) -> list[float]:
+    """Sizes for DDP's `bucket_cap_mb_list`, in MiB of gradients, with which DDP calls the hook when a plan's bucket is complete.
+
+    model: the model that DDP will wrap. plan: as for `DDPState`. group: DDP's `process_group`. The sizes assume that gradients
+    become ready in the reverse order of registration. With `find_unused_parameters` DDP uses the sizes in the wrong order: leave
+    them out. Raises PlanError if the plan does not fit the model.
+
+    Example: `model = DistributedDataParallel(model, bucket_cap_mb_list=gw.bucket_sizes(model, plan))`"""
+    parameters = averaged(model, getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    embeddings = embeddings_of(model)
+    infos = [info_of(name, each, id(each) in embeddings) for name, each in parameters.items()][::-1]
+    made, _ = plan_for(checked(plan), infos, dist.get_world_size(group))
+    place = {info.name: at for at, info in enumerate(infos)}
+    ends = sorted({1 + max(place[name] for name in bucket.tensors) for bucket in made.buckets})
+    return [sum(info.nbytes for info in infos[a:b]) / 2**20 for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def checked(plan: Any) -> Plan | Policy | Spec:
+    """Return the plan, read from its file if it is a path. Raises PlanError for one that DDP cannot run."""
+    if isinstance(plan, (str, os.PathLike)) and plan != "auto":
+        plan = Plan.load(plan)
+    if not isinstance(plan, (Plan, Policy, Spec)) or getattr(plan, "schedule", Backward()) != Backward():
+        raise PlanError(
+            f"plan is {show(plan)}. In DDP it is a spec, a gw.Policy, a gw.Plan or a plan's file, with gw.Backward(): DDP "
+            "decides when gradients are sent. Else write handle = gw.parallelize(model, optimizer, plan=...) in place of DDP."
+        )
+    return plan
+
+
+def averaged(model: torch.nn.Module, ignored: Collection[str]) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters whose gradients an exchange averages, by name: not those that DDP ignores, nor sparse ones."""
+    embeddings = (each for each in model.modules() if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
+    sparse, named = {each.weight for each in embeddings if each.sparse}, model.named_parameters()
+    return {name: each for name, each in named if each.requires_grad and name not in ignored and each not in sparse}
+
+
+def model_of(state: object) -> DistributedDataParallel:
+    """Search all objects for the DDP model with this hook's state: DDP gives a hook neither names nor its model. Call it once,
+    and first: after a `gc.freeze` of the script, what is there now is never collected. Raises StepStateError unless the state
+    is registered with one model."""
+    models = (each for each in all_objects() if issubclass(type(each), DistributedDataParallel))
+    found: list[DistributedDataParallel] = [
+        each for each in models if any(kept is state for _, kept in vars(each).get("_comm_hooks", ()))
+    ]
+    if len(found) != 1:
+        raise StepStateError(f"this DDPState is registered with {len(found)} DDP models, and belongs to one. {ONE_EACH}")
+    return found[0]

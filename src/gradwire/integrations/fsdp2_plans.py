@@ -1,0 +1,99 @@
+"""Compressors of FSDP2's modules: one spec for all, those of a policy by the names and sizes of modules, or chosen by auto."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.auto import AllRanks, ChosenSpecs, check_accuracy, choose_alone, say
+from gradwire.core import Spec, TensorInfo, show
+from gradwire.errors import PlanError
+from gradwire.exchange import info_of, warn_of_embeddings
+from gradwire.integrations.packs import packed_embeddings
+from gradwire.plan import Policy
+from gradwire.transport import Lanes
+
+__all__ = ["ModuleSpecs", "policy_for"]
+_ALL, _LAST_STEP = 2**62, 2**61
+
+
+class ModuleSpecs:
+    """The spec of each module's gradients.
+
+    modules: those that `fully_shard` was called on, by name. plan: a spec, a policy whose rules match names and sizes of modules,
+    or "auto". scheme: the scheme by which all gradients travel; None: each spec's own.
+    """
+
+    def __init__(self, modules: Mapping[str, Any], plan: Spec | Policy | str, scheme: str | None, accuracy: str) -> None:
+        self.plan, self._accuracy, self._scheme = plan, accuracy, scheme
+        self.chosen: ChosenSpecs | None = None
+        """The choice of auto, made in the first backward."""
+        self._specs: dict[str, Spec] = {}
+        embeddings = packed_embeddings(modules)
+        sizes = {name: _size_of(module) for name, module in modules.items()}
+        self._infos = [TensorInfo(name, (n,), "float32", embedding=name in embeddings) for name, n in sizes.items() if n]
+        if plan == "auto":
+            check_accuracy(accuracy)
+        elif accuracy != "safe":
+            raise PlanError(f"accuracy={accuracy!r} is for plan='auto' alone, and plan is {show(plan)}: leave one of them out.")
+        elif isinstance(plan, (Policy, Spec)):
+            given = Policy(default=plan) if isinstance(plan, Spec) else plan
+            policy = msgspec.structs.replace(given, exempt_vectors=False)
+            made = policy.plan(self._infos)
+            self._set({name: bucket.spec_of(name) for bucket in made.buckets for name in bucket.tensors})
+            warn_of_embeddings(self._infos, made, policy)
+        else:
+            self._set({"model": plan})
+
+    def __repr__(self) -> str:
+        return f"{self.plan!r}, accuracy={self._accuracy!r}"
+
+    def policy_of(self, module: str, buffer: Tensor, lanes: Lanes) -> Policy:
+        """The policy of a module's buffer, of which this is a part. Collective where auto has not chosen yet."""
+        if not self._specs:
+            kind = info_of(module, buffer)
+            infos = [msgspec.structs.replace(info, dtype=kind.dtype, device=kind.device) for info in self._infos]
+            self.chosen = choose_alone(AllRanks(lanes, buffer.device), infos, self._accuracy, self._scheme)
+            self._specs = self.chosen.specs
+            if dist.get_rank() == 0:
+                say(str(self.chosen))
+        return policy_for(self._specs[module], self._scheme)
+
+    def state(self) -> dict[str, str]:
+        """Return the choice of auto, for `load`."""
+        return (
+            {name: policy_for(spec, self._scheme).to_json(None) for name, spec in self._specs.items()}
+            if self.plan == "auto"
+            else {}
+        )
+
+    def load(self, saved: Mapping[str, str]) -> None:
+        """Go on with what auto chose when `state` was called."""
+        if self.plan == "auto":
+            self._specs = {name: Policy.from_json(text).default for name, text in saved.items()}
+
+    def _set(self, specs: dict[str, Any]) -> None:
+        for spec in specs.values():
+            if not isinstance(spec, Spec) or spec.at_step(0) != spec.at_step(_LAST_STEP):
+                raise PlanError(
+                    f"plan is {show(spec)}. In FSDP2 it is 'auto', or a gw.Policy or one spec that stays the same in all steps, "
+                    "such as gw.QSGD(bits=4)."
+                )
+            policy_for(spec, self._scheme)
+        self._specs = specs
+
+
+def policy_for(spec: Spec, scheme: str | None) -> Policy:
+    """The policy of one buffer in one bucket. Raises PlanError for a spec that the scheme cannot carry."""
+    made = Policy(default=spec, exempt_vectors=False, scheme=scheme, bucket_bytes=_ALL, edge_bytes=_ALL, chunk_bytes=0)
+    made.plan([TensorInfo("model", (1,), "float32")])
+    return made
+
+
+def _size_of(module: torch.nn.Module) -> int:
+    """The elements of the parameters that FSDP2 shards with this module, on all ranks together."""
+    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+    return sum(each._orig_size.numel() for each in group.fsdp_params) if group is not None else 0

@@ -1,0 +1,141 @@
+"""The handles that use one set of lanes: those of one process group, one device and one thread.
+
+All of them submit to the same lanes, in the order in which their steps begin, which is the same on all ranks. What would end that
+order gets lanes of its own: a handle that another thread uses, and one whose lanes wait between backward and `optimizer.step()`.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from gradwire.errors import GradwireError
+from gradwire.transport.wire import LinkError
+
+_GRACE_S = 0.5
+"""For waits that fail by themselves when their connections are shut down: their errors say more."""
+
+_TAGS = 2**17
+"""Tags of the messages of one handle: more than any step has."""
+_HANDLES = 2**24 // _TAGS
+
+
+class LaneUser(Protocol):
+    """A handle's, or an exchange's, view of a set of lanes."""
+
+    first_tag: int
+    end_left: Callable[[], Callable[[], None] | None]
+
+
+U = TypeVar("U", bound=LaneUser)
+
+
+class LaneSet(Generic[U]):
+    """One set of lanes, and the handles or exchanges that use it."""
+
+    def __init__(self, name: str) -> None:
+        """name: equal on all ranks, and unlike that of any other set."""
+        self.name = name
+        self.lanes: list[Any] = []
+        """The control lane and those that carry gradients."""
+        self.joined = 0
+        """How many users it ever had; the same on all ranks."""
+        self.thread: int | None = threading.get_ident()
+        """The thread whose handles share it; None: any, of its one user."""
+        self.is_open = False
+        """Whether others may join."""
+        self.left_in_a_step = False
+        """Whether one of several users went in the middle of a step."""
+        self.is_broken = False
+        """Whether the connections were shut down."""
+        self.failure: GradwireError | None = None
+        """Why, for all users."""
+        self._now: weakref.WeakSet[U] = weakref.WeakSet()
+        self._last: weakref.ref[U] | None = None
+
+    def break_off(self) -> None:
+        """Fail all waits, here and on the other ranks. For any thread."""
+        self.is_open, self.is_broken = False, True
+        for lane in self.lanes:
+            lane.link.break_off()
+
+    def silence(self) -> None:
+        """A machine fell silent: end all waits. In the thread of the heartbeats."""
+        self.break_off()
+        time.sleep(_GRACE_S)
+        for lane in self.lanes:
+            lane.cut(LinkError(None, ConnectionError("connections were shut down, since a machine fell silent")))
+
+    def add(self, user: U) -> int:
+        """Add a user. Returns the first tag of its messages, so that no rank takes another handle's message for its own."""
+        self._now.add(user)
+        self.joined += 1
+        return (self.joined - 1) % _HANDLES * _TAGS
+
+    def remove(self, user: U) -> bool:
+        """Remove a user. Returns whether it was the last one."""
+        if user not in self._now:
+            return False
+        self._now.discard(user)
+        return not self._now
+
+    def some_user(self) -> U | None:
+        """One of the users; None if all are gone."""
+        return next(iter(self._now), None)
+
+    def others(self, user: U) -> list[U]:
+        """The other users."""
+        return [each for each in self._now if each is not user]
+
+    def sender(self, tag: int) -> U | None:
+        """The user whose messages have this tag."""
+        return next((each for each in self._now if each.first_tag == tag // _TAGS * _TAGS), None)
+
+    def begins(self, user: U) -> None:
+        """A step of this user begins."""
+        self._last = weakref.ref(user)
+
+    def before(self, user: U) -> U | None:
+        """The other user that began the last step, as this thread may have left it in the middle."""
+        last = self._last() if self._last is not None else None
+        return last if last is not user and self.thread == threading.get_ident() else None
+
+    def why_not_here(self) -> bool:
+        """Whether a user must have lanes of its own from now on, in this thread."""
+        if self.thread is not None and self.thread != threading.get_ident():
+            if self.joined > 1:
+                return True
+            self.is_open, self.thread = False, None
+        return self.left_in_a_step
+
+
+class _Known:
+    """The sets of lanes of the handles of one process group."""
+
+    def __init__(self) -> None:
+        self.handles = 0
+        """Handles made so far; the same on all ranks."""
+        self.sets: list[tuple[tuple[object, ...], weakref.ref[LaneSet[Any]]]] = []
+        """Sets, with the device and the options that a handle must have."""
+
+
+_known: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Known]" = weakref.WeakKeyDictionary()
+
+
+def known(group: dist.ProcessGroup) -> _Known:
+    """The sets of lanes of the handles of this group."""
+    return _known.setdefault(group, _Known())
+
+
+def a_user(group: dist.ProcessGroup, key: tuple[object, ...]) -> Any:
+    """A user of the set that a new handle of this thread may use; None without one."""
+    of_group = known(group)
+    of_group.sets = [(like, each) for like, each in of_group.sets if (found := each()) is not None and found.is_open]
+    for like, each in of_group.sets:
+        found = each()
+        if like == key and found is not None and found.thread == threading.get_ident():
+            return found.some_user()
+    return None

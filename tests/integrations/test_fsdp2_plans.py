@@ -1,0 +1,171 @@
+"""Plans in FSDP2: compressors by module, and those that auto chooses."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from worlds import Worlds, digest, seeded
+
+import gradwire as gw
+from gradwire.core import Cluster, Link
+from gradwire.integrations import fsdp2
+
+WIDE = gw.Where(min_numel=10_000)
+TWO_BITS = gw.ErrorFeedback(gw.QSGD(bits=2))
+
+
+def sharded(**options: Any) -> nn.Sequential:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(20, 400), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 4))
+    for layer in (model[1], model[3]):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def train(model: nn.Module, steps: range) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in steps:
+        data = torch.randn(8, 20, generator=seeded(step, dist.get_rank()))
+        model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.full_tensor().flatten() for each in model.parameters()])
+
+
+def by_module(plan: Any) -> dict[str, int]:
+    """The bytes that a step sends for each module."""
+    model = sharded()
+    exchanges = fsdp2.compress(model, plan)
+    train(model, range(2))
+    sent = {name.removeprefix("gradients of "): each.wire_bytes for name, each in exchanges.stats().items()}
+    exchanges.close()
+    return sent
+
+
+def test_a_policy_chooses_by_names_and_sizes_of_modules(worlds: Worlds) -> None:
+    exact, mixed = (
+        worlds.run(2, by_module, plan)[0]
+        for plan in (gw.Identity(), gw.Policy(default=gw.Identity(), rules=[("3", gw.QSGD(bits=8)), (WIDE, gw.QSGD(bits=4))]))
+    )
+    assert mixed["model"] == exact["model"]
+    assert 0.24 < mixed["3"] / exact["3"] < 0.32
+    assert 0.12 < mixed["1"] / exact["1"] < 0.14
+
+
+def with_links(gbps: float, accuracy: str) -> tuple[str, list[str], str]:
+    """What auto chose on links of this rate: its line, the compressor of each module; and the weights after some steps."""
+    from unittest import mock
+
+    link = Link(50.0, gbps)
+    cluster = Cluster(nodes=dist.get_world_size(), ranks_per_node=1, intra=link, inter=link)
+    model = sharded()
+    exchanges = fsdp2.compress(model, accuracy=accuracy)
+    assert exchanges.decision is None
+    with mock.patch("gradwire.auto.alone.cluster_of", lambda ranks, seconds: cluster):
+        train(model, range(4))
+    decision = exchanges.decision
+    assert decision is not None
+    exchanges.close()
+    return str(decision), [repr(decision.specs[name]) for name in ("1", "3", "model")], digest([whole(model)])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_auto_compresses_on_slow_links_alone(worlds: Worlds, ranks: int) -> None:
+    slow, fast, exact = (
+        worlds.run(ranks, with_links, gbps, accuracy) for gbps, accuracy in ((0.01, "safe"), (1000.0, "safe"), (0.01, "exact"))
+    )
+    for ends in (slow, fast, exact):
+        assert len(set(map(str, ends))) == 1, "ranks differ"
+    smallest = repr(TWO_BITS if ranks == 2 else gw.QSGD(bits=4))
+    assert slow[0][1][0] == smallest and smallest in slow[0][0]
+    assert fast[0][1] == exact[0][1] == [repr(gw.Identity())] * 3
+    assert "uncompressed: exchanges take" in exact[0][0]
+
+
+def measured(_: None) -> bool:
+    model = sharded()
+    exchanges = fsdp2.compress(model)
+    train(model, range(2))
+    first = exchanges.decision
+    train(model, range(2))
+    exchanges.close()
+    return first is not None and exchanges.decision is first and first.us > 0
+
+
+def test_auto_measures_links_in_the_first_backward_and_once(worlds: Worlds) -> None:
+    assert all(worlds.run(2, measured, None))
+
+
+def resumed(_: None) -> bool:
+    """Whether a run that loads a state goes on bit for bit, under what auto had chosen."""
+    model = sharded()
+    exchanges = fsdp2.compress(model)
+    train(model, range(3))
+    saved, weights = exchanges.state_dict(), io.BytesIO()
+    torch.save({name: value.to_local() for name, value in model.state_dict().items()}, weights)
+    chosen = exchanges.decision
+    assert chosen is not None
+    train(model, range(3, 6))
+    expected = whole(model)
+    exchanges.close()
+    model = sharded()
+    weights.seek(0)
+    with torch.no_grad():
+        for name, value in torch.load(weights).items():
+            model.state_dict()[name].to_local().copy_(value)
+    exchanges = fsdp2.compress(model)
+    exchanges.load_state_dict(saved)
+    train(model, range(3, 6))
+    exchanges.close()
+    return exchanges.decision is None and torch.equal(whole(model), expected)
+
+
+def test_a_state_keeps_what_auto_chose(worlds: Worlds) -> None:
+    assert all(worlds.run(2, resumed, None))
+
+
+def hybrid(plan: Any) -> tuple[bool, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    model = sharded(mesh=mesh["inside"])
+    exchanges = fsdp2.replicate(model, mesh["between"].get_group(), plan)
+    train(model, range(3))
+    decided = exchanges.decision is not None
+    exchanges.close()
+    return decided, digest([whole(model)])
+
+
+def test_replicas_are_alike_under_auto(worlds: Worlds) -> None:
+    ends = worlds.run(4, hybrid, "auto")
+    assert all(decided for decided, _ in ends) and len({weights for _, weights in ends}) == 1
+
+
+def misused() -> list[str]:
+    model, found = sharded(), []
+    for plan, accuracy in (
+        ("fast", "safe"),
+        ("auto", "good"),
+        (gw.QSGD(bits=4), "exact"),
+        (gw.RandomK(0.1), "safe"),
+        (3, "safe"),
+    ):
+        with pytest.raises(gw.PlanError) as raised:
+            fsdp2.compress(model, plan, accuracy=accuracy)  # type: ignore[arg-type]
+        found.append(str(raised.value))
+    with pytest.raises(gw.PlanError) as raised:
+        fsdp2.compress(model, gw.Policy(default=gw.Identity(), rules=[("head", gw.QSGD(bits=4))]))
+    return [*found, str(raised.value)]
+
+
+def test_wrong_plans_are_refused_by_name(worlds: Worlds) -> None:
+    for messages in worlds.run(2, misused):
+        wanted = ("'fast'", "'good'", "leave one of them out", "alltoall", "plan is 3", "'head'")
+        assert all(each in message for each, message in zip(wanted, messages, strict=True)), messages

@@ -1,0 +1,390 @@
+"""Weighted means against one process that has the samples of all ranks."""
+
+import math
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from delayed_steps import momentum, tanh_layers
+from threads import Threads, here
+from torch import nn
+from worlds import digest, seeded
+
+import gradwire as gw
+
+STEPS = 5
+EXACT = gw.Identity()
+Sizes = Callable[[int], Sequence[int]]
+"""The samples of each rank in a step."""
+
+
+def make_model() -> nn.Sequential:
+    return tanh_layers(6, 9, 3)
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.02)
+
+
+def samples(step: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = seeded(step, 77)
+    return torch.randn(count, 6, generator=generator), torch.randn(count, 3, generator=generator)
+
+
+def parts(step: int, sizes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The samples of each rank in a step, which together are those of the one process."""
+    inputs, targets = samples(step, sum(sizes))
+    return list(zip(inputs.split(list(sizes)), targets.split(list(sizes)), strict=True))
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def alone(sizes: Sizes, make_optimizer: Any, max_norm: float | None = None) -> list[torch.Tensor]:
+    """The weights of one process with all samples."""
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    for step in range(STEPS):
+        loss_of(model, *samples(step, sum(sizes(step)))).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def parallel(
+    sizes: Sizes,
+    make_optimizer: Any,
+    plan: Any = EXACT,
+    micro: int = 1,
+    max_norm: float | None = None,
+    scaled: bool = False,
+    joins: bool = False,
+) -> list[torch.Tensor]:
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
+
+    def train(step: int) -> None:
+        inputs, targets = parts(step, sizes(step))[here.rank]
+        pieces = list(zip(inputs.chunk(micro), targets.chunk(micro), strict=True))
+        for piece in pieces[:-1]:
+            handle.weight(len(piece[0]))
+            with handle.no_sync():
+                scaler.scale(loss_of(model, *piece) / micro).backward()
+        handle.weight(len(pieces[-1][0]))
+        scaler.scale(loss_of(model, *pieces[-1]) / micro).backward()
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            handle.clip_grad_norm_(max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    if joins:
+        with handle.join():
+            for step in range(STEPS):
+                if sizes(step)[here.rank]:
+                    train(step)
+    else:
+        for step in range(STEPS):
+            train(step)
+    weights = [parameter.detach().clone() for parameter in model.state_dict().values()]
+    handle.detach()
+    return weights
+
+
+def assert_close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], within: float = 1e-6) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=within, rtol=within)
+
+
+def four_and_twelve(step: int) -> Sequence[int]:
+    return 4, 12
+
+
+def changing(step: int) -> Sequence[int]:
+    return [(4, 12), (1, 1), (13, 2), (3, 5), (30, 1)][step]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"micro": 2},
+    "clipped": {"max_norm": 0.05},
+    "scaled": {"scaled": True, "max_norm": 0.05},
+    "accumulated, scaled": {"micro": 4, "scaled": True},
+    "averaged in every step": {"plan": gw.Uniform(EXACT, schedule=gw.LocalSteps(every=1))},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_learn_as_one_process_with_all_samples(threads: Threads, way: str) -> None:
+    make_optimizer = plain_sgd if way == "averaged in every step" else momentum
+    expected = alone(four_and_twelve, make_optimizer, WAYS[way].get("max_norm"))
+    for found in threads.run(2, partial(parallel, four_and_twelve, make_optimizer, **WAYS[way])):
+        assert_close(found, expected)
+
+
+def one_to_four(step: int) -> Sequence[int]:
+    return 1, 2, 3, 4
+
+
+@pytest.mark.parametrize("schedule", ["backward", gw.LocalSteps(every=1)], ids=repr)
+def test_four_ranks_weigh_one_to_four(threads: Threads, schedule: Any) -> None:
+    expected = alone(one_to_four, plain_sgd)
+    for found in threads.run(4, parallel, one_to_four, plain_sgd, gw.Uniform(EXACT, schedule=schedule)):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("make_optimizer", [momentum, adam])
+def test_batches_may_change_in_each_step(threads: Threads, make_optimizer: Any) -> None:
+    expected = alone(changing, make_optimizer)
+    first, second = threads.run(2, parallel, changing, make_optimizer)
+    assert digest(first) == digest(second)
+    assert_close(first, expected, 2e-6)
+
+
+def ends_early(step: int) -> Sequence[int]:
+    return (4, 12) if step < 3 else (0, 12)
+
+
+def test_ranks_without_a_batch_weigh_nothing_in_join(threads: Threads) -> None:
+    expected = alone(ends_early, plain_sgd)
+    for found in threads.run(2, partial(parallel, ends_early, plain_sgd, joins=True)):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("spec", [gw.QSGD(bits=8), gw.ErrorFeedback(gw.QSGD(bits=8))], ids=repr)
+@pytest.mark.parametrize("sizes", [four_and_twelve, changing])
+def test_compressed_means_are_weighted_too(threads: Threads, spec: gw.Spec, sizes: Sizes) -> None:
+    plan = gw.Policy(default=spec, exempt_vectors=False)
+    weighted, plain = alone(sizes, plain_sgd), alone(lambda step: (16, 16), plain_sgd)
+    first, second = threads.run(2, parallel, sizes, plain_sgd, plan)
+    assert digest(first) == digest(second)
+    assert_close(first, weighted, 0.02)
+    assert max((a - b).abs().max().item() for a, b in zip(weighted, plain, strict=True)) > 0.04, "the test sees no weights"
+
+
+# ---- local steps
+
+
+def averaged(sizes: Sizes, every: int) -> list[torch.Tensor]:
+    """Ranks train alone, and the weighted mean of their weights replaces them after every so many steps."""
+    ranks = len(sizes(0))
+    models = [make_model() for _ in range(ranks)]
+    optimizers = [momentum(model.parameters()) for model in models]
+    counts = [0] * ranks
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            loss_of(model, *parts(step, sizes(step))[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts[rank] += sizes(step)[rank]
+        if (step + 1) % every == 0:
+            columns = list(zip(*(model.parameters() for model in models), strict=True))
+            seen = [
+                sum(count * own.detach() for count, own in zip(counts, column, strict=True)) / sum(counts) for column in columns
+            ]
+            for model in models:
+                nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(seen), model.parameters())
+            counts = [0] * ranks
+    return seen
+
+
+@pytest.mark.parametrize("sizes", [four_and_twelve, changing])
+@pytest.mark.parametrize("every", [2, 3])
+def test_local_steps_weigh_the_samples_since_the_last_exchange(threads: Threads, sizes: Sizes, every: int) -> None:
+    expected = averaged(sizes, every)
+    for found in threads.run(2, parallel, sizes, momentum, gw.Uniform(EXACT, schedule=gw.LocalSteps(every=every))):
+        assert_close(found, expected, 2e-6)
+
+
+def resumed(plan: Any, at: int) -> list[str]:
+    """W at the end of a run, and of one that went on from its state after `at` steps."""
+    ends, saved = [], {}
+    for begin in (0, at):
+        model = make_model()
+        optimizer = momentum(model.parameters())
+        handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+        if begin:
+            handle.load_state_dict(saved["handle"])
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        for step in range(begin, STEPS):
+            if step == at and not begin:
+                saved = {"handle": handle.state_dict(), "model": deepcopy(model.state_dict())}
+                saved["optimizer"] = deepcopy(optimizer.state_dict())
+            inputs, targets = parts(step, changing(step))[here.rank]
+            handle.weight(len(inputs))
+            loss_of(model, inputs, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(digest(model.state_dict().values()))
+        handle.detach()
+    return ends
+
+
+@pytest.mark.parametrize("schedule", ["backward", gw.LocalSteps(every=2), gw.LocalSteps(every=4, fragments=2, delay=1)], ids=repr)
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_resumed_run_goes_on_bit_for_bit(threads: Threads, schedule: Any, at: int) -> None:
+    plan = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2)), exempt_vectors=False, schedule=schedule, bucket_bytes=1)
+    for whole, again in threads.run(2, resumed, plan, at):
+        assert whole == again
+
+
+# ---- ranks that disagree, and batches that do not count
+
+
+def spoiled(plan: Any, weight: float, bad: float) -> list[torch.Tensor]:
+    """Rank 1 has gradients of `bad`, and this weight; rank 0 has ones."""
+    model = nn.Linear(3, 2)
+    handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, process_group=here.group)
+    handle.weight(weight if here.rank else 5)
+    (model(torch.ones(1, 3)).sum() * (bad if here.rank else 1.0)).backward()
+    grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    handle.detach()
+    return grads
+
+
+@pytest.mark.parametrize("plan", [EXACT, gw.Policy(default=gw.QSGD(bits=4), exempt_vectors=False)], ids=repr)
+@pytest.mark.parametrize("bad", [math.nan, 1e9])
+def test_a_rank_that_weighs_nothing_changes_nothing(threads: Threads, plan: Any, bad: float) -> None:
+    for grads in threads.run(2, spoiled, plan, 0, bad):
+        for grad in grads:
+            torch.testing.assert_close(grad, torch.ones_like(grad))
+
+
+def test_a_step_in_which_no_rank_has_a_sample_has_zeros(threads: Threads) -> None:
+    def nobody() -> list[torch.Tensor]:
+        model = nn.Linear(3, 2)
+        handle = gw.parallelize(model, plan=EXACT, process_group=here.group)
+        handle.weight(0)
+        model(torch.ones(1, 3)).sum().backward()
+        grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        handle.detach()
+        return grads
+
+    for grads in threads.run(2, nobody):
+        assert all(not grad.any() for grad in grads)
+
+
+def disagreeing(schedule: Any) -> tuple[list[str], str]:
+    """The errors of ranks where rank 0 alone gives a weight in one step, and W after both go on without."""
+    model = make_model()
+    optimizer = plain_sgd(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=schedule), process_group=here.group)
+    words = []
+    for step in range(4):
+        if step == 1 and here.rank == 0:
+            handle.weight(4)
+        try:
+            loss_of(model, *parts(step, (8, 8))[here.rank]).backward()
+            optimizer.step()
+        except gw.StepStateError as error:
+            words.append(str(error))
+            handle.reset()
+        optimizer.zero_grad()
+    end = digest(model.state_dict().values())
+    handle.detach()
+    return words, end
+
+
+@pytest.mark.parametrize("schedule", ["backward", gw.LocalSteps(every=1)], ids=repr)
+def test_a_step_that_some_ranks_weigh_is_void_on_all(threads: Threads, schedule: Any) -> None:
+    (first, end), (second, other) = threads.run(2, disagreeing, schedule)
+    assert first == second and len(first) == 1
+    assert "rank 0 gave its batch the weight 4" in first[0] and "rank 1 gave none" in first[0]
+    assert end == other
+
+
+def left(schedule: Any) -> list[torch.Tensor]:
+    """Rank 0 has an exception in step 1, after it gave its batch a weight."""
+    model = make_model()
+    optimizer = plain_sgd(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=schedule), process_group=here.group)
+    for step in range(STEPS):
+        inputs, targets = parts(step, four_and_twelve(step))[here.rank]
+        handle.weight(len(inputs))
+        try:
+            loss = loss_of(model, inputs, targets)
+            if step == 1 and here.rank == 0:
+                raise RuntimeError
+            loss.backward()
+            optimizer.step()
+        except (RuntimeError, gw.StepStateError):
+            handle.reset()
+        optimizer.zero_grad()
+    weights = [parameter.clone() for parameter in model.state_dict().values()]
+    handle.detach()
+    return weights
+
+
+def test_a_batch_that_was_left_does_not_count(threads: Threads) -> None:
+    model = make_model()
+    optimizer = plain_sgd(model.parameters())
+    for step in (0, 2, 3, 4):
+        loss_of(model, *samples(step, 16)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in threads.run(2, left, "backward"):
+        assert_close(found, list(model.state_dict().values()))
+    model = make_model()
+    optimizer = plain_sgd(model.parameters())
+    for step in range(STEPS):
+        inputs, targets = parts(step, (4, 12))[1] if step == 1 else samples(step, 16)
+        loss_of(model, inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in threads.run(2, left, gw.LocalSteps(every=1)):
+        assert_close(found, list(model.state_dict().values()))
+
+
+def refused(schedule: Any, samples: Any) -> str:
+    model = make_model()
+    optimizer = plain_sgd(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=schedule), process_group=here.group)
+    with pytest.raises(gw.StepStateError) as caught:
+        handle.weight(samples)
+    handle.detach()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("samples", [-3, math.nan, math.inf, "4", None, True, torch.ones(2)], ids=repr)
+def test_impossible_weights_are_refused_by_name(threads: Threads, samples: Any) -> None:
+    (words,) = threads.run(1, refused, "backward", samples)
+    assert words.startswith(f"handle.weight({samples!r}): ") and "at least 0" in words
+
+
+@pytest.mark.parametrize("schedule", ["pipelined", gw.Pipelined(shard_optimizer=True), gw.Delayed()], ids=repr)
+def test_schedules_whose_means_are_not_weighted_refuse(threads: Threads, schedule: Any) -> None:
+    for words in threads.run(2, refused, schedule, 4):
+        assert "whose means are not weighted" in words
+
+
+def other_schedules() -> list[str]:
+    """Why other schedules cannot run, before and after the script gives a weight."""
+    model = make_model()
+    optimizer = plain_sgd(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=EXACT, process_group=here.group)
+    session, words = handle.session, []
+    for _ in range(2):
+        for schedule in (gw.Pipelined(), gw.LocalSteps(every=2)):
+            words.append(session.why_not(gw.Uniform(EXACT, schedule=schedule).plan(session.tensors, 2)))
+        handle.weight(4)
+    handle.detach()
+    return words
+
+
+def test_auto_leaves_out_schedules_whose_means_are_not_weighted(threads: Threads) -> None:
+    for before, _, pipelined, local in threads.run(2, other_schedules):
+        assert before == local == "" and "pipelined schedule does not weigh batches" in pipelined

@@ -1,0 +1,155 @@
+"""The host-staged lane on the double of streams: ranks have the bits of CPU ranks, and nothing is touched too early."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stream_double import Device, run_staged_ranks
+from worlds import Given
+
+import gradwire as gw
+from gradwire.core import example_specs, innermost
+from gradwire.exchange import layout
+from gradwire.kernels import cpu, kernels_for
+from gradwire.transport import Lanes, in_process
+from gradwire.transport.adapters import adapter_gbps
+from gradwire.transport.in_process import run_ranks
+
+SHAPES = ((17, 19), (130,), (1,), (13, 11))
+
+
+SPECS = tuple(gw.Truncate(4.0, unsafe=True) if isinstance(spec, gw.Truncate) else spec for spec in example_specs())
+
+
+@contextmanager
+def kernels_in_torch() -> Iterator[None]:
+    """The double sees operations of torch alone."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(cpu, "available", lambda: "the double sees none of them")
+        kernels_for.cache_clear()
+        yield
+    kernels_for.cache_clear()
+
+
+def means(group: Any, plan: Any) -> list[torch.Tensor]:
+    """The means of two exchanges."""
+    random = torch.Generator().manual_seed(group.rank)
+    tensors = {f"t{number}": torch.zeros(shape) for number, shape in enumerate(SHAPES)}
+    exchange = gw.Exchange(tensors, plan=plan, process_group=group)
+    found = []
+    for _ in range(2):
+        for tensor in tensors.values():
+            tensor.copy_(torch.randn(tensor.shape, generator=random))
+        exchange.average_()
+        found.append([tensor.clone() for tensor in tensors.values()])
+    assert exchange.lanes.staged == (type(group).__name__ == "StagedGroup")
+    exchange.close()
+    return found[0] + found[1]
+
+
+def same_bits(run: Any, plan: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the tensors that ranks return on the double and as CPU ranks."""
+    default = plan.default if isinstance(plan, gw.Policy) else gw.Identity()
+    # factors of low rank are added up in another order by C++
+    with kernels_in_torch() if isinstance(innermost(default), gw.PowerSGD) else warnings.catch_warnings():
+        expected = run_ranks(size, run, plan)
+    monkeypatch.setattr(layout, "launches", lambda device: True)
+    with kernels_in_torch(), Device().used(monkeypatch) as device:
+        found = run_staged_ranks(device, size, run, 60.0, plan)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_every_spec_has_the_bits_of_cpu_ranks(spec: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = gw.Policy(default=spec, exempt_vectors=False, bucket_bytes=1500, chunk_bytes=1000)
+    same_bits(means, policy, size, monkeypatch)
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+    return folder
+
+
+def test_the_fastest_adapter_counts_and_an_unknown_speed_is_unknown(tmp_path: Path) -> None:
+    assert adapter_gbps(tmp_path) is None
+    files = {"net/lo/operstate": "unknown", "net/eth0/operstate": "up", "net/eth0/speed": "25000", "net/eth0/device/x": ""}
+    assert adapter_gbps(written(tmp_path, files)) == 25.0
+    port = {"infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)", "infiniband/mlx5_0/ports/1/state": "4: ACTIVE"}
+    assert adapter_gbps(written(tmp_path, port)) == 200.0
+    assert adapter_gbps(written(tmp_path, {"infiniband/mlx5_0/ports/1/state": "1: DOWN"})) == 25.0
+    assert adapter_gbps(written(tmp_path, {"net/eth0/speed": "-1"})) is None
+
+
+def lanes_for_nccl(group: Any) -> bool:
+    """Whether lanes for a GPU count the adapters between nodes as slow."""
+    made = Lanes(group)
+    try:
+        return made._is_slow_between_nodes()
+    finally:
+        made.stop()
+
+
+@pytest.mark.parametrize(
+    ("gbps", "nodes", "slow"),
+    [([25.0, 100.0], "ab", True), ([100.0, 100.0], "ab", False), ([25.0, 25.0], "aa", False), ([25.0, None], "ab", False)],
+)
+def test_slow_adapters_between_nodes_choose_the_staged_lane(
+    gbps: list[float | None], nodes: str, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list(gbps)
+    monkeypatch.setattr(in_process, "adapter_gbps", lambda: left.pop())
+    assert run_ranks(2, lanes_for_nccl, nodes=list(nodes)) == [slow, slow]
+
+
+SCHEMES = ("alltoall", "allgather", "ring", "tree")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_has_the_bits_of_cpu_ranks(scheme: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = gw.Policy(default=gw.QSGD(bits=4), scheme=scheme, exempt_vectors=False, bucket_bytes=1500, chunk_bytes=1000)
+    same_bits(means, policy, size, monkeypatch)
+
+
+def weights(group: Any, policy: gw.Policy) -> list[torch.Tensor]:
+    """The weights after some steps of a training, and the means of the last one where scripts see them."""
+    model = Given([300, 20, 50], seed=0)
+    model.register_buffer("seen", torch.full((3,), float(group.rank)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-5, momentum=0.5)
+    handle = gw.parallelize(model, optimizer, plan=policy, process_group=group, drift_check_steps=2)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(model.random_gradients(group.rank, step)).backward()
+        optimizer.step()
+    handle.flush()
+    saved = {name: value.clone() for name, value in handle.state_dict().items() if isinstance(value, torch.Tensor)}
+    found = [parameter.detach().clone() for parameter in model.parameters()]
+    handle.detach()
+    return [*found, model.seen.clone(), *(saved[name] for name in sorted(saved))]
+
+
+SCHEDULES = {
+    "backward": gw.Backward(),
+    "pipelined": gw.Pipelined(),
+    "sharded": gw.Pipelined(shard_optimizer=True),
+    "delayed": gw.Delayed(k=2),
+    "local": gw.LocalSteps(every=2),
+    "local, delayed": gw.LocalSteps(every=3, delay=1, mixing=0.5),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_ends_with_the_weights_of_cpu_ranks(schedule: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = gw.Identity() if schedule == "sharded" else gw.ErrorFeedback(gw.QSGD(bits=4))
+    policy = gw.Uniform(spec, schedule=SCHEDULES[schedule], bucket_bytes=1000, chunk_bytes=500)
+    same_bits(weights, policy, size, monkeypatch)
