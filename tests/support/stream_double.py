@@ -8,7 +8,7 @@ done first.
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.transport import Meter, Operations, Wire, staged_link, streams
+from gradwire.transport import Meter, Operations, Wire, link, staged_link, streams
 from gradwire.transport.in_process import InProcessGroup, run_ranks
 from gradwire.transport.operations import _RECEIVE, _RECEIVE_ELEMENTS, _SEND
 
@@ -106,6 +106,8 @@ class Device:
             patch.setattr(streams, "torch", fake)
             expect = staged_link.StagedLink.expect_on_host
             patch.setattr(staged_link.StagedLink, "expect_on_host", lambda *arguments: _HostExchange(expect, arguments, self))
+            for name in ("all_reduce", "broadcast"):
+                patch.setattr(link.Link, name, self._by_host(getattr(link.Link, name)))
             yield self
         assert not self.races, self.races[0]
 
@@ -143,6 +145,15 @@ class Device:
             yield
         finally:
             self._threads.computes = before
+
+    def _by_host(self, collective: Any) -> Any:
+        """A collective of links, which the host's thread does for a staged link."""
+
+        def run(end: Any, *arguments: Any) -> Any:
+            with self.on_host() if isinstance(end, staged_link.StagedLink) else nullcontext():
+                return collective(end, *arguments)
+
+        return run
 
     # ---- what is checked
 
