@@ -13,14 +13,14 @@ import torch
 import gradwire as gw
 from gradwire.testbed import EmulatedCluster, namespaces, permission_problem
 from gradwire.testbed.namespaces import needs_user_namespace
-from gradwire.transport.heartbeats import INTERVAL_S, usual_silence_s
+from gradwire.transport.heartbeats import IDLE_S, INTERVAL_S, usual_silence_s
 
 pytestmark = pytest.mark.network
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SOURCE = SUPPORT.parents[1] / "src"
 RANKS = 3
-FOUND_S = 10.0
+FOUND_S = 12.0
 """What is promised; the group's timeout is 60 s."""
 BUSY_S = 11.0
 """What rank 0 computes in the scenario "alone", and hears of nothing meanwhile."""
@@ -99,8 +99,7 @@ def test_a_machine_without_power_is_found_in_all_schedules(cluster: EmulatedClus
 
 @pytest.mark.slow
 def test_a_short_outage_is_survived(cluster: EmulatedCluster) -> None:
-    outage_s = 3.0
-    assert outage_s < usual_silence_s(60.0)
+    outage_s = usual_silence_s(60.0) - 0.5
     training = Training(cluster, {"flap": 1}, outage_s)
     assert len(set(training.ends["flap"].values())) == 1, training.lines
     assert sorted(training.ends["flap"]) == list(range(RANKS)), training.lines
@@ -109,7 +108,7 @@ def test_a_short_outage_is_survived(cluster: EmulatedCluster) -> None:
 @pytest.mark.slow
 def test_an_outage_that_is_asked_for_is_survived(cluster: EmulatedCluster) -> None:
     outage_s = 12.0
-    assert usual_silence_s(60.0) + INTERVAL_S < outage_s < 25.0, "the scenario's silence_s"
+    assert usual_silence_s(60.0) + IDLE_S + INTERVAL_S < outage_s < 25.0, "the scenario's silence_s"
     training = Training(cluster, {"patient": 1}, outage_s)
     assert len(set(training.ends["patient"].values())) == 1, training.lines
     assert sorted(training.ends["patient"]) == list(range(RANKS)), training.lines

@@ -52,8 +52,8 @@ def link_flaps(stage: Stage) -> None:
 
 
 def outage_shorter(stage: Stage) -> None:
-    """The network is away for 3 s less than `silence_s`, or shorter: nothing is lost."""
-    ends = _outage(stage, stage.chance.uniform(1.0, SILENCE_S - 3.5))
+    """The network is away for less than `silence_s`: nothing is lost."""
+    ends = _outage(stage, stage.chance.uniform(1.0, SILENCE_S - 0.5))
     stage.alike([replace(end, longest_s=0.0) for end in ends])  # the step of the outage is long
 
 

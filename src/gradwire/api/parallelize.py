@@ -51,8 +51,8 @@ def parallelize(
     another model than DDP, and runs only if all others wait long for exchanges. If a schedule that is not allowed would be
     faster, the logged line says so.
     silence_s: a machine that gives no sign of life for so many seconds, 4 to 120, counts as dead, and the job ends with its
-    name. A network that is away for 3 s less than that is survived: the last sign may be 3 s older. A lost machine is found
-    so much later. None: a sixtieth of the group's timeout, but 7 to 30 s.
+    name, 5 s later at the latest. A network that is away for less than that is survived. None: a sixtieth of the group's
+    timeout, but 7 to 30 s.
 
     Raises PlanError if the plan does not fit the model, or comes with `accuracy` or `schedules`, DisagreementError on all ranks
     if ranks differ in model, plan or version, StepStateError if the model is parallelized or torch.distributed not initialised.

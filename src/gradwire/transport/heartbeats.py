@@ -10,6 +10,7 @@ silence (TCP_USER_TIMEOUT) also counts the time in which a window is closed.
 """
 
 import errno
+import math
 import os
 import select
 import socket
@@ -81,7 +82,8 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 def _keep_alive(connection: socket.socket, silence_s: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    missed = round((silence_s - IDLE_S) / INTERVAL_S)
+    # the first question may come just after the silence began, and the last one must come after it has lasted that long
+    missed = math.ceil(silence_s / INTERVAL_S) + 1
     for name, value in (("TCP_KEEPIDLE", IDLE_S), ("TCP_KEEPINTVL", INTERVAL_S), ("TCP_KEEPCNT", missed)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
