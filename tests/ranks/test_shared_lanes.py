@@ -72,7 +72,7 @@ def prepare(number: int) -> None:
 
 
 def in_use() -> tuple[int, int]:
-    """Descriptors and threads, when gloo's threads have ended."""
+    """Descriptors and threads, when those of lanes have ended."""
     gc.collect()
     time.sleep(1)
     return descriptors(), threads()

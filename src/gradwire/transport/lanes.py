@@ -62,10 +62,7 @@ class Lane:
         return future
 
     def cut(self, error: Exception) -> None:
-        """Fail all jobs that are not done. For any thread.
-
-        Gloo never ends the wait for a send that had begun when its connection was shut down. The lane's thread may have to wait
-        until the timeout; those who wait for the lane need not."""
+        """Fail all jobs that are not done. For any thread. The lane's thread may wait for longer than those who wait for it."""
         for future in list(self._pending):
             with suppress(InvalidStateError):  # done meanwhile
                 future.set_exception(error)

@@ -293,7 +293,7 @@ class Messages:
         except BlockingIOError:
             pass
         except OSError as error:
-            peer.error = error
+            peer.error = _never_raised(error)
 
     def _pull(self, peer: _Peer) -> None:
         """Take what has come."""
@@ -311,7 +311,7 @@ class Messages:
         except BlockingIOError:
             pass
         except OSError as error:
-            peer.error = error
+            peer.error = _never_raised(error)
 
     @staticmethod
     def _came(what: Any) -> Any:
@@ -355,6 +355,11 @@ class Messages:
         """Close the connections. Nothing may run."""
         for peer in self._peers.values():
             peer.connection.close()
+
+
+def _never_raised(error: OSError) -> OSError:
+    """A copy without a traceback, whose frames would keep all that the lane's job uses as long as the lane's thread lives."""
+    return OSError(*error.args)
 
 
 class _Done:
