@@ -73,7 +73,10 @@ def prepare(number: int) -> None:
 
 def in_use() -> tuple[int, int]:
     """Descriptors and threads, when those of lanes have ended."""
-    gc.collect()
+    deadline = time.monotonic() + 20
+    while any(thread.name.startswith("gradwire") for thread in threading.enumerate()) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
     time.sleep(1)
     return descriptors(), threads()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +35,8 @@ class DeviceLanes(Lanes):
 
     def __init__(self, device: Device) -> None:
         nobody: Any = None
-        self.group = Group(nobody, 0, (0, 1), timedelta(seconds=60), Grid.even(1, 2, 0))
+        met: Any = SimpleNamespace(close=lambda: None)
+        self.group = Group(nobody, 0, (0, 1), timedelta(seconds=60), Grid.even(1, 2, 0), meeting=met)
         link: Any = DeviceLink(device, 0, 2)
         self.control = Lane("gradwire-double", link)
         self.data, self.device = [self.control], torch.device("cuda")
