@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-import gradwire as gw
 from gradwire.integrations import fsdp2
 
 

@@ -432,7 +432,8 @@ def finish(process):
     finally:
         process.kill()
     assert "Traceback" not in err
-    return process.returncode, out, err
+    # torch's store warns where a busy machine keeps it waiting
+    return process.returncode, out, "".join(line for line in err.splitlines(True) if "waitForInput" not in line)
 
 
 def test_a_run_alone(interpreters):

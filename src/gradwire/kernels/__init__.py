@@ -47,7 +47,7 @@ __all__ = [
 
 BATCHED = frozenset(
     {
-        *("exponential_decode", "exponential_encode", "fitted_encode", "fp8_decode", "fp8_encode", "lloyd_decode"),
+        *("exponential_decode", "exponential_encode", "fitted_decode", "fitted_encode", "fp8_decode", "fp8_encode"),
         *("natural_decode", "natural_encode", "qsgd_decode", "qsgd_encode", "terngrad_encode", "threshold_decode"),
         "threshold_encode",
     }

@@ -98,7 +98,7 @@ def _parts(buffer: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
 
 
 def _median_us(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    clock = Clock(device, time.thread_time)
+    clock = Clock(device, time.thread_time if kind_of(device) == "cpu" else time.perf_counter)
     call()
     times: list[float] = []
     began = time.perf_counter()

@@ -389,6 +389,8 @@ class Lanes:
         self.failure = self.failure or self.shared.failure
         if self.failure is not None:
             raise self.failure.again()
+        if self.shared.joined == 1:  # torch.compile, which traces forwards to here, cannot trace what asks for the thread
+            return
         if (before := self.shared.before(self)) is not None and (end := before.end_left()) is not None:
             end()
 

@@ -124,7 +124,7 @@ def test_a_scheme_by_name_is_kept() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 8, 16, 64, 1024])
 def test_buckets_and_chunks_grow_with_ranks(ranks: int) -> None:
-    tensors = bert_large().tensor_infos("cpu")
+    tensors = bert_large().tensor_infos("gpu")
     total = sum(tensor.nbytes for tensor in tensors)
     plan = Policy(default=BITS, scheme="flat").plan(tensors, ranks)
     nbytes = {tensor.name: tensor.nbytes for tensor in tensors}
@@ -136,5 +136,5 @@ def test_buckets_and_chunks_grow_with_ranks(ranks: int) -> None:
 
 
 def test_buckets_of_a_small_model_do_not_grow() -> None:
-    tensors = bert_large().tensor_infos("gpu")[:20]
+    tensors = bert_large().tensor_infos("cpu")[:20]
     assert Policy(default=BITS).plan(tensors, 1024) == Policy(default=BITS, scheme="grid").plan(tensors, 8)

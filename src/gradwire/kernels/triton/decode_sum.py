@@ -13,7 +13,7 @@ from gradwire.kernels.triton import coded
 from gradwire.kernels.triton.blocks import store_value
 from gradwire.kernels.triton.coded import decode_blocks
 from gradwire.kernels.triton.launch import check_dst, check_payload, launch, program
-from gradwire.kernels.triton.levels import E4M3, E5M2, EXPONENTIAL, FIXED, LLOYD, MAX, MINMAX, NATURAL, THRESHOLD
+from gradwire.kernels.triton.levels import E4M3, E5M2, EXPONENTIAL, FITTED, FIXED, LLOYD, MAX, MINMAX, NATURAL, THRESHOLD
 from gradwire.kernels.triton.numbers import widen
 
 FORMATS: dict[str, Callable[..., tuple[Any, int, float]]] = {
@@ -21,7 +21,7 @@ FORMATS: dict[str, Callable[..., tuple[Any, int, float]]] = {
     "natural_decode": lambda block: (NATURAL, block, 0.0),
     "exponential_decode": lambda block: (EXPONENTIAL, block, 0.0),
     "fp8_decode": lambda block, form: (E4M3 if form == "e4m3" else E5M2, block, 0.0),
-    "lloyd_decode": lambda block: (LLOYD, block, 0.0),
+    "fitted_decode": lambda weights, block, levels: (LLOYD if levels == "lloyd" else FITTED, block, 0.0),
     "threshold_decode": lambda block, threshold: (FIXED if threshold else THRESHOLD, block, threshold),
 }
 """Format, block and factor of a kernel's settings."""
@@ -36,9 +36,9 @@ def decode_term(
     """Write or add one rank's values."""
     blocks = numel // BLOCK
     if blocks > 0:
-        decode_blocks(dst, scales, codes, blocks, BLOCK, bits, ROWS, BLOCK, CODE, FACTOR, ADD, TERNARY, True)
+        decode_blocks(dst, dst, scales, codes, blocks, BLOCK, bits, ROWS, BLOCK, CODE, FACTOR, ADD, False, TERNARY, True)
     else:
-        decode_blocks(dst, scales, codes, 1, numel, bits, 1, BLOCK, CODE, FACTOR, ADD, TERNARY, False)
+        decode_blocks(dst, dst, scales, codes, 1, numel, bits, 1, BLOCK, CODE, FACTOR, ADD, False, TERNARY, False)
     tl.debug_barrier()  # the next term may be added by other threads
 
 
