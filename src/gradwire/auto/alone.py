@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.auto.accuracy import ACCURACIES, specs_of, steps_for_one
+from gradwire.auto.accuracy import specs_of, steps_for_one
 from gradwire.auto.live import AllRanks
 from gradwire.auto.measuring import CODECS_SECONDS, cluster_of, codecs_of
 from gradwire.auto.planning import CLOSE
-from gradwire.core import Cluster, Costs, Identity, Profile, Spec, TensorInfo, TensorProfile, word
-from gradwire.errors import PlanError
+from gradwire.core import Cluster, Costs, Identity, Profile, Spec, TensorInfo, TensorProfile
 from gradwire.plan import FLAT, Policy
 from gradwire.sim import Simulator
 
@@ -48,11 +47,6 @@ class ChosenSpecs(NamedTuple):
         ]
         took = f"exchanges take {self.us / 1e3:.1f} ms a step by prediction, {self.plain_us / 1e3:.1f} ms uncompressed."
         return f"plan='auto' sends {', '.join(parts)}: {took}"
-
-
-def check_accuracy(accuracy: str) -> None:
-    """Raises PlanError for an unknown accuracy class."""
-    word("accuracy", accuracy, ACCURACIES, error=PlanError)
 
 
 def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str, scheme: str | None = None) -> ChosenSpecs:
