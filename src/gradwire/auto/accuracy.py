@@ -48,6 +48,11 @@ LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)), SPAR
 _ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
+def check_accuracy(accuracy: str) -> None:
+    """Raises PlanError for an unknown accuracy class."""
+    word("accuracy", accuracy, ACCURACIES, error=PlanError)
+
+
 def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
     """Return the schedules as a tuple. Raises PlanError for an unknown schedule, and if "backward" is missing."""
     words = (schedules,) if isinstance(schedules, str) else tuple(schedules)

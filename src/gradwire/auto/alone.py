@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.auto.accuracy import ACCURACIES, specs_of, steps_for_one
+from gradwire.auto.accuracy import specs_of, steps_for_one
 from gradwire.auto.live import AllRanks
 from gradwire.auto.measuring import CODECS_SECONDS, cluster_of, codecs_of
 from gradwire.auto.planning import CLOSE
-from gradwire.core import Cluster, Costs, Identity, Profile, Spec, TensorInfo, TensorProfile, word
-from gradwire.errors import PlanError
-from gradwire.plan import FLAT, Policy
+from gradwire.core import Cluster, Costs, Identity, Profile, Spec, TensorInfo, TensorProfile
+from gradwire.plan import Policy
 from gradwire.sim import Simulator
 
 _NEVER_US = 1e300
@@ -50,16 +49,11 @@ class ChosenSpecs(NamedTuple):
         return f"plan='auto' sends {', '.join(parts)}: {took}"
 
 
-def check_accuracy(accuracy: str) -> None:
-    """Raises PlanError for an unknown accuracy class."""
-    word("accuracy", accuracy, ACCURACIES, error=PlanError)
-
-
 def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str, scheme: str | None = None) -> ChosenSpecs:
     """Return the compressor of each tensor with the shortest exchange. Measures links and compressors, for about a second at
     most. Collective: all ranks return the same. If rank 0 cannot choose, it logs why, and nothing is compressed.
 
-    scheme: the scheme by which all tensors travel; None: the first of each spec.
+    scheme: the scheme by which all tensors travel; None: as a policy chooses.
     """
     cluster = cluster_of(ranks, LINKS_SECONDS)
     specs: list[Spec] = [Identity()]
@@ -69,7 +63,7 @@ def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str, 
 
     def make() -> str:
         costs = codecs_of(ranks, specs[1:], CODECS_SECONDS)
-        return msgspec.json.encode([_us_of(tensor, specs, cluster, costs, ranks.device.type) for tensor in tensors]).decode()
+        return msgspec.json.encode([_us_of(each, specs, scheme, cluster, costs, ranks.device.type) for each in tensors]).decode()
 
     text = ranks.made_by_first(make, "gradients are sent uncompressed")
     rows = msgspec.json.decode(text, type=list[list[float]]) if text else [[0.0] for _ in tensors]
@@ -80,7 +74,9 @@ def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str, 
     return ChosenSpecs(chosen, us, sum(row[0] for row in rows))
 
 
-def _us_of(tensor: TensorInfo, specs: Sequence[Spec], cluster: Cluster, costs: Costs, device: str) -> list[float]:
+def _us_of(
+    tensor: TensorInfo, specs: Sequence[Spec], scheme: str | None, cluster: Cluster, costs: Costs, device: str
+) -> list[float]:
     """Return the predicted microseconds of the tensor's exchange with each spec, for the progress of one step of DDP."""
     profiled = TensorProfile(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, backward_us=0.0, forward_us=0.0)
     profile = Profile(model="alone", batch=1, device=device, steps=1, optimizer_us=0.0, tensors=(profiled,))
@@ -89,6 +85,6 @@ def _us_of(tensor: TensorInfo, specs: Sequence[Spec], cluster: Cluster, costs: C
         if tensor.embedding and not spec.keeps_zeros:
             us.append(_NEVER_US)
             continue
-        policy = Policy(default=spec, exempt_vectors=False, scheme=FLAT)
+        policy = Policy(default=spec, exempt_vectors=False, scheme=scheme)
         us.append(simulator.step_us(policy.plan([tensor], cluster.world_size)) * steps_for_one([spec]))
     return us

@@ -26,9 +26,9 @@ from typing import Any
 import msgspec
 
 from gradwire.auto.accuracy import (
-    ACCURACIES,
     SCHEDULES,
     all_specs,
+    check_accuracy,
     check_schedules,
     first_policy,
     later_specs,
@@ -44,7 +44,7 @@ from gradwire.auto.local import EXPOSED, local_offer, worth
 from gradwire.auto.measuring import CODECS_SECONDS, LONG_STEP_US, LOOK_STEPS, Look, cluster_of, codecs_of, scaled
 from gradwire.auto.planning import Offer, Seen, foreseen, offers
 from gradwire.auto.trial import Candidate, Trial
-from gradwire.core import Backward, Costs, Identity, Latest, LocalSteps, Plan, Profile, TensorInfo, word
+from gradwire.core import Backward, Costs, Identity, Latest, LocalSteps, Plan, Profile, TensorInfo
 from gradwire.engine import Driver
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
@@ -66,7 +66,7 @@ class Auto(Driver):
 
     def __init__(self, accuracy: str, schedules: Sequence[str], ranks: int) -> None:
         """Raises PlanError for an unknown accuracy class or schedule."""
-        word("accuracy", accuracy, ACCURACIES, error=PlanError)
+        check_accuracy(accuracy)
         super().__init__()
         self.accuracy, self._ranks = accuracy, ranks
         self.schedules = check_schedules(schedules)

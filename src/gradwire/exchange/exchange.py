@@ -283,7 +283,7 @@ class Exchange:
             slot.owed = None
         self.step += 1
         if self.outdated(self.step):
-            made = self._with_specs_of(self.step)
+            made = self._running(self.plan, self.step)
             made.keep_residuals_of(self)
             self._become(made)
 
@@ -324,7 +324,7 @@ class Exchange:
                 f"the state was saved under plan {saved.plan[:16]}, and this exchange runs plan "
                 f"{self.plan.state_digest()[:16]}: residuals lie elsewhere. Use the plan that saved it."
             )
-        made = self if not self.outdated(saved.step) else self._with_specs_of(saved.step)
+        made = self if not self.outdated(saved.step) else self._running(self.plan, saved.step)
         if saved.own:
             made.residuals.check(saved.memory[0])
             made.residuals.load(saved.memory[0])
@@ -584,9 +584,6 @@ class Exchange:
             source.detach().copy_(slot.view)
         if self._phases == REDUCE:
             put_back_shards(self._buckets[slot.bucket], slot, source)
-
-    def _with_specs_of(self, step: int) -> "Exchange":
-        return self._running(self.plan, step)
 
     def _running(self, plan: Plan, step: int) -> "Exchange":
         likes = {name: like(tensor) for name, tensor in self._tensors.items()}

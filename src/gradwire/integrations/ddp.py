@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from gradwire.auto import Auto, AutoDecision
+from gradwire.auto import Auto, AutoDecision, check_accuracy
 from gradwire.core import Plan, Spec, TensorInfo, show
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of, info_of, plan_for, read_state
@@ -50,7 +50,7 @@ class DDPState:
         """None: gradwire chooses."""
         self.accuracy = accuracy
         if self.plan is None:
-            Auto(accuracy, ("backward",), 1)
+            check_accuracy(accuracy)
         elif accuracy != "safe":
             raise PlanError(
                 f"accuracy={accuracy!r} says what plan='auto' may choose from, and plan is {show(plan)}: leave one out."

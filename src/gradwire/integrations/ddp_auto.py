@@ -38,8 +38,7 @@ class DDPJob:
         self.began_s: float | None = None
         self.first_gradient_s, self.inputs = 0.0, 0
         self._place = {tensor.name: index for index, tensor in enumerate(tensors)}
-        self._order = list(self._place)[::-1]
-        self._came: list[str] = []
+        self._came, self._came_before = list[str](), list(self._place)[::-1]
         self._bucket_bytes: list[int] = []
         self._watchers: list[weakref.ref[GradientWatcher]] = []
         leave_hooks_behind(model)
@@ -60,7 +59,8 @@ class DDPJob:
 
     def plan_of(self, policy: Policy) -> Plan:
         """The plan of a policy for the tensors in the order in which DDP handed them over, the same on all ranks."""
-        tensors = [self.tensors[self._place[name]] for name in self._order]
+        order = dict.fromkeys([*self._came_before, *self._place])
+        tensors = [self.tensors[self._place[name]] for name in order]
         return policy.plan(tensors, self.group.world_size, self.group.grid.ranks_per_node_if_even)
 
     def why_not(self, plan: Plan) -> str:
@@ -89,7 +89,7 @@ class DDPJob:
 
     def ended(self, exposed_s: float) -> None:
         """The step's exchange has ended, for which the last bucket's hook waited so long."""
-        self._order = self._came + [name for name in self._place if name not in set(self._came)]
+        self._came_before = self._came
         self.reports.append(StepReport(self.exchange.meters, exposed_s))
         decided = self.driver.decisions.total
         self.driver.finished(self)
