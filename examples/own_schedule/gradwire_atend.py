@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import torch
 
 from gradwire.core.schedules import Schedule
-from gradwire.engine.control import RankReport
+from gradwire.engine.control import RankReports
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.exchange import StepReport
@@ -59,7 +59,7 @@ class AtEndSchedule:
         self._reducer.lanes.observe(self._holder)
         self._reducer.begin(self._reducer.exchange)
 
-    def on_end(self, told: "Future[list[RankReport]]") -> None:
+    def on_end(self, told: "Future[RankReports]") -> None:
         self._reducer.lanes.observe(self._holder, on=False)
         self._reducer.running.wait(others=[told])
 

@@ -13,6 +13,7 @@ from gradwire.auto.changes import WINDOW, ChangeSigns
 from gradwire.auto.live import Live
 from gradwire.auto.measuring import cluster_of, wire_us
 from gradwire.core import Cluster, Plan
+from gradwire.transport import MergedValues
 
 _MOST_SECONDS = 0.3
 """Longest time, in seconds, for measuring one kind of link and for the planner's search. `PATIENCE` may extend it."""
@@ -41,7 +42,7 @@ class DecisionRequest(NamedTuple):
 
 
 class ChangeWatch:
-    """Exchanges step times between ranks every few steps, and reads the answer one step later, without waiting.
+    """Merges step times of all ranks every few steps, and reads the result one step later, without waiting.
 
     A sign of changed links counts only if a measurement of the links confirms it. All ranks see the same numbers, so
     all ranks request a decision in the same step.
@@ -66,8 +67,8 @@ class ChangeWatch:
         self._cycle: deque[tuple[float, float]] = deque(maxlen=plan.schedule.exchanges)
         """Times of the steps of a cycle. Their mean counts, because steps with a correction take longer than others."""
         self._window: list[tuple[float, float, float, float]] = []
-        self._waiting: Callable[[], list[list[float]]] | None = None
-        """Returns all ranks' values of the window that was sent one step before."""
+        self._waiting: Callable[[], MergedValues | None] | None = None
+        """Returns the merged values of the window that ended one step before."""
 
     def step(self, live: Live, us: float) -> DecisionRequest | None:
         """Add the time of a step on this rank. Returns a request if a new decision is due. All ranks return the same."""
@@ -75,26 +76,21 @@ class ChangeWatch:
         step_us, link_us = (fmean(column) for column in zip(*self._cycle, strict=True))
         self._window.append((step_us, link_us, max(0.0, step_us - live.exposed_us), live.inputs))
         asked = None
-        if self._waiting is not None:
-            rows, self._waiting = self._waiting(), None
-            asked = self._read(live, rows)
+        if self._waiting is not None and (merged := self._waiting()) is not None:
+            self._waiting = None
+            asked = self._read(live, merged)
         if len(self._window) == WINDOW:
-            self._waiting = live.exchange([value for column in zip(*self._window, strict=True) for value in column])
+            steps_us, links_us, computes_us, inputs = zip(*self._window, strict=True)
+            self._waiting = live.merge([*steps_us, *(-us for us in links_us), *computes_us], inputs)
             self._window = []
         return asked
 
-    def _read(self, live: Live, rows: list[list[float]]) -> DecisionRequest | None:
-        """Evaluate one window. rows: for each rank the times of steps, links and computation, and inputs, by step."""
-        columns = list(zip(*rows, strict=True))
-        steps, links, computes, inputs = (columns[at : at + WINDOW] for at in range(0, 4 * WINDOW, WINDOW))
-        steps_us = [max(ranks) for ranks in steps]
+    def _read(self, live: Live, merged: MergedValues) -> DecisionRequest | None:
+        """Evaluate one window."""
+        steps_us, links_us, computes_us = (merged.most[at : at + WINDOW] for at in range(0, 3 * WINDOW, WINDOW))
         self._ran_us += sum(steps_us)
-        change = self._signs.window(
-            steps_us,
-            links_us=[min(ranks) for ranks in links],  # the rank that waited least for others
-            computes_us=[max(ranks) for ranks in computes],
-            inputs=[sum(ranks) for ranks in inputs],
-        )
+        # of links that of the rank that waited least for others
+        change = self._signs.window(steps_us, [-us for us in links_us], computes_us, merged.sums)
         if change is None:
             return None
         if change.of == "links":

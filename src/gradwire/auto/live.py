@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import torch
@@ -13,7 +13,16 @@ from gradwire.core import Plan, Schedule, TensorInfo
 from gradwire.engine import GradientWatcher, ModelHook
 from gradwire.exchange import Exchange, StepReport
 from gradwire.plan import Policy
-from gradwire.transport import Group, Lanes, LanesObserver, Link, LinkError, gather_bytes
+from gradwire.transport import (
+    Group,
+    Lanes,
+    LanesObserver,
+    Link,
+    LinkError,
+    MergedValues,
+    gather_bytes,
+    merge_over_ranks,
+)
 
 T = TypeVar("T")
 
@@ -99,6 +108,16 @@ class DrivenJob(Protocol):
         ...
 
 
+@runtime_checkable
+class RidesControl(Protocol):
+    """A job whose ranks report to each other in every step."""
+
+    def ride(self, values: MergedValues) -> Callable[[], MergedValues | None]:
+        """Merge values over all ranks, together with the report of the next step. Returns a function that gives the result at the
+        end of that step, and None before."""
+        ...
+
+
 class AllRanks:
     """All ranks that have these lanes, while no exchange runs. All methods communicate and are collective."""
 
@@ -175,6 +194,15 @@ class Live(AllRanks):
     def everybody(self) -> bool:
         """Whether every rank had a batch in this step. All ranks have the same answer."""
         return len(self.job.active) == self.group.world_size
+
+    def merge(self, most: Sequence[float], sums: Sequence[float]) -> Callable[[], MergedValues | None]:
+        """Begin to merge values over all ranks: maxima and sums. The returned function gives the result, at the same step on all
+        ranks, and None as long as it is not there."""
+        values = MergedValues(b"", tuple(most), tuple(sums))
+        if isinstance(self.job, RidesControl):
+            return self.job.ride(values)
+        future = self.lanes.control.submit(partial(merge_over_ranks, own=values, tag=self.lanes.first_tag))
+        return lambda: self._result("measured times", future.result)
 
     @property
     def began_s(self) -> float | None:

@@ -1,13 +1,16 @@
 """Itineraries: what one rank encodes, sends, receives and decodes in each task of an option. No tensors.
 
-All ranks are followed through the tasks together, since a rank receives what another holds. A rank holds either values (a range
-of the piece, with the gradients of some ranks added) or a list of payloads. Several payloads may stand for the same elements of
-different ranks that are not yet added (ByteComp's footnote 2).
+A rank holds either values (a range of the piece, with the gradients of some ranks added) or a list of payloads. Several payloads
+may stand for the same elements of different ranks that are not yet added (ByteComp's footnote 2).
+
+An itinerary has two steps. A `_Course` follows the own rank through the tasks of an option, and asks what another rank holds only
+where a message needs it. It knows ranges as shards of shards, without numbers, so all pieces that run an option share one course.
+`_Measure` then turns the shards of one piece into elements.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from gradwire.core import ROUTINES
@@ -47,17 +50,6 @@ class Held(NamedTuple):
     end: int
     ranks: frozenset[int]
     """The ranks of the gradients, added or not."""
-    summed: bool = False
-    """Whether this rank added the values."""
-    parcels: tuple[Parcel, ...] | None = None
-    """Payloads in the order of their sum; None if the rank holds values."""
-
-    def inside(self, start: int, end: int) -> tuple[Parcel, ...] | tuple[ParcelRun, ...]:
-        """The part in a range of elements."""
-        if self.parcels is not None:
-            return tuple(parcel for parcel in self.parcels if start <= parcel.start and parcel.end <= end)
-        low, high = max(start, self.start), min(end, self.end)
-        return (ParcelRun(low, high),) if low < high else ()
 
 
 @dataclass(frozen=True)
@@ -108,105 +100,339 @@ def itinerary(tasks: Sequence[str], grid: Grid, root: int, numel: int, cut: Cut)
     >>> first.moves[0].sent[1], first.moves[0].held.start, first.moves[0].held.end
     ((ParcelRun(start=5, end=10),), 0, 5)
     """
-    journey = _Journey(grid, root, cut, numel, flat=not any(task.endswith(":intra") for task in tasks))
-    legs: list[Leg] = []
-    encode: Encode | None = None
-    for position, task in enumerate(tasks):
-        word, _, where = task.partition(":")
+    measure = _Measure(numel, cut)
+    return [measure.leg(leg) for leg in _course(tuple(tasks), grid, root).legs]
+
+
+class _ShardRange(NamedTuple):
+    """The parts `first` to `end` of a range that is cut into `parts`."""
+
+    whole: "_ShardRange | None"
+    """None for the piece itself."""
+    parts: int
+    first: int
+    end: int
+
+    def part(self, parts: int, number: int) -> "_ShardRange":
+        """One part of this range."""
+        return _ShardRange(self, parts, number, number + 1) if parts > 1 else self
+
+    def is_inside(self, other: "_ShardRange") -> bool:
+        """Whether all its elements are those of the other one, too."""
+        inner: _ShardRange | None = self
+        while inner is not None:
+            if inner[:2] == other[:2] and other.first <= inner.first and inner.end <= other.end:
+                return True
+            inner = inner.whole
+        return False
+
+    def part_of(self, whole: "_ShardRange", parts: int) -> int | None:
+        """The number of the part of `whole` that this range is inside of."""
+        inner: _ShardRange | None = self
+        while inner is not None and (inner.whole, inner.parts) != (whole, parts):
+            inner = inner.whole
+        return inner.first if inner is not None and inner.end == inner.first + 1 else None
+
+
+_PIECE = _ShardRange(None, 1, 0, 1)
+
+
+class _Unit(NamedTuple):
+    """A payload before its elements are known."""
+
+    encode: int
+    maker: int
+    shard: _ShardRange
+    ranks: frozenset[int]
+    summed: bool
+
+
+class _Overlap(NamedTuple):
+    """Values: the elements of both ranges."""
+
+    one: _ShardRange
+    other: _ShardRange
+
+
+_Items = tuple[_Unit, ...] | tuple[_Overlap, ...]
+
+
+class _Holding(NamedTuple):
+    """A rank between two tasks."""
+
+    shard: _ShardRange
+    ranks: frozenset[int]
+    summed: bool
+    """Whether this rank added the values."""
+    coded: bool
+    """Whether it holds payloads."""
+    partial: bool
+    """Whether some of these are not of whole sums."""
+
+
+class _Pool(NamedTuple):
+    """The ranks of a group that hold something before an exchange, and all that they hold."""
+
+    holders: tuple[int, ...]
+    whole: _ShardRange
+    ranks: frozenset[int]
+    coded: bool
+    partial: bool
+
+
+class _EncodeBefore(NamedTuple):
+    """An encode before its elements are known."""
+
+    number: int
+    device: str
+    shard: _ShardRange
+    units: tuple[_Unit, ...]
+    kept: frozenset[_Unit]
+    voice: int
+    ranks: frozenset[int]
+
+
+class _MoveBefore(NamedTuple):
+    """An exchange before its elements are known."""
+
+    sent: dict[int, _Items]
+    received: dict[int, _Items]
+    adds: bool
+    held: _Holding | None
+
+
+class _LegBefore(NamedTuple):
+    encode: _EncodeBefore | None
+    moves: list[_MoveBefore]
+    decode: str
+
+
+@lru_cache(maxsize=64)
+def _course(tasks: tuple[str, ...], grid: Grid, root: int) -> "_Course":
+    return _Course(tasks, grid, root)
+
+
+class _Course:
+    """The own rank's way through an option. All-reduce counts as two tasks."""
+
+    def __init__(self, tasks: Sequence[str], grid: Grid, root: int) -> None:
+        self._grid, self._root = grid, root
+        flat = not any(task.endswith(":intra") for task in tasks)
+        self._legs = [_steps(task) for task in tasks]
+        self._tasks = [step for steps in self._legs for step in steps]
+        links = {where for word, where in self._tasks if word in ROUTINES}
+        self._group: dict[str, dict[int, tuple[int, ...]]] = {
+            link: {rank: group for group in grid.groups("all" if flat else link) for rank in group} for link in links
+        }
+        self._known: dict[tuple[int, int], _Holding | None] = {}
+        self._pools: dict[tuple[int, tuple[int, ...]], _Pool | None] = {}
+        self._numbers = [sum(word == "comp" for word, _ in self._tasks[:at]) for at in range(len(self._tasks))]
+        """The number of the encode that is the task at each position."""
+
+    @cached_property
+    def legs(self) -> list[_LegBefore]:
+        """The legs of the own rank."""
+        legs: list[_LegBefore] = []
+        encode: _EncodeBefore | None = None
+        at = 0
+        for steps in self._legs:
+            word, where = steps[0]
+            if word == "comp":
+                encode = self._encode(at)
+            elif word == "decomp":
+                legs[-1] = legs[-1]._replace(decode=where)
+            else:
+                legs.append(_LegBefore(encode, [self._move(at + step) for step in range(len(steps))], ""))
+                encode = None
+            at += len(steps)
+        own = self._grid.rank
+        sent = (move.sent for leg in legs for move in leg.moves)
+        travelled = {item for targets in sent for target, items in targets.items() if target != own for item in items}
+        for number, leg in enumerate(legs):
+            if leg.encode is not None:
+                kept = frozenset(unit for unit in leg.encode.units if unit not in travelled)
+                legs[number] = leg._replace(encode=leg.encode._replace(kept=kept))
+        return legs
+
+    # ---- what ranks hold
+
+    def _holding(self, rank: int, at: int) -> _Holding | None:
+        """Return what a rank holds before the task at this position; None for nothing."""
+        if (rank, at) not in self._known:
+            self._known[rank, at] = self._found(rank, at)
+        return self._known[rank, at]
+
+    def _found(self, rank: int, at: int) -> _Holding | None:
+        if at == 0:
+            return _Holding(_PIECE, frozenset({rank}), False, False, False)
+        word = self._tasks[at - 1][0]
+        if word in ROUTINES:
+            pool = self._pool(rank, at - 1)
+            shard = self._gets(rank, at - 1) if pool is not None else None
+            if pool is None or shard is None:
+                return None
+            return _Holding(shard, pool.ranks, ROUTINES[word].adds, pool.coded, pool.partial)
+        before = self._holding(rank, at - 1)
+        if before is None:
+            return None
         if word == "comp":
-            encode = journey.encode(where, tasks[position + 1 :])
-        elif word == "decomp":
-            legs[-1].decode = where
-            journey.decode()
-        else:
-            steps = ("reducescatter", "allgather") if word == "allreduce" else (word,)
-            legs.append(Leg(encode, [journey.move(step, where) for step in steps]))
-            encode = None
-    for leg in legs:
-        if leg.encode is not None:
-            leg.encode = replace(leg.encode, kept=frozenset(leg.encode.parcels) - journey.travelled)
-    return legs
+            return before._replace(coded=True, partial=len(before.ranks) < self._grid.world_size)
+        # payloads of whole sums are not added to others
+        return before._replace(coded=False, summed=before.partial, partial=False)
 
+    def _pool(self, rank: int, at: int) -> _Pool | None:
+        """Return what the group of a rank holds before an exchange."""
+        group = self._group[self._tasks[at][1]][rank]
+        if (at, group) not in self._pools:
+            holdings = {member: held for member in group if (held := self._holding(member, at)) is not None}
+            self._pools[at, group] = _pooled(holdings) if holdings else None
+        return self._pools[at, group]
 
-class _Journey:
-    """The state of all ranks."""
+    def _gets(self, rank: int, at: int) -> _ShardRange | None:
+        """The range that a rank gets in an exchange; None for nothing."""
+        word, where = self._tasks[at]
+        group, gets = self._group[where][rank], ROUTINES[word].gets
+        pool = self._pool(rank, at)
+        if pool is None or (gets == "root" and rank != self._grid.root_of(group, self._root)):
+            return None
+        return pool.whole.part(len(group), group.index(rank)) if gets == "owners" else pool.whole
 
-    def __init__(self, grid: Grid, root: int, cut: Cut, numel: int, flat: bool) -> None:
-        self.grid, self.root, self.cut, self.flat = grid, root, cut, flat
-        self.held: list[Held | None] = [Held(0, numel, frozenset({rank})) for rank in range(grid.world_size)]
-        self.encodes = 0
-        self.travelled: set[Parcel] = set()
-        """Parcels of this rank that other ranks got."""
+    def _items(self, rank: int, at: int, region: _ShardRange) -> _Items:
+        """Return the part of a region that a rank holds before the task at this position."""
+        held = self._holding(rank, at)
+        if held is None:
+            return ()
+        if not held.coded:
+            return (_Overlap(held.shard, region),)
+        if self._tasks[at - 1][0] == "comp":
+            return tuple(self._units(rank, at - 1, held, region))
+        if held.shard.is_inside(region):
+            region = held.shard
+        pool = self._pool(rank, at - 1)
+        assert pool is not None
+        return tuple(unit for source in pool.holders for unit in self._items(source, at - 1, region) if isinstance(unit, _Unit))
 
-    def _groups(self, link: str) -> tuple[tuple[int, ...], ...]:
-        return self.grid.groups("all" if self.flat else link)
+    def _units(self, rank: int, at: int, held: _Holding, region: _ShardRange) -> list[_Unit]:
+        """The payloads of an encode inside a region, cut as finely as the exchanges before the next decode need."""
+        shards = [held.shard]
+        for parts in self._cuts_after(at):
+            finer = []
+            for shard in shards:
+                if shard.is_inside(region):
+                    finer += [shard.part(parts, number) for number in range(parts)]
+                elif (number := region.part_of(shard, parts)) is not None:
+                    finer.append(shard.part(parts, number))
+            shards = finer
+        number = self._numbers[at]
+        return [_Unit(number, rank, shard, held.ranks, held.summed) for shard in shards if shard.is_inside(region)]
 
-    def encode(self, device: str, following: Sequence[str]) -> Encode | None:
-        """Make parcels of all values, cut as finely as the link tasks before the next decode need."""
-        number, found = self.encodes, None
-        self.encodes += 1
-        lowest: dict[tuple[int, int, frozenset[int]], int] = {}
-        for rank, held in enumerate(self.held):
-            if held is None:
-                continue
-            units = [ParcelRun(held.start, held.end)]
-            for parts in self._cuts_before_decode(following):
-                units = [unit for whole in units for unit in self._shards(whole, parts)]
-            parcels = tuple(Parcel(number, rank, *unit, held.ranks, held.summed) for unit in units if unit.start < unit.end)
-            voice = lowest.setdefault((held.start, held.end, held.ranks), rank)
-            self.held[rank] = held._replace(parcels=parcels)
-            if rank == self.grid.rank:
-                found = Encode(number, device, held.start, held.end, parcels, frozenset(), voice, held.ranks)
-        return found
-
-    def _cuts_before_decode(self, following: Sequence[str]) -> Iterable[int]:
-        for task in following:
-            word, _, where = task.partition(":")
+    def _cuts_after(self, at: int) -> list[int]:
+        cuts = []
+        for word, where in self._tasks[at + 1 :]:
             if word == "decomp":
-                return
-            if ROUTINES[word].gets == "owners":
-                yield len(self._groups(where)[0])
+                break
+            if ROUTINES[word].gets == "owners" and (parts := len(self._group[where][0])) > 1:
+                cuts.append(parts)
+        return cuts
 
-    def _shards(self, whole: ParcelRun, parts: int) -> list[ParcelRun]:
-        edges = self.cut(whole.start, whole.end, parts)
-        return [ParcelRun(start, end) for start, end in pairwise(edges)]
+    # ---- the own rank's part
 
-    def decode(self) -> None:
-        """All ranks add their payloads; payloads of whole sums are not added to others."""
-        for rank, held in enumerate(self.held):
-            if held is not None:
-                terms = any(len(parcel.ranks) < self.grid.world_size for parcel in held.parcels or ())
-                self.held[rank] = held._replace(parcels=None, summed=terms)
+    def _encode(self, at: int) -> _EncodeBefore | None:
+        own, held = self._grid.rank, self._holding(self._grid.rank, at)
+        if held is None:
+            return None
+        same = (rank for rank in range(own) if (other := self._holding(rank, at)) is not None and other[:2] == held[:2])
+        units = tuple(self._units(own, at, held, held.shard))
+        return _EncodeBefore(self._numbers[at], self._tasks[at][1], held.shard, units, frozenset(), next(same, own), held.ranks)
 
-    def move(self, word: str, link: str) -> ParcelMove:
-        """One exchange in every group of the link."""
-        adds = ROUTINES[word].adds
-        own = ParcelMove({}, {}, adds, None)
-        after: list[Held | None] = [None] * len(self.held)
-        for group in self._groups(link):
-            holders = {rank: held for rank in group if (held := self.held[rank]) is not None}
-            if not holders:
-                continue
-            whole = ParcelRun(min(held.start for held in holders.values()), max(held.end for held in holders.values()))
-            ranks = frozenset[int]().union(*(held.ranks for held in holders.values()))
-            coded = any(held.parcels is not None for held in holders.values())
-            for target, region in self._regions(word, group, whole).items():
-                parts = {source: held.inside(*region) for source, held in holders.items()}
-                parcels = tuple(item for part in parts.values() for item in part if isinstance(item, Parcel))
-                after[target] = Held(*region, ranks, adds, parcels if coded else None)
-                self.travelled |= {p for p in parcels if p.maker == self.grid.rank != target}
-                if target == self.grid.rank:
-                    own.received.update(parts)
-                if self.grid.rank in parts:
-                    own.sent[target] = parts[self.grid.rank]
-        self.held = after
-        return own._replace(held=after[self.grid.rank])
+    def _move(self, at: int) -> _MoveBefore:
+        """One exchange in the own rank's group."""
+        word, where = self._tasks[at]
+        own, pool = self._grid.rank, self._pool(self._grid.rank, at)
+        regions = {rank: region for rank in self._group[where][own] if (region := self._gets(rank, at)) is not None}
+        sent: dict[int, _Items] = {}
+        if pool is not None and own in pool.holders:
+            sent = {target: self._items(own, at, region) for target, region in regions.items()}
+        received: dict[int, _Items] = {}
+        if pool is not None and own in regions:
+            received = {source: self._items(source, at, regions[own]) for source in pool.holders}
+        return _MoveBefore(sent, received, ROUTINES[word].adds, self._holding(own, at + 1))
 
-    def _regions(self, word: str, group: Sequence[int], whole: ParcelRun) -> dict[int, ParcelRun]:
-        """The range that each member of the group gets; members that get nothing are left out."""
-        gets = ROUTINES[word].gets
-        if gets == "everybody":
-            return dict.fromkeys(group, whole)
-        if gets == "root":
-            return {self.grid.root_of(tuple(group), self.root): whole}
-        return dict(zip(group, self._shards(whole, len(group)), strict=True))
+
+def _steps(task: str) -> list[tuple[str, str]]:
+    """The word and the link or device of a task; of all-reduce those of two exchanges."""
+    word, _, where = task.partition(":")
+    return [(step, where) for step in (("reducescatter", "allgather") if word == "allreduce" else (word,))]
+
+
+def _pooled(holdings: dict[int, _Holding]) -> _Pool:
+    """`holdings`: by rank. Those of a group are either one range, or parts of one that follow each other."""
+    shards = [held.shard for held in holdings.values()]
+    first, last = shards[0], shards[-1]
+    if first == last:
+        whole = first
+    else:
+        assert (first.whole, first.parts) == (last.whole, last.parts), "ranks of a group hold parts of different ranges"
+        whole = first._replace(end=last.end)
+        if whole.whole is not None and (whole.first, whole.end) == (0, whole.parts):
+            whole = whole.whole
+    return _Pool(
+        tuple(holdings),
+        whole,
+        frozenset[int]().union(*(held.ranks for held in holdings.values())),
+        any(held.coded for held in holdings.values()),
+        any(held.partial for held in holdings.values()),
+    )
+
+
+class _Measure:
+    """Finds the elements of shards in one piece."""
+
+    def __init__(self, numel: int, cut: Cut) -> None:
+        self._numel, self._cut = numel, cut
+        self._runs: dict[_ShardRange, ParcelRun] = {}
+        self._edges: dict[tuple[_ShardRange, int], Sequence[int]] = {}
+        self._parcels: dict[_Unit, Parcel] = {}
+
+    def leg(self, leg: _LegBefore) -> Leg:
+        return Leg(None if leg.encode is None else self._encode(leg.encode), [self._move(move) for move in leg.moves], leg.decode)
+
+    def _encode(self, encode: _EncodeBefore) -> Encode:
+        run, parcels = self._run(encode.shard), self._items(encode.units)
+        kept = frozenset(self._parcel(unit) for unit in encode.kept)
+        made = tuple(parcel for parcel in parcels if isinstance(parcel, Parcel))
+        return Encode(encode.number, encode.device, *run, made, kept.intersection(made), encode.voice, encode.ranks)
+
+    def _move(self, move: _MoveBefore) -> ParcelMove:
+        held = None if move.held is None else Held(*self._run(move.held.shard), move.held.ranks)
+        sent = {target: self._items(items) for target, items in move.sent.items()}
+        received = {source: self._items(items) for source, items in move.received.items()}
+        return ParcelMove(sent, received, move.adds, held)
+
+    def _items(self, items: _Items) -> tuple[Parcel, ...] | tuple[ParcelRun, ...]:
+        """The items that have elements."""
+        if not items or isinstance(items[0], _Unit):
+            parcels = (self._parcel(unit) for unit in items if isinstance(unit, _Unit))
+            return tuple(parcel for parcel in parcels if parcel.start < parcel.end)
+        found = []
+        for one, other in (overlap for overlap in items if isinstance(overlap, _Overlap)):
+            start = max(self._run(one).start, self._run(other).start)
+            end = min(self._run(one).end, self._run(other).end)
+            if start < end:
+                found.append(ParcelRun(start, end))
+        return tuple(found)
+
+    def _parcel(self, unit: _Unit) -> Parcel:
+        if unit not in self._parcels:
+            self._parcels[unit] = Parcel(unit.encode, unit.maker, *self._run(unit.shard), unit.ranks, unit.summed)
+        return self._parcels[unit]
+
+    def _run(self, shard: _ShardRange) -> ParcelRun:
+        if shard.whole is None:
+            return ParcelRun(0, self._numel)
+        if shard not in self._runs:
+            at = shard.whole, shard.parts
+            if at not in self._edges:
+                self._edges[at] = self._cut(*self._run(shard.whole), shard.parts)
+            self._runs[shard] = ParcelRun(self._edges[at][shard.first], self._edges[at][shard.end])
+        return self._runs[shard]

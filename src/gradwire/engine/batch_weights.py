@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from gradwire.core import show
-from gradwire.engine.control import NOT_WEIGHED, RankReport, weighed_by_some
+from gradwire.engine.control import NOT_WEIGHED, RankReports
 from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange
 
@@ -75,9 +75,9 @@ class BatchWeights:
         """The samples of a part are under way."""
         self._parts[part] = NOT_WEIGHED
 
-    def void(self, reports: Sequence[RankReport]) -> None:
+    def void(self, reports: RankReports) -> None:
         """The step does not count."""
-        self._by_some = weighed_by_some(reports)
+        self._by_some = reports.weighed_by_some
 
     def not_sent(self, part: int) -> None:
         """The exchange of a part did not count: its next one has these samples too. Where only some ranks gave weights, all ranks
@@ -87,12 +87,11 @@ class BatchWeights:
         else:
             self._parts[part] = _sum(self._parts[part], self.running)
 
-    def settle(self, reports: Sequence[RankReport]) -> float:
+    def settle(self, reports: RankReports) -> float:
         """Return the factor of the sums of a step that counts."""
         if not self._parts:
             self._batch = NOT_WEIGHED
-        weights = [report.samples for report in reports if report.samples != NOT_WEIGHED]
-        mean = sum(weights) / len(reports)
+        mean = reports.mean_samples
         if not mean:  # no rank gave a weight, or no rank has a sample and all sent zeros
             return 1.0
         factor = self.usual / mean

@@ -1,23 +1,27 @@
-"""The control exchange: at the end of a step every rank tells every other what became of its backward."""
+"""The control exchange: at the end of a step ranks report what became of their backwards.
+
+Reports are merged with few messages from each rank (`gradwire.transport.merging`). Where ranks differ, or left the step, each
+rank then sends its whole report to every other rank. All ranks know from the merged reports whether they do.
+"""
 
 import hashlib
 import struct
 import weakref
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
-from functools import partial, reduce
-from operator import or_
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from gradwire.errors import DisagreementError
 from gradwire.exchange import Abandoned
-from gradwire.transport import DamagedError, Group, Lanes, Link
+from gradwire.transport import DamagedError, Group, Lanes, Link, MergedValues, merge_over_ranks
 
 _HEADER = struct.Struct("<qqQq?Q?d")
+_ALIKE = struct.Struct("<qqQ?Q??")
 NOT_WEIGHED = -1.0
 """The samples of a rank whose script gives no weights."""
 _CHECK = struct.Struct("<I")
@@ -60,6 +64,44 @@ class RankReport(NamedTuple):
     """Bit i: parameter i got a gradient since the last synchronised step."""
 
 
+class RankReports:
+    """The reports of all ranks at the end of a step."""
+
+    def __init__(self, each: Sequence[RankReport], merged: MergedValues, alike: bool) -> None:
+        """`each`: by rank of the group. `merged`: the parameters that are used on any rank, and the sum of samples. `alike`:
+        whether ranks differ in nothing but their gradients and samples."""
+        self.each, self._merged, self.alike = each, merged, alike
+
+    @cached_property
+    def used(self) -> set[int]:
+        """The parameters that got a gradient on any rank."""
+        bits = f"{int.from_bytes(self._merged.bits, 'little'):b}"
+        return {index for index, bit in enumerate(reversed(bits)) if bit == "1"}
+
+    @property
+    def mean_samples(self) -> float:
+        """The sum of the weights of ranks that gave one, over the number of all ranks."""
+        return self._merged.sums[0] / len(self.each)
+
+    @property
+    def watched(self) -> MergedValues | None:
+        """The values that all ranks gave to be merged with their reports (`ControlExchange.ride`), if they did."""
+        return MergedValues(b"", self._merged.most, self._merged.sums[1:]) if self._merged.most else None
+
+    def ranks_in(self, state: BackwardState) -> list[int]:
+        """The ranks of the group whose backward ended so."""
+        if self.alike:
+            return list(range(len(self.each))) if self.each[0].state is state else []
+        return [rank for rank, report in enumerate(self.each) if report.state is state]
+
+    @property
+    def weighed_by_some(self) -> bool:
+        """Whether some ranks with a batch gave it a weight, and others gave none."""
+        if self.alike:
+            return False
+        return len({report.samples == NOT_WEIGHED for report in self.each if report.state is BackwardState.DONE}) > 1
+
+
 class ControlExchange:
     """Exchanges reports between the ranks of one model, and decides what follows from them."""
 
@@ -73,6 +115,14 @@ class ControlExchange:
         """This rank's weight in the mean of the step that runs."""
         self.stepped = True
         """Whether this rank's script did step the optimizer after the last backward, where the schedule knows."""
+        self._rides: MergedValues | None = None
+        self._watched: MergedValues | None = None
+
+    def ride(self, values: MergedValues) -> Callable[[], MergedValues | None]:
+        """Merge values without bits over all ranks, together with the next report. All ranks do so between the same steps.
+        Returns a function that gives the result at the end of that step, and None before."""
+        self._rides, self._watched = values, None
+        return lambda: self._watched
 
     def watch(self, names: Sequence[str], weights: "Sequence[weakref.ref[torch.nn.Parameter]]") -> None:
         """Tell of these parameters from now on."""
@@ -85,75 +135,85 @@ class ControlExchange:
 
     def tell(
         self, step: int, state: BackwardState, came: int, used: Collection[int], after: "Future[Any] | None" = None
-    ) -> "Future[list[RankReport]]":
-        """Send this rank's report to all ranks when `after` is done, and receive theirs."""
+    ) -> "Future[RankReports]":
+        """Report to all ranks when `after` is done, and receive their reports."""
         weights = self._drift.digest(self._weights) if self._drift.due(step) else 0
         own = self.report(step, state, came, used, weights)
         self.stepped = True  # a step that was left out is reported once
+        rides, self._rides = self._rides, None
         doing = self._lanes.flight.doing("control exchange")
 
-        def exchange(link: Link) -> list[RankReport]:
-            reports = exchange_reports(own, len(self._names), link, after, self._lanes.first_tag)
+        def exchange(link: Link) -> RankReports:
+            reports = exchange_reports(own, len(self._names), link, self._lanes.first_tag, after, rides)
             doing.done()
             return reports
 
         return self._lanes.control.submit(exchange)
 
-    def why_void(self, reports: Sequence[RankReport], leaving_is_void: bool = True) -> str | None:
+    def why_void(self, reports: RankReports, leaving_is_void: bool = True) -> str | None:
         """Why the step must not count, in the same words on all ranks; None if it counts."""
+        each = reports.each
+        if reports.alike and each[0].state is BackwardState.DONE:
+            return None
         if not leaving_is_void:
-            reports = [each._replace(state=BackwardState.DONE) if each.state is BackwardState.LEFT else each for each in reports]
-        return why_void(reports, self._lanes.group.global_ranks, len(self._names))
+            each = [one._replace(state=BackwardState.DONE) if one.state is BackwardState.LEFT else one for one in each]
+        return why_void(each, reports.weighed_by_some, self._lanes.group.global_ranks, len(self._names))
 
-    def check_drift(self, reports: Sequence[RankReport], step: int) -> None:
-        """Raises DisagreementError if ranks reported different checksums of their weights. Collective then."""
-        if len({report.weights for report in reports if report.state is BackwardState.DONE}) < 2:
+    def close_step(self, reports: RankReports, step: int) -> None:
+        """End a step that counts, on all ranks alike. Raises DisagreementError if ranks reported different checksums of their
+        weights. Collective then."""
+        self._watched = reports.watched
+        if reports.alike or len({reports.each[rank].weights for rank in reports.ranks_in(BackwardState.DONE)}) < 2:
             return
         lanes = self._lanes
         with lanes.told("checksums of all weights", step):
             packed = lanes.control.submit(partial(exchange_bytes, self._drift.packed(), tag=lanes.first_tag)).result()
-        trained = {
-            rank: raw
-            for rank, raw, report in zip(lanes.group.global_ranks, packed, reports, strict=True)
-            if report.state is BackwardState.DONE
-        }
+        trained = {lanes.group.global_ranks[rank]: packed[rank] for rank in reports.ranks_in(BackwardState.DONE)}
         words = self._drift.difference(trained, self._names, step)
         raise lanes.fail(DisagreementError(words).about(trained, step))
 
 
-def weighed_by_some(reports: Sequence[RankReport]) -> bool:
-    """Whether some ranks with a batch gave it a weight, and others gave none."""
-    return len({report.samples == NOT_WEIGHED for report in reports if report.state is BackwardState.DONE}) > 1
-
-
-def used_anywhere(reports: Sequence[RankReport]) -> set[int]:
-    """The parameters that got a gradient on any rank."""
-    bits = f"{reduce(or_, (report.used for report in reports)):b}"
-    return {index for index, bit in enumerate(reversed(bits)) if bit == "1"}
-
-
 def exchange_reports(
-    own: RankReport, parameters: int, link: Link, after: "Future[Any] | None" = None, tag: int = 0
-) -> list[RankReport]:
-    """Everybody's report, by rank of the group. `parameters` is how many bits `used` has. See `exchange_bytes`."""
-    packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(-(-parameters // 8), "little")
-    reports = []
-    for raw in exchange_bytes(packed, link, after, tag):
-        step, state, plan, came, joining, weights, stepped, samples = _HEADER.unpack_from(raw)
-        used = int.from_bytes(raw[_HEADER.size :], "little")
-        reports.append(RankReport(step, BackwardState(state), plan, came, joining, weights, stepped, samples, used))
-    return reports
+    own: RankReport,
+    parameters: int,
+    link: Link,
+    tag: int,
+    after: "Future[Any] | None" = None,
+    rides: MergedValues | None = None,
+) -> RankReports:
+    """The reports of all ranks, sent when `after` is done. `parameters`: the number of bits of `used`. `rides`: values to merge
+    too. Raises what `exchange_bytes` raises, and Abandoned where the result of `after` is None."""
+
+    def begin() -> None:
+        if after is not None and after.result() is None:
+            raise Abandoned
+
+    weighed = own.samples != NOT_WEIGHED
+    alike = _ALIKE.pack(own.step, own.state, own.plan, own.joining, own.weights, own.stepped, weighed)
+    # ranks are alike where no bit is 1 on some of them and 0 on others
+    bits = alike + bytes(255 - byte for byte in alike) + own.used.to_bytes(-(-parameters // 8), "little")
+    most, sums = (rides.most, rides.sums) if rides is not None else ((), ())
+    merged = merge_over_ranks(link, MergedValues(bits, most, (own.samples if weighed else 0.0, *sums)), tag, begin)
+    ones, zeros = merged.bits[: len(alike)], merged.bits[len(alike) : 2 * len(alike)]
+    are_alike = not any(one & zero for one, zero in zip(ones, zeros, strict=True))
+    merged = merged._replace(bits=merged.bits[2 * len(alike) :])
+    if are_alike and own.state is not BackwardState.LEFT:
+        return RankReports([own] * link.world_size, merged, True)
+    packed = _HEADER.pack(*own[:-1])
+    each = []
+    for raw in exchange_bytes(packed, link, tag):
+        step, state, plan, came, joining, weights, stepped, samples = _HEADER.unpack(raw)
+        each.append(RankReport(step, BackwardState(state), plan, came, joining, weights, stepped, samples, 0))
+    return RankReports(each, merged, False)
 
 
-def exchange_bytes(own: bytes, link: Link, after: "Future[Any] | None" = None, tag: int = 0) -> list[bytes]:
-    """Everybody's bytes, as many from each, by rank of the group, sent when `after` is done. Raises LinkError, DamagedError
-    for bytes that changed on the way, and Abandoned where the result of `after` is None."""
+def exchange_bytes(own: bytes, link: Link, tag: int = 0) -> list[bytes]:
+    """Everybody's bytes, as many from each, by rank of the group. Raises LinkError, DamagedError for bytes that changed on the
+    way."""
     sent = torch.frombuffer(bytearray(own + _CHECK.pack(zlib.crc32(own))), dtype=torch.uint8)
     rows = [sent if rank == link.rank else torch.empty_like(sent) for rank in range(link.world_size)]
     # one hop and point to point, so that a transfer that fails tells with whom
     exchange = link.expect(tag, rows, checked=False)
-    if after is not None and after.result() is None:
-        raise Abandoned
     exchange.send([sent] * link.world_size)
     for rank in range(link.world_size):
         exchange.wait(rank)
@@ -168,7 +228,7 @@ def _checked(raw: bytes, rank: int) -> bytes:
     return told
 
 
-def why_void(reports: Sequence[RankReport], ranks: Sequence[int], parameters: int) -> str | None:
+def why_void(reports: Sequence[RankReport], weighed_by_some: bool, ranks: Sequence[int], parameters: int) -> str | None:
     """Why the step must not count, in the same words on all ranks; None if it counts. `ranks` are the global ones."""
     step = reports[0].step
     if len({report.step for report in reports}) > 1:
@@ -199,7 +259,7 @@ def why_void(reports: Sequence[RankReport], ranks: Sequence[int], parameters: in
         )
     trained = [(rank, r.samples) for rank, r in zip(ranks, reports, strict=True) if r.state is BackwardState.DONE]
     weighed = [(rank, samples) for rank, samples in trained if samples != NOT_WEIGHED]
-    if weighed_by_some(reports):
+    if weighed_by_some:
         rank, samples = weighed[0]
         other = next(rank for rank, samples in trained if samples == NOT_WEIGHED)
         return (

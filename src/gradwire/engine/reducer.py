@@ -29,7 +29,7 @@ import torch
 from torch.autograd import Variable
 
 from gradwire.engine.batch_weights import BatchWeights
-from gradwire.engine.control import BackwardState, ControlExchange, RankReport, exchange_reports, used_anywhere
+from gradwire.engine.control import BackwardState, ControlExchange, RankReports, exchange_reports
 from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of
 from gradwire.engine.schedules.base import Closed, Launches, Missing, ScheduleEvents, SeesBackward
 from gradwire.engine.torch_hooks.hooks import (
@@ -457,7 +457,7 @@ class Reducer:
         if (parameter := self.parameters[missing.index]()) is not None:
             gradient.settle(parameter, missing.own, missing.used_anywhere)
 
-    def tell(self, state: BackwardState) -> "Future[list[RankReport]]":
+    def tell(self, state: BackwardState) -> "Future[RankReports]":
         """Send this rank's report to all ranks, and receive theirs. A rank reports after its lanes' last task: a step counts on
         all ranks or none."""
         self._used.update(self.arrivals.came)
@@ -490,12 +490,11 @@ class Reducer:
         start = time.perf_counter()
         reports = self.hear(self.tell(state), self.schedule.on_end)
         exposed_s = time.perf_counter() - start
-        self.control.check_drift(reports, self.step)
-        used = used_anywhere(reports)
-        self.weigh(reports, used)
-        for index in used:
+        self.control.close_step(reports, self.step)
+        self.weigh(reports, reports.used)
+        for index in reports.used:
             self.slots[index].owed = None
-        missing = [Missing(index, own, index in used) for index, own in kept.items()]
+        missing = [Missing(index, own, index in reports.used) for index, own in kept.items()]
         self._seen = self._seen or state is BackwardState.DONE
         self.counted(reports)
         self.schedule.on_closed(Closed(exposed_s, missing, reports))
@@ -503,20 +502,20 @@ class Reducer:
             self.running.release()
         self.observers.finished(exposed_s)
 
-    def weigh(self, reports: Sequence[RankReport], used: Iterable[int]) -> None:
+    def weigh(self, reports: RankReports, used: Iterable[int]) -> None:
         """The step counts: make weighted means of the sums of these parameters, if scripts gave weights."""
         if (factor := self.batches.settle(reports)) != 1:
             self.running.multiply([self.slots[index] for index in used], factor)
 
-    def counted(self, reports: Sequence[RankReport]) -> None:
+    def counted(self, reports: RankReports) -> None:
         """The step counts: the next one is another."""
-        self.active = [rank for rank, report in enumerate(reports) if report.state is BackwardState.DONE]
+        self.active = reports.ranks_in(BackwardState.DONE)
         self._used, self._state = set(), StepState.IDLE
         self.step += 1
 
     def hear(
-        self, told: "Future[list[RankReport]]", wait: "Callable[[Future[list[RankReport]]], None]", leaving_is_void: bool = True
-    ) -> list[RankReport]:
+        self, told: "Future[RankReports]", wait: "Callable[[Future[RankReports]], None]", leaving_is_void: bool = True
+    ) -> RankReports:
         """`wait` for what all ranks tell of the step, and for what else the schedule awaits. Raises on all of them when the step
         is void; nothing is under way then. `leaving_is_void`: one that a rank left is."""
         wait(told)
@@ -525,7 +524,7 @@ class Reducer:
             self.batches.void(reports)
             self.running.wait()
             self.take_back_all()
-            mendable = len({report.plan for report in reports}) == 1
+            mendable = len({report.plan for report in reports.each}) == 1
             raise self.lanes.fail(StepStateError(problem), mendable)
         return reports
 
@@ -642,9 +641,10 @@ def _mend(reducer: Reducer, failure: GradwireError) -> None:
     lanes.mendable = False
     own = reducer.control.report(reducer.step, BackwardState.DONE, 0, ())
     with lanes.told("all ranks to call reset()", reducer.step):
-        reports = lanes.control.submit(partial(exchange_reports, own, len(reducer.names), tag=lanes.first_tag)).result()
+        exchange = partial(exchange_reports, own, len(reducer.names), tag=lanes.first_tag)
+        reports = lanes.control.submit(exchange).result()
     lanes.mend()
-    reducer.idle(1 + max(report.step for report in reports))
+    reducer.idle(1 + max(report.step for report in reports.each))
     for parameter in reducer.living():
         if parameter is not None:
             parameter.grad = None

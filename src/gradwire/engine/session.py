@@ -36,7 +36,7 @@ from gradwire.engine.torch_hooks.splitting import compiled_frames
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange import Exchange, Saved, StepReport
 from gradwire.plan import Policy
-from gradwire.transport import Lanes, Link, LinkError, agree, broadcast_bytes
+from gradwire.transport import Lanes, Link, LinkError, MergedValues, agree, broadcast_bytes
 
 _WATCHED_STEPS = 20
 _MOST_BEFORE = 0.8
@@ -404,6 +404,10 @@ class Session(Observer):
     def device(self) -> torch.device:
         """The device of all gradients."""
         return self.exchange.flats[0].device
+
+    def ride(self, values: MergedValues) -> Callable[[], MergedValues | None]:
+        """See `RidesControl`."""
+        return self.reducer.control.ride(values)
 
     # ---- after a step
 

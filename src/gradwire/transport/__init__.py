@@ -7,6 +7,7 @@ from gradwire.transport.grid import Grid, node_name
 from gradwire.transport.heartbeats import LONGEST_S, SHORTEST_S
 from gradwire.transport.lanes import Lane, Lanes, LanesObserver
 from gradwire.transport.link import AllToAll, Group, Link, SilentLink
+from gradwire.transport.merging import MergedValues, merge_over_ranks, merge_rounds
 from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations
 from gradwire.transport.slices import short_slices
@@ -28,6 +29,7 @@ __all__ = [
     "Link",
     "LinkError",
     "Mark",
+    "MergedValues",
     "Meter",
     "Operations",
     "SilentLink",
@@ -40,6 +42,8 @@ __all__ = [
     "device_name",
     "gather_bytes",
     "kind_of",
+    "merge_over_ranks",
+    "merge_rounds",
     "node_name",
     "short_slices",
     "standing_in",

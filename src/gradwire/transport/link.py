@@ -231,6 +231,14 @@ class Group:
         return messages, messages
 
 
+class Unfinished(Protocol):
+    """Messages whose sends may be under way."""
+
+    def finish(self) -> None:
+        """Wait until the sent tensors may be overwritten."""
+        ...
+
+
 class Link:
     """Collectives over a group's ranks, submitted by one thread. Each returns at once; `Work.wait()` blocks the thread on CPU and
     the current stream on CUDA."""
@@ -242,7 +250,7 @@ class Link:
         """The wire on which C++ runs phases, if all ranks can."""
         self.pinned: PinnedRing | None = None
         """The host's memory through which tensors of a device travel; None where tensors travel as they are."""
-        self._unfinished: AllToAll | None = None
+        self._unfinished: Unfinished | None = None
         self._broken = False
         self.backend: Any  # a Backend; NCCL's has more
         self.backend, self._ends = group.connect(name, device, timeout)
@@ -282,7 +290,7 @@ class Link:
         work: Pending = self.backend.broadcast([tensor], options)
         return work
 
-    def finish_later(self, exchange: "AllToAll") -> None:
+    def finish_later(self, exchange: "Unfinished") -> None:
         """Do not wait for the sends of an exchange whose receivers answer in the next one: this keeps what is sent until then."""
         self._unfinished = exchange
 

@@ -19,6 +19,7 @@ from gradwire.auto.planning import Offer, Seen, words_of
 from gradwire.auto.trial import MOST_STEPS, Candidate
 from gradwire.core import Cluster, Identity, Link, TensorInfo
 from gradwire.core.specs import QSGD, ErrorFeedback
+from gradwire.transport import MergedValues
 
 TENSORS = [TensorInfo(f"w{index}", (300, 500), "float32") for index in range(4)]
 PLANS = [
@@ -101,6 +102,10 @@ class MadeUpLive:
     def exchange(self, numbers: list[float]) -> Callable[[], list[list[float]]]:
         told = self.job.meeting.exchange(self.rank, list(numbers))
         return lambda: told
+
+    def merge(self, most: list[float], sums: list[float]) -> Callable[[], MergedValues]:
+        told = self.job.meeting.exchange(self.rank, MergedValues(b"", tuple(most), tuple(sums)))
+        return lambda: MergedValues.of_parts(told)
 
     def from_all(self, text: str) -> list[str]:
         return self.job.meeting.exchange(self.rank, text)

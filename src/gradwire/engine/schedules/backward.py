@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import torch
 
 from gradwire.core import Backward
-from gradwire.engine.control import RankReport
+from gradwire.engine.control import RankReports
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.exchange import StepReport
@@ -32,7 +32,7 @@ class BackwardSchedule:
     def on_begin(self) -> None:
         self._reducer.begin(self._reducer.exchange)
 
-    def on_end(self, told: "Future[list[RankReport]]") -> None:
+    def on_end(self, told: "Future[RankReports]") -> None:
         self._reducer.running.wait(others=[told])
 
     def on_closed(self, closed: Closed) -> None:

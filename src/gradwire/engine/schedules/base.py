@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from gradwire.engine.control import BackwardState, RankReport
+from gradwire.engine.control import BackwardState, RankReports
 from gradwire.exchange import Exchange, Saved
 
 
@@ -67,7 +67,7 @@ class Closed(NamedTuple):
     exposed_s: float
     """The seconds that were waited there."""
     missing: list[Missing]
-    reports: Sequence[RankReport]
+    reports: RankReports
 
 
 class ScheduleEvents(Protocol):
@@ -88,7 +88,7 @@ class ScheduleEvents(Protocol):
     def on_begin(self) -> None:
         """A step is to begin: call `reducer.begin(exchange)` when it may."""
 
-    def on_end(self, told: "Future[list[RankReport]]") -> None:
+    def on_end(self, told: "Future[RankReports]") -> None:
         """Backward is over and all gradients were handed to the lanes: wait for `told`, what ranks tell of the step, and for as
         much of the exchange as must be over before backward returns."""
 

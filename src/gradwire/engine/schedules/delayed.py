@@ -32,7 +32,7 @@ import torch
 
 from gradwire.core import Delayed, printable
 from gradwire.engine.buffers import BuffersBeside
-from gradwire.engine.control import BackwardState, RankReport, used_anywhere
+from gradwire.engine.control import BackwardState, RankReports
 from gradwire.engine.prepare import Prepared, check_one_optimizer
 from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
@@ -178,7 +178,7 @@ class DelayedSchedule:
         """The function that makes W of them."""
         self._waited_s = 0.0
         """For the exchange of the last step."""
-        self._landed: tuple[list[RankReport], float] | None = None
+        self._landed: tuple[RankReports, float] | None = None
         """The reports of the last step, and the seconds that were waited for it, until the next `optimizer.step()`."""
         self._between = False
         """Whether a step landed, and the next one, whose gradients are there, is not launched yet."""
@@ -299,7 +299,7 @@ class DelayedSchedule:
         """Call the function that `when_idle` put off, if there is one: nothing is under way then."""
         if self._last_act is not None and self._landed is not None:
             act, self._last_act = self._last_act, None
-            self._reducer.control.check_drift(self._landed[0], self._reducer.step)
+            self._reducer.control.close_step(self._landed[0], self._reducer.step)
             act()
 
     def send_nothing(self, state: BackwardState) -> None:
@@ -365,7 +365,7 @@ class DelayedSchedule:
 
     # ---- landing
 
-    def on_end(self, told: "Future[list[RankReport]]") -> None:
+    def on_end(self, told: "Future[RankReports]") -> None:
         self._reducer.running.wait(others=[told, *self._buffers.sending])
         self._buffers.arrived(self._reducer.lanes.data[0])
 
@@ -405,15 +405,12 @@ class DelayedSchedule:
         self._reducer.counted(reports)
         self._reducer.observers.measured(StepReport(self._reducer.running.meters, exposed))
 
-    def _take(self, launched: Launched, reports: Sequence[RankReport]) -> None:
+    def _take(self, launched: Launched, reports: RankReports) -> None:
         """The mean is due, but of parameters that no rank used."""
-        used = used_anywhere(reports)
-        left = [
-            self._reducer.group.global_ranks[rank] for rank, report in enumerate(reports) if report.state is BackwardState.LEFT
-        ]
+        left = [self._reducer.group.global_ranks[rank] for rank in reports.ranks_in(BackwardState.LEFT)]
         self._due, self._update = {}, None if left else launched.update
         for index, slot in enumerate(self._reducer.slots):
-            self._due[index] = slot.view if index in used and not left else None
+            self._due[index] = slot.view if index in reports.used and not left else None
             if self._due[index] is None:
                 self._reducer.running.take_back(slot)
             else:
@@ -432,7 +429,7 @@ class DelayedSchedule:
         self._arrive()
         if self._landed is not None:
             (reports, exposed), self._landed = self._landed, None
-            self._reducer.control.check_drift(reports, self._reducer.step)
+            self._reducer.control.close_step(reports, self._reducer.step)
             self._between = True
             self._reducer.observers.finished(exposed)
             self._between = False

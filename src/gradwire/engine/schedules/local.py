@@ -26,7 +26,7 @@ import torch
 
 from gradwire.core import LocalSteps, Nesterov, printable
 from gradwire.engine.buffers import BuffersBeside
-from gradwire.engine.control import BackwardState, RankReport
+from gradwire.engine.control import BackwardState, RankReports
 from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
@@ -50,7 +50,7 @@ class LocalSchedule:
         """How many this rank has made. The numbers of exchanges are counted by them."""
         self._under_way: list[Launched] = []
         """At most one."""
-        self._arrived: tuple[list[RankReport], float] | None = None
+        self._arrived: tuple[RankReports, float] | None = None
         """The reports of an exchange that has arrived and whose W is not in L yet, and the seconds that were waited for it."""
         self._lands_after: int | None = None
         """The local steps after which L takes up the W of the last exchange, if it has not."""
@@ -272,7 +272,7 @@ class LocalSchedule:
         if not self._data.delay:
             self._land()
 
-    def on_end(self, told: "Future[list[RankReport]]") -> None:
+    def on_end(self, told: "Future[RankReports]") -> None:
         self._reducer.running.wait(others=[told, *self._buffers.sending])
         self._buffers.arrived(self._reducer.lanes.data[0])
 
@@ -320,7 +320,7 @@ class LocalSchedule:
                 parameters[index].lerp_(self._weights.copies[index], self._data.mixing)
         if self._arrived is not None:
             (reports, exposed), self._arrived = self._arrived, None
-            self._reducer.control.check_drift(reports, self._reducer.step)
+            self._reducer.control.close_step(reports, self._reducer.step)
             self._reducer.observers.finished(exposed)
 
     # ---- saving

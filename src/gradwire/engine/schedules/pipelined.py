@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from gradwire.core import Pipelined
-from gradwire.engine.control import RankReport
+from gradwire.engine.control import RankReports
 from gradwire.engine.gradients import AnyGradient
 from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, Missing, ScheduleEvents, TrainingJob, Traits
@@ -221,7 +221,7 @@ class PipelinedSchedule:
 
     # ---- the end of backward
 
-    def on_end(self, told: "Future[list[RankReport]]") -> None:
+    def on_end(self, told: "Future[RankReports]") -> None:
         self._reducer.running.open_gate()
         self._reducer.running.await_result(told)
 

@@ -25,7 +25,7 @@ import torch
 
 from gradwire.core import Pipelined
 from gradwire.engine.buffers import shared_parameters
-from gradwire.engine.control import RankReport
+from gradwire.engine.control import RankReports
 from gradwire.engine.prepare import Prepared, check_one_optimizer
 from gradwire.engine.reducer import Reducer, StepState, leave, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
@@ -187,7 +187,7 @@ class ShardedSchedule:
         self.settle()
         self._left_out = False
 
-    def on_end(self, told: "Future[list[RankReport]]") -> None:
+    def on_end(self, told: "Future[RankReports]") -> None:
         self._reducer.running.await_result(told)
 
     def on_closed(self, closed: Closed) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.core import Delayed, Plan, printable
-from gradwire.engine.control import BackwardState, RankReport, checksums
+from gradwire.engine.control import BackwardState, RankReports, checksums
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.torch_hooks.optimizer_step import outermost
 from gradwire.errors import PlanError
@@ -378,7 +378,7 @@ class Launched:
 
     exchange: Exchange
     state: BackwardState
-    told: "Future[list[RankReport]]"
+    told: "Future[RankReports]"
     sending: "list[Future[Mark]]"
     """Futures of the broadcast of buffers, if there are any."""
     update: Update | None

@@ -1,0 +1,109 @@
+"""Values of all ranks that are merged with few messages: who sends to whom, and the same bits on all ranks."""
+
+import math
+import random
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gradwire.transport.merging import MergedValues, merge_over_ranks, merge_rounds
+from gradwire.transport.messages import Messages
+from gradwire.transport.wire import DamagedError, LinkError
+
+SIZES = [1, 2, 3, 5, 16, 17, 18, 23, 37, 64, 100, 257]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_every_rank_merges_every_rank_once_and_in_order(world_size: int) -> None:
+    rounds = [merge_rounds(rank, world_size) for rank in range(world_size)]
+    merged = [[rank] for rank in range(world_size)]
+    for level in range(len(rounds[0])):
+        sent = {(rank, to) for rank in range(world_size) for to in rounds[rank][level].targets}
+        received = {(source, rank) for rank in range(world_size) for source in rounds[rank][level].sources}
+        assert sent == {(source, rank) for source, rank in received if source != rank}
+        merged = [[other for source in rounds[rank][level].sources for other in merged[source]] for rank in range(world_size)]
+    assert merged == [list(range(world_size))] * world_size
+
+
+def test_messages_and_hops_grow_as_the_logarithm() -> None:
+    for world_size in [*range(2, 70), 100, 256, 500, 1024]:
+        for rank in range(0, world_size, 1 + world_size // 40):
+            rounds = merge_rounds(rank, world_size)
+            assert sum(len(each.targets) for each in rounds) <= max(15, 4 * math.log2(world_size))
+            assert len(rounds) <= math.ceil(math.log(world_size, 16))
+
+
+def on_connected_ranks(world_size: int, work: Callable[[Any], Any], timeout_s: float = 20.0) -> list[Any]:
+    """What `work(link)` returned or raised on each rank: a thread for each, and a connection for each pair that exchanges."""
+    pairs = {
+        (low, high): socket.socketpair()
+        for low, high in combinations(range(world_size), 2)
+        if any(high in (*each.sources, *each.targets) for each in merge_rounds(low, world_size))
+    }
+    timeout = timedelta(seconds=timeout_s)
+    found: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        own = {low + high - rank: ends[rank == high] for (low, high), ends in pairs.items() if rank in (low, high)}
+        backend = Messages(own, rank, world_size, timeout)
+        link = SimpleNamespace(
+            rank=rank, world_size=world_size, timeout=timeout, backend=backend, finish_later=lambda sends: sends.finish()
+        )
+        try:
+            found[rank] = work(link)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ends in pairs.values():
+        for each in ends:
+            each.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 16, 17, 23])
+def test_all_ranks_get_the_same_bits(world_size: int) -> None:
+    chance = random.Random(world_size)
+    own = [
+        MergedValues((1 << rank).to_bytes(5, "little"), (chance.gauss(0, 1), -float(rank)), (chance.uniform(0, 1e6), 1.0))
+        for rank in range(world_size)
+    ]
+    found = on_connected_ranks(world_size, lambda link: [merge_over_ranks(link, own[link.rank], 5) for _ in range(3)])
+    assert all(each == found[0] for each in found)
+    for merged in found[0]:
+        assert int.from_bytes(merged.bits, "little") == 2**world_size - 1
+        assert merged.most == (max(each.most[0] for each in own), 0.0)
+        assert merged.sums == (pytest.approx(sum(each.sums[0] for each in own)), world_size)
+
+
+def test_nothing_is_sent_before_begin() -> None:
+    def work(link: Any) -> Any:
+        def begin() -> None:
+            if link.rank == 1:
+                raise RuntimeError("gave up")
+
+        return merge_over_ranks(link, MergedValues(b"\1"), 1, begin)
+
+    first, second = on_connected_ranks(2, work, timeout_s=0.2)
+    assert isinstance(second, RuntimeError)
+    assert isinstance(first, LinkError) and first.peer == 1 and "Timed out" in str(first)
+
+
+def test_bytes_that_were_changed_name_who_sent_them() -> None:
+    def work(link: Any) -> Any:
+        if link.rank == 2:
+            link.backend.send = lambda tensors, to, tag, send=link.backend.send: send([tensors[0] ^ 4], to, tag)
+        return merge_over_ranks(link, MergedValues(b"\1\2", (1.0,)), 1)
+
+    for error in on_connected_ranks(4, work)[:2]:
+        assert isinstance(error, DamagedError) and error.peer == 2, error
