@@ -426,8 +426,8 @@ class Exchange:
             self.lanes.stop()
 
     def abort(self) -> None:
-        """End the step that runs, the lanes' threads and all connections at once. Waits of other ranks for this one fail. Afterwards
-        only `residuals` may be used."""
+        """End the step that runs, the lanes' threads and all connections at once. Waits of other ranks for this one fail.
+        Afterwards only `residuals` may be used."""
         self._closed = True
         self._executor.give_up()
         self.lanes.abort()
