@@ -98,7 +98,7 @@ fmt: .venv/.dev
 # and what the tests need: every SIMD level, and the tools
 .venv/.dev: .venv/.torch $(SOURCES)
 	@echo "Installing what the tests need and compiling the kernels for every processor. Some minutes, more on a busy machine ..."
-	@GRADWIRE_LEVELS=all $(PIP) install -c constraints.txt -e ".[bench,dev,docs,transformers,accelerate,lightning,ray]"
+	@GRADWIRE_LEVELS=all $(PIP) install -c constraints.txt -e ".[bench,dev,docs,transformers,accelerate,lightning,ray,elastic]"
 	@touch .venv/.demo .venv/.docs $@
 
 # and what the documentation is made with

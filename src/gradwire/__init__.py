@@ -59,10 +59,15 @@ if TYPE_CHECKING:
     )
     from gradwire.exchange import Exchange, ExchangeStats, Stats, TensorMeta
     from gradwire.integrations.ddp import DDPState, bucket_sizes, ddp_hook
+    from gradwire.integrations.islands import islands
+    from gradwire.integrations.torchft import elastic
     from gradwire.plan import AdaptiveBits, Policy, Tuned, Uniform, Where
 
-_HOMES = ("_version", "errors", "core", "plan", "compressors", "exchange", "api", "integrations.ddp")
-"""The parts of gradwire that have the names. The last four load torch."""
+_HOMES = (
+    *("_version", "errors", "core", "plan", "compressors", "exchange", "api"),
+    *("integrations.ddp", "integrations.torchft", "integrations.islands"),
+)
+"""The parts of gradwire that have the names. The last six load torch."""
 
 __all__ = [
     "DGC", "FP8", "QSGD", "AdaptiveBits", "Backward", "BlockTopK", "Bucket", "Cast", "Cluster", "CommunicationError",
@@ -71,7 +76,7 @@ __all__ = [
     "PayloadError", "Pipelined", "Plan", "PlanError", "Policy", "PowerSGD", "Prediction", "Profile", "RandomK",
     "SignSGD", "Signum", "Spec", "SpecError", "Stats", "StepStateError", "TensorInfo", "TensorMeta", "TernGrad",
     "TestbedError", "Threshold", "TopK", "Truncate", "Tuned", "TwoBit", "Uniform", "Where", "WriteError", "__version__",
-    "bucket_sizes", "ddp_hook", "parallelize", "roundtrip",
+    "bucket_sizes", "ddp_hook", "elastic", "islands", "parallelize", "roundtrip",
 ]  # fmt: skip
 
 

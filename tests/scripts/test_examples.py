@@ -21,6 +21,7 @@ SAID = {
     "ddp_hook.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "unequal.py": r"rank [01]: \d+ of 48 samples, weights (-?\d+\.\d{6})",
     "fsdp2_train.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
+    "islands_train.py": r"rank [01]: loss [\d.]+, weights (-?\d+\.\d{6})",
     "lightning_fit.py": r"rank [01]: weights (-?\d+\.\d{6})",
     "transformers_trainer.py": r"rank [01]: weights (-?\d+\.\d{6})",
 }

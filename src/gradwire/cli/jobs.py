@@ -1,4 +1,4 @@
-"""Commands that run jobs on this machine: demo, bench, profile, emulate, doctor."""
+"""Commands that run on this machine: demo, bench, profile, emulate, doctor, lighthouse."""
 
 import os
 import sys
@@ -221,3 +221,31 @@ def doctor(
 
         code = examine(timeout, show, status.update)
     raise typer.Exit(code)
+
+
+@app.command()
+def lighthouse(
+    bind: Annotated[str, typer.Option(help="Address and port to listen at. Members must reach it.")] = "0.0.0.0:29510",
+    min_replicas: Annotated[int, typer.Option(help="The least members of a step; with fewer the job waits.", min=1)] = 2,
+    silence: Annotated[float, typer.Option(help="Seconds without a sign of life after which a member is gone.", min=0.3)] = 1.5,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a living member that is behind.", min=0.1)] = 600.0,
+) -> None:
+    """Name the members of every step of an elastic job, for `gw.elastic`: torchft's lighthouse. Runs until it is interrupted."""
+    if find_spec("torchft") is None:
+        raise GradwireError("this command needs the package torchft. Run: pip install 'gradwire[elastic]'")
+    from threading import Event
+
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind=bind,
+        min_replicas=min_replicas,
+        join_timeout_ms=round(1e3 * patience),
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=round(1e3 * silence),
+    )
+    typer.echo(f"the lighthouse listens at {server.address()}")
+    try:
+        Event().wait()
+    except KeyboardInterrupt:
+        server.shutdown()

@@ -6,8 +6,16 @@ from gradwire.engine.registry import REGISTRY
 from gradwire.engine.saving import SET, load_state, state_of, state_of_decision
 from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
+from gradwire.engine.schedules.local import OuterOptimizer
 from gradwire.engine.session import Driver, GradientWatcher, Session, compiled
-from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, Patch, leave_hooks_behind, tensors_in
+from gradwire.engine.torch_hooks.hooks import (
+    GradientHooks,
+    ModelHook,
+    Patch,
+    in_reentrant_backward,
+    leave_hooks_behind,
+    tensors_in,
+)
 
 __all__ = [
     "REGISTRY",
@@ -21,12 +29,14 @@ __all__ = [
     "GradientWatcher",
     "ModelHook",
     "Observer",
+    "OuterOptimizer",
     "Patch",
     "Session",
     "ShardsOptimizer",
     "check_optimizers",
     "compiled",
     "facts",
+    "in_reentrant_backward",
     "leave_hooks_behind",
     "load_state",
     "prepare",

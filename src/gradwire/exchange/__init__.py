@@ -6,7 +6,7 @@ from gradwire.exchange.host_codec import HostCodec, codec_on
 from gradwire.exchange.layout import BucketBuffers, Slot
 from gradwire.exchange.options import check_sharded
 from gradwire.exchange.plans import embeddings_of, info_of, looks_up_rows, plan_for, warn_of_embeddings
-from gradwire.exchange.residual_store import SHARED, Remembered, State, added_up
+from gradwire.exchange.residual_store import SHARED, Remembered, State, added_up, is_alike
 from gradwire.exchange.states import (
     CORRECTION,
     LOCAL,
@@ -53,6 +53,7 @@ __all__ = [
     "embeddings_of",
     "golden_digests",
     "info_of",
+    "is_alike",
     "looks_up_rows",
     "packed_samples",
     "plan_for",

@@ -22,7 +22,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from copy import copy
@@ -38,7 +38,7 @@ from gradwire.core import Plan, codes_on_cpu, launch_tasks, near, printable, sho
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange.layout import BucketBuffers, Slot, build_buckets, random_streams
 from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for, warn_of_embeddings
-from gradwire.exchange.residual_store import Remembered, added_up
+from gradwire.exchange.residual_store import Remembered, State, added_up, for_other_ranks
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
 from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
@@ -346,6 +346,32 @@ class Exchange:
         made.residuals.take_over(self.residuals.carried())
         self._become(made)
 
+    def go_on(self, carried: State, step: int, ranks: int) -> None:
+        """Begin at this step with what an exchange of the same tensors over other ranks has not sent: `residuals.carried()`.
+        Between steps, with an equal step on every rank; sends nothing.
+
+        ranks: the number of ranks of that exchange. Residuals are parts of a mean, so they are multiplied by the old number of
+        ranks over the new one.
+        """
+        self._check_idle("go_on")
+        made = self if not self.outdated(step) else self._running(self.plan, step)
+        made.residuals.take_over(made.residuals.fitting(for_other_ranks(carried, ranks / self.group.world_size)))
+        self._become(made)
+        self.step = step
+
+    def keep_residuals(self) -> Callable[[], None]:
+        """Copy the residuals. Returns the function that puts the copies back, after a step that failed in the middle."""
+        copies = [(held, held.clone()) for held in self.residuals.held()]
+        owed = [(slot, slot.owed) for slot in self.slots.values()]
+
+        def put_back() -> None:
+            for held, copied in copies:
+                held.copy_(copied)
+            for slot, own in owed:
+                slot.owed = own
+
+        return put_back
+
     def stats(self) -> ExchangeStats:
         """Statistics of the steps so far, on this rank."""
         codec_us = 1e6 * sum(meter.codec_seconds for meter in self.meters)
@@ -398,6 +424,13 @@ class Exchange:
         self._executor.give_up()
         if self._owns_lanes:
             self.lanes.stop()
+
+    def abort(self) -> None:
+        """End the step that runs, the lanes' threads and all connections at once. Waits of other ranks for this one fail.
+        Afterwards only `residuals` may be used."""
+        self._closed = True
+        self._executor.give_up()
+        self.lanes.abort()
 
     @property
     def flats(self) -> list[torch.Tensor]:

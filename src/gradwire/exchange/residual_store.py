@@ -280,6 +280,16 @@ def added_up(states: Iterable[State]) -> dict[str, torch.Tensor]:
     return total
 
 
+def for_other_ranks(carried: State, factor: float) -> dict[str, torch.Tensor]:
+    """Multiply what ranks have not sent by `factor`, and leave what is the same on all ranks as it is."""
+    return {key: value if is_alike(key) else value * factor for key, value in carried.items()}
+
+
+def is_alike(key: str) -> bool:
+    """Whether the values of this key of `Remembered.carried` are the same on all ranks."""
+    return key.partition("/")[0] in (SHARED, ENERGY)
+
+
 def _is_left(key: str) -> bool:
     return key.split("/", 2)[1] == LEFT
 

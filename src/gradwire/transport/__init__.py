@@ -1,5 +1,6 @@
 """Transport between ranks: links and the lanes that submit to them, wires, shared memory, heartbeats, agreement at the start."""
 
+from gradwire.transport.addresses import own_address
 from gradwire.transport.agreement import KERNELS, agree, broadcast_bytes, bytes_of, copy_from, gather_bytes
 from gradwire.transport.devices import device_name, kind_of, standing_in
 from gradwire.transport.flight import FlightRecord
@@ -45,6 +46,7 @@ __all__ = [
     "merge_over_ranks",
     "merge_rounds",
     "node_name",
+    "own_address",
     "short_slices",
     "standing_in",
     "transfer",

@@ -318,6 +318,15 @@ class Lanes:
         elif self.shared.joined > 1:
             self.data, self._heartbeats = [], None
 
+    def abort(self) -> None:
+        """End the threads and close all connections at once, also in the middle of a step. Waits of other ranks for this one
+        fail. Nobody may use these lanes afterwards."""
+        self.shared.break_off()
+        self.shared.remove(self)
+        self._close()
+        if (roll_call := getattr(self, "_roll_call", None)) is not None:  # None: the lanes were never connected
+            roll_call.close()
+
     def _close(self) -> None:
         self.shared.is_open = False
         for lane in reversed(self.shared.lanes):
@@ -557,12 +566,18 @@ class RollCall:
     def __init__(self, group: Group, name: str) -> None:
         self._group, self._signed, self._key = group, "here", group.met.key
         self._store: Any = None
+        self._is_closed = False
         self._connecting = threading.Thread(target=self._connect, args=(name,), name="gradwire-roll-call", daemon=True)
         self._connecting.start()
 
     def _connect(self, name: str) -> None:
         with suppress(Exception):
-            self._store = self._group.store(f"{name}/failed").clone()
+            store = self._group.store(f"{name}/failed").clone()
+            self._store = None if self._is_closed else store
+
+    def close(self) -> None:
+        """Close the connection to the store."""
+        self._is_closed, self._store = True, None
 
     def sign(self, words: str, patience_s: float) -> None:
         """Tell ranks that look for who failed that it was this one, and why."""

@@ -133,9 +133,10 @@ class GroupMeeting(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that synchronise: the caller's process group, seen from one rank."""
+    """The ranks that synchronise: the caller's process group, or the processes that share a store, seen from one rank."""
 
-    process_group: dist.ProcessGroup
+    process_group: Any
+    """The `dist.ProcessGroup`; None where ranks have nothing in common but a store."""
     rank: int
     """Within the group, as everywhere in gradwire except in messages."""
     global_ranks: tuple[int, ...]
@@ -146,6 +147,15 @@ class Group:
     """None until ranks have met."""
     own_store: Any = field(default=None, kw_only=True)
     """A connection of its own to the rendezvous store, for a thread that connects while others do. None: the process's."""
+
+    @staticmethod
+    def of_store(store: Any, rank: int, size: int, timeout: timedelta) -> "Group":
+        """A group of `size` processes that need no torch.distributed: they reach the same store, and each has another rank.
+
+        store: with a prefix of this group's own, which no earlier group used. Rank 0 puts the group's name and key there, so
+        whoever reads the store can pretend to be a rank: keep the store inside the job's network.
+        """
+        return Group(None, rank, tuple(range(size)), timeout, Grid.even(1, size, rank), own_store=store)
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> "Group":
@@ -182,9 +192,9 @@ class Group:
         """This group after its ranks have met once more, under a name of their own. Collective, but several threads may do so at
         once: nothing passes on the caller's group, and the store has a connection of its own, since a thread that waits for a key
         keeps others from the store. Raises what `meet` raises."""
-        default: Any = distributed_c10d._get_default_store()
+        store: Any = self.own_store or distributed_c10d._get_default_store()
         with transfer():
-            apart = replace(self, own_store=default.clone())
+            apart = replace(self, own_store=store.clone())
         return apart._meet(name, self.met.key.derived(name), timeout, meshes)
 
     def _meet(self, name: str, key: JobKey, timeout: timedelta, meshes: Sequence[str]) -> Self:
@@ -195,7 +205,13 @@ class Group:
         return replace(self, meeting=meeting, grid=Grid.of(meeting.nodes, self.rank))
 
     def _from_rank_0(self, own: bytes) -> bytes:
-        """Rank 0's bytes, as many from each, on the caller's own group. Collective."""
+        """Rank 0's bytes, as many from each, on the caller's own group or through its store. Collective."""
+        if self.process_group is None:
+            place = self.store("begin")
+            if self.rank == 0:
+                place.set("name and key", own.hex())
+            place.wait(["name and key"], self.timeout)
+            return bytes.fromhex(place.get("name and key").decode())
         device = "cpu" if _handles_cpu(self.process_group) else torch.device("cuda", torch.cuda.current_device())
         drawn = torch.tensor(list(own), dtype=torch.uint8, device=device)
         dist.broadcast(drawn, self.global_ranks[0], group=self.process_group)
@@ -217,8 +233,9 @@ class Group:
         return node_name()
 
     def stages(self, device: torch.device) -> bool:
-        """Whether tensors of this device travel through the host's memory: the caller's group does not use NCCL for them."""
-        return device.type == "cuda" and self.process_group._get_backend(device).name() != "nccl"
+        """Whether tensors of this device travel through the host's memory: no NCCL of the caller's group is there for them."""
+        pg = self.process_group
+        return device.type == "cuda" and (pg is None or pg._get_backend(device).name() != "nccl")
 
     def connect(self, name: str, device: torch.device, timeout: timedelta) -> tuple[Any, Ends]:
         """The backend of a link of this name, for tensors of this device, and its connections. Collective, after `meet`."""

@@ -56,6 +56,11 @@ gradwire import-profile
   --out
   --batch = 32
   --device = V100
+gradwire lighthouse
+  --bind = 0.0.0.0:29510
+  --min-replicas = 2
+  --silence = 1.5
+  --patience = 600.0
 gradwire options
   --nodes
   --ranks-per-node

@@ -1,0 +1,60 @@
+"""`plan="auto"` among members that come and go: each quorum decides anew, from its own steps alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradwire.auto import Auto, check_accuracy
+from gradwire.core import TensorInfo
+from gradwire.errors import CommunicationError
+from gradwire.exchange import Exchange
+from gradwire.integrations.ddp_auto import DDPJob
+from gradwire.integrations.members import Members
+from gradwire.plan import Policy
+
+__all__ = ["ElasticAuto"]
+
+
+class ElasticAuto:
+    """The driver of the present quorum's exchange, and the job that the driver reads."""
+
+    def __init__(self, model: torch.nn.Module, tensors: Sequence[TensorInfo], accuracy: str) -> None:
+        """tensors: in registration order. Raises PlanError for an unknown accuracy class."""
+        check_accuracy(accuracy)
+        self._model: Any = model
+        self._tensors, self._accuracy = list(tensors), accuracy
+        self._job: DDPJob | None = None
+
+    def plan(self, tensors: list[TensorInfo], ranks: int) -> Policy:
+        """The policy of a quorum until it decides."""
+        return self._driver(ranks).first_policy(tensors, ranks)
+
+    def use(self, exchange: Exchange) -> None:
+        """Drive this exchange. The decisions and the measurements of another one are forgotten."""
+        if self._job is None or self._job.exchange is not exchange:
+            self.close()
+            self._job = DDPJob(self._model, self._tensors, exchange, self._driver(exchange.group.world_size))
+
+    def came(self, name: str) -> None:
+        """A gradient is ready."""
+        if self._job is not None:
+            self._job.came([name], 0)
+
+    def ended(self, members: Members, exposed_s: float) -> None:
+        """A step counts, whose end was waited for so long. Drivers exchange numbers: where a member is gone the quorum ends."""
+        if self._job is not None:
+            try:
+                self._job.ended(exposed_s)
+            except CommunicationError:
+                self.close()
+                members.part()
+
+    def close(self) -> None:
+        """Drive nothing."""
+        if self._job is not None:
+            self._job.close()
+            self._job = None
+
+    def _driver(self, ranks: int) -> Auto:
+        return Auto(self._accuracy, ("backward",), ranks)

@@ -1,0 +1,131 @@
+"""The `backward` schedule among members that come and go: means of gradients, and steps that may not count."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from gradwire.engine import ModelHook, in_reentrant_backward, leave_hooks_behind
+from gradwire.exchange import Exchange
+from gradwire.integrations.elastic_auto import ElasticAuto
+from gradwire.integrations.members import Members
+
+__all__ = ["GradientMeans"]
+
+
+class GradientMeans:
+    """Averages gradients while backward computes them.
+
+    A training forward begins a step with the members of the quorum. `optimizer.step()` makes the step count. Where the exchange
+    failed, gradients are None, so that optimizers change nothing.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer],
+        auto: ElasticAuto | None = None,
+    ) -> None:
+        """auto: chooses plans; None: the plan of the script runs."""
+        self._members: Members | None = None
+        self._auto, self._exposed_s = auto, 0.0
+        self._parameters = dict(parameters)
+        self.is_paused = False
+        """Whether backwards average nothing."""
+        self._met: Exchange | None = None
+        """The exchange of the step that a forward began."""
+        self._sends = self._averaged = self._failed = False
+        act = GradientMeans
+        leave_hooks_behind(model)
+        self._hooks: list[Any] = [model.register_forward_pre_hook(ModelHook(self, act._before_forward))]
+        for name, parameter in parameters.items():
+            arrived = ModelHook(self, lambda self, parameter, name=name: self._arrived(name, parameter))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
+        self._hooks += [each.register_step_pre_hook(ModelHook(self, act._before_step)) for each in optimizers]
+        self._hooks.append(optimizers[-1].register_step_post_hook(ModelHook(self, act._after_step)))
+
+    def begin(self, members: Members) -> None:
+        """Train among these members."""
+        self._members = members
+
+    @property
+    def members(self) -> Members:
+        """The members. Raises AssertionError before `begin`."""
+        assert self._members is not None
+        return self._members
+
+    def detach(self) -> None:
+        """Leave the model and the optimizers alone."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._auto is not None:
+            self._auto.close()
+
+    def _before_forward(self, model: torch.nn.Module, inputs: object) -> None:
+        if not (model.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
+            return
+        if self._sends:  # an exception left the last backward
+            self._sends, self._met = False, None
+            self.members.give_up()
+        self._meet()
+
+    def _meet(self) -> Exchange:
+        """The exchange of this step, whose members have equal weights."""
+        if self._met is None:
+            self._met = self.members.meet()
+            if self._auto is not None:
+                self._auto.use(self._met)
+        return self._met
+
+    def _arrived(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """A gradient is accumulated. The optimizer's step averages what no backward does."""
+        if self.is_paused or self._met is None or self._failed:
+            return
+        if not self._sends:
+            if in_reentrant_backward():
+                return
+            self._sends = True
+            self.members.begin(self._met)
+            Variable._execution_engine.queue_callback(self._finish)
+        self._met.ready(name, parameter.grad)
+        if self._auto is not None:
+            self._auto.came(name)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Backward is over: average what is left, and wait."""
+        exchange = self._meet()
+        for name, parameter in self._parameters.items():
+            if exchange.slots[name] not in exchange.sent:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                exchange.ready(name, parameter.grad)
+        self._sends, self._averaged = False, True
+        began_s = time.perf_counter()
+        if not self.members.end(exchange):
+            self._failed = True
+            self._drop()
+        self._exposed_s = time.perf_counter() - began_s
+
+    def _drop(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _before_step(self, *_: object) -> None:
+        if not (self._averaged or self._failed):
+            self.members.begin(self._meet())
+            self._finish()
+        if self._failed:
+            self._drop()
+
+    def _after_step(self, *_: object) -> None:
+        if not self._failed:
+            self.members.commit()
+            if self._auto is not None:
+                self._auto.ended(self.members, self._exposed_s)
+        self._met = None
+        self._averaged = self._failed = False

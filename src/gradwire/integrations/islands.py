@@ -1,0 +1,142 @@
+"""Local steps between islands: groups of ranks that average gradients in every step, as inside a machine or a room.
+
+Inside, the script does what it did before: DDP, or `fully_shard` with a mesh inside the island. All ranks of an island then have
+the same local weights, whole or in shards. Between islands, ranks at the same place exchange outer gradients every so many steps:
+
+- with `fully_shard` the shards that they hold;
+- otherwise a part of the tensors for each place, whose new global weights the others of the island get from there. So an island
+  sends the model once, however many ranks it has.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from gradwire.core import show
+from gradwire.engine import ModelHook
+from gradwire.errors import PlanError
+from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
+from gradwire.integrations.outer_steps import OuterSteps, check_rounds
+
+__all__ = ["Islands", "islands"]
+
+
+def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, plan: Any) -> "Islands":
+    """Train islands apart, and average their weights every so many steps. Call it on all ranks, after DDP or `fully_shard`.
+
+    mesh: of two dimensions. Ranks along the second one are an island, those along the first one have the same place in theirs.
+    plan: a policy whose schedule is `gw.LocalSteps(...)`, such as `gw.Uniform(spec, schedule=...)`.
+
+    All islands begin with the weights of the first. `optimizer.step()` raises CommunicationError where a rank died or stalled.
+    Raises PlanError for another mesh or schedule, and for a model of which only a part is sharded.
+
+    Example, for 2 islands of 4 ranks, inside which gradients are averaged exactly::
+
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("between", "inside"))
+        model = DistributedDataParallel(model, process_group=mesh["inside"].get_group())
+        plan = gw.Uniform(gw.QSGD(bits=4), schedule=gw.LocalSteps(every=30))
+        gw.islands(model, optimizer, mesh, plan)
+    """
+    if mesh.ndim != 2:
+        raise PlanError(f"mesh has {mesh.ndim} dimensions: pass one of two, of which the second is inside an island.")
+    schedule: Any = getattr(plan, "schedule", None)
+    if schedule is None or schedule.word != "local":
+        raise PlanError(f"plan is {show(plan)}: islands train apart, so pass a policy with schedule=gw.LocalSteps(...).")
+    return Islands(model, optimizer, mesh, plan)
+
+
+class Islands:
+    """A model in training on islands, as `gw.islands` returns it."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, plan: Any) -> None:
+        between, self._inside = mesh.get_group(0), mesh.get_group(1)
+        parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        sharded = {name for name, each in parameters.items() if isinstance(each, DTensor)}
+        if sharded and sharded != parameters.keys():
+            whole = next(name for name in parameters if name not in sharded)
+            raise PlanError(f"{whole!r} is no shard, and other parameters are. Call fully_shard on the whole model.")
+        self._local = {name: _shard(each) for name, each in parameters.items()}
+        for tensor in [*self._local.values(), *map(_shard, model.buffers())]:
+            dist.broadcast(tensor, dist.get_global_rank(between, 0), group=between)
+        self._owners = {} if sharded else _owners(self._local, self._inside.size())
+        place = self._inside.rank()
+        own = {name for name, each in self._local.items() if each.numel() and self._owners.get(name, place) == place}
+        schedule = check_rounds(plan.schedule)
+        self.every, self.steps = schedule.every, 0
+        """The steps from one exchange to the next, and the optimizer's steps so far."""
+        self._outer = OuterSteps(self._local, schedule, own)
+        embeddings = embeddings_of(model)
+        tensors = {name: TensorMeta.of(self._local[name], id(parameters[name]) in embeddings) for name in reversed(parameters)}
+        tensors = {name: each for name, each in tensors.items() if name in own}
+        self.exchange = Exchange(tensors, plan, between) if tensors else None
+        """The exchange with the same place of the other islands; None on a rank without a tensor."""
+        self._hook = optimizer.register_step_post_hook(ModelHook(self, Islands._after_step))
+
+    def global_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model holds the weights that are the same on all islands, to evaluate or to save them."""
+        return self._outer.shown()
+
+    def stats(self) -> ExchangeStats | None:
+        """Statistics of this rank's exchanges with other islands; None on a rank without a tensor."""
+        return self.exchange.stats() if self.exchange is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's global weights, outer momenta, residuals and steps. Between steps; save those of all ranks."""
+        residuals = self.exchange.state_dict() if self.exchange is not None else {}
+        return {**self._outer.state(), "residuals": residuals, "steps": torch.tensor(self.steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned on this rank. The parameters then hold the global weights. If the state was not made
+        at an exchange, load the model's own state after it."""
+        self._outer.load(state)
+        self.steps = int(state["steps"])
+        if self.exchange is not None:
+            self.exchange.load_state_dict(state["residuals"])
+
+    def detach(self) -> None:
+        """End the exchanges. The model keeps the weights that it has."""
+        self._hook.remove()
+        if self.exchange is not None:
+            self.exchange.close()
+
+    @torch.no_grad()
+    def _after_step(self, *_: object) -> None:
+        self.steps += 1
+        if self.steps % self.every:
+            return
+        if self.exchange is not None:
+            means = self._outer.gradients()
+            self.exchange.average_(means)
+            self._outer.step(means)
+        for owner in sorted(set(self._owners.values())):
+            self._share([self._outer.weights[name] for name, other in self._owners.items() if other == owner], owner)
+        self._outer.take_up()
+
+    def _share(self, weights: list[torch.Tensor], owner: int) -> None:
+        """Give all ranks of the island the new weights of the owner's tensors."""
+        for dtype in dict.fromkeys(each.dtype for each in weights):
+            chosen = [each for each in weights if each.dtype == dtype]
+            flat = torch.cat([each.reshape(-1) for each in chosen])
+            dist.broadcast(flat, dist.get_global_rank(self._inside, owner), group=self._inside)
+            for each, part in zip(chosen, flat.split([each.numel() for each in chosen]), strict=True):
+                each.copy_(part.view_as(each))
+
+
+def _shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds, in the tensor's memory."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _owners(tensors: Mapping[str, torch.Tensor], places: int) -> dict[str, int]:
+    """The place in an island that exchanges each tensor: the largest tensor first, each to the place with the fewest bytes."""
+    loads = [0] * places
+    owners = {}
+    for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):
+        owners[name] = place = loads.index(min(loads))
+        loads[place] += tensors[name].nbytes
+    return {name: owners[name] for name in tensors}

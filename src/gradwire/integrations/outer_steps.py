@@ -1,0 +1,161 @@
+"""Local steps above an exchange: the global weights W, their outer optimizer, and rounds among members that come and go.
+
+Every member trains on weights L of its own. A round makes W anew from the mean of the outer gradients W - L, and L takes up W.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from gradwire.core import LocalSteps
+from gradwire.engine import ModelHook, OuterOptimizer, leave_hooks_behind
+from gradwire.errors import PlanError
+from gradwire.exchange import Exchange
+from gradwire.integrations.handover import MemberState
+from gradwire.integrations.members import Members
+
+__all__ = ["LocalRounds", "OuterSteps", "check_rounds"]
+
+
+def check_rounds(schedule: Any) -> LocalSteps:
+    """Return the schedule. Raises PlanError unless a round exchanges the whole model before the next local step."""
+    local = cast(LocalSteps, schedule)
+    if local.fragments > 1 or local.delay:
+        raise PlanError(f"plan has {local!r}: here a round exchanges the whole model at once. Leave out fragments and delay.")
+    return local
+
+
+class OuterSteps:
+    """The global weights of some tensors, which hold L, and the outer optimizer."""
+
+    def __init__(self, local: Mapping[str, torch.Tensor], schedule: LocalSteps, own: Collection[str] | None = None) -> None:
+        """own: the tensors of which this rank makes W; None: all."""
+        self._local, self._schedule = dict(local), schedule
+        self.weights = {name: each.detach().clone() for name, each in local.items()}
+        """W."""
+        self._own = [name for name in local if own is None or name in own]
+        self._optimizer = OuterOptimizer(schedule.outer, {name: self.weights[name] for name in self._own})
+
+    def gradients(self, factor: float = 1.0) -> dict[str, torch.Tensor]:
+        """The outer gradients W - L of the own tensors, times `factor`."""
+        return {name: (self.weights[name] - self._local[name].detach()).mul_(factor) for name in self._own}
+
+    def step(self, means: Mapping[str, torch.Tensor]) -> None:
+        """Make W of the mean outer gradients of these tensors."""
+        self._optimizer.step(means)
+
+    @torch.no_grad()
+    def take_up(self) -> None:
+        """Let L take up W."""
+        for name, each in self._local.items():
+            each.lerp_(self.weights[name], self._schedule.mixing)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, the tensors hold W. Afterwards they hold L again."""
+        own = {name: each.detach().clone() for name, each in self._local.items()}
+        try:
+            self._write(self.weights)
+            yield
+        finally:
+            self._write(own)
+
+    def state(self) -> dict[str, Any]:
+        """Copies of W and of the outer momentum."""
+        kept = {"weights": self.weights, "momenta": self._optimizer.momenta}
+        return {what: {name: each.clone() for name, each in values.items()} for what, values in kept.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` returned; L becomes W."""
+        for name, each in self.weights.items():
+            each.copy_(state["weights"][name])
+        self._optimizer.take(state["momenta"])
+        self._write(self.weights)
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, each in self._local.items():
+            each.copy_(values[name])
+
+
+class LocalRounds:
+    """The `local` schedule among members that come and go.
+
+    A round asks for the quorum when its local steps are over. Who joins then sends zeros and counts for nothing in the mean. A
+    round whose exchange fails is made again, with the members that are left: no local step is lost.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedule: LocalSteps,
+    ) -> None:
+        self.is_paused = False
+        self._members: Members | None = None
+        self._every, self._local_steps = schedule.every, 0
+        self._outer = OuterSteps(parameters, schedule)
+        leave_hooks_behind(model)
+        self._hooks: list[Any] = [model.register_forward_pre_hook(ModelHook(self, LocalRounds._before_forward))]
+        self._hooks.append(optimizers[-1].register_step_post_hook(ModelHook(self, LocalRounds._after_step)))
+
+    def begin(self, members: Members) -> None:
+        """Train among these members."""
+        self._members = members
+
+    def state(self, of_model: MemberState) -> MemberState:
+        """The state of the model, which comes without L, and W."""
+
+        def save() -> dict[str, Any]:
+            return {**of_model.save(), "outer": self._outer.state()}
+
+        def load(state: dict[str, Any]) -> None:
+            of_model.load(state)
+            self._outer.load(state["outer"])
+
+        return MemberState(save, load)
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Inside, the model holds W."""
+        return self._outer.shown()
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_forward(self, model: torch.nn.Module, inputs: object) -> None:
+        joins = self._members is not None and self._members.exchange is None and not self._local_steps
+        if joins and model.training and torch.is_grad_enabled():
+            self._round()
+
+    def _after_step(self, *_: object) -> None:
+        self._local_steps += 1
+        if self._local_steps >= self._every:
+            self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        members = self._members
+        assert members is not None
+        while True:
+            exchange = members.meet()
+            if not members.taking_part:
+                break  # all members begin, with the weights of one of them
+            part = members.rank in members.taking_part
+            means = self._outer.gradients(members.world_size / len(members.taking_part) if part else 0.0)
+            if members.average(exchange, partial(_fill, exchange, means)):
+                self._outer.step(means)
+                break
+        self._outer.take_up()
+        self._local_steps = 0
+        members.commit()
+
+
+def _fill(exchange: Exchange, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        exchange.ready(name, tensor)

@@ -1,0 +1,166 @@
+"""Training with members that come and go, in an ordinary loop: `gw.elastic`. torchft's lighthouse says who the members are.
+
+Each member is a process of its own with a whole replica, started by a torchrun of its own.
+
+| file | what |
+|---|---|
+| `members.py` | the quorum, the exchange of each quorum, the state of joiners |
+| `gradient_means.py` | the `backward` schedule: hooks on gradients and optimizers |
+| `outer_steps.py` | the `local` schedule: rounds of outer gradients |
+"""
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from gradwire.core import Backward, Plan, show
+from gradwire.errors import PlanError, StepStateError
+from gradwire.exchange import ExchangeStats, TensorMeta, embeddings_of, info_of
+from gradwire.integrations.elastic_auto import ElasticAuto
+from gradwire.integrations.gradient_means import GradientMeans
+from gradwire.integrations.handover import MemberState
+from gradwire.integrations.members import Members
+from gradwire.integrations.outer_steps import LocalRounds, check_rounds
+
+__all__ = ["ElasticJob", "elastic"]
+
+
+def elastic(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    plan: Any = "auto",
+    accuracy: str = "safe",
+    min_replicas: int = 2,
+    lighthouse: str | None = None,
+    also: Sequence[Any] = (),
+    timeout_s: float = 60.0,
+) -> "ElasticJob":
+    """Train with members that come and go. Each is one process with a whole replica of the model.
+
+    optimizer: of the model, or a list of several.
+    plan: "auto" measures the job and keeps the fastest plan, anew after each change of the members; `accuracy` is as in
+    `gw.parallelize`. Or as in `gw.Exchange`, with the schedule `gw.Backward()` or `gw.LocalSteps(...)`; the plan is made again
+    for each number of members.
+    min_replicas: the least members of a step. With fewer the job waits.
+    lighthouse: the address of `gradwire lighthouse`; None: the environment variable TORCHFT_LIGHTHOUSE.
+    also: more objects that joiners get from another member, with `state_dict` and `load_state_dict`, such as a learning rate
+    scheduler.
+    timeout_s: how long a wait for another member may take before the step is given up.
+
+    A joiner gets weights, buffers, the optimizers' state and the step from another member. A step whose exchange fails does not
+    count: the members that are left go on with the next batch. Parameters without a gradient count as zeros.
+
+    Raises PlanError without the package torchft, and for other schedules; StepStateError without an address.
+
+    Example, in a script that one torchrun on each machine starts::
+
+        job = gw.elastic(model, optimizer, plan=gw.QSGD(bits=4), lighthouse="10.0.0.1:29510")
+        while job.step < 1000:
+            model(next_batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
+    if not lighthouse:
+        raise StepStateError(
+            "no lighthouse is named, which says who the members are. Start `gradwire lighthouse` and pass its address: "
+            'lighthouse="HOST:29510", or set TORCHFT_LIGHTHOUSE.'
+        )
+    embeddings = embeddings_of(model)
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    auto = None
+    if plan == "auto":
+        infos = [info_of(name, each, id(each) in embeddings) for name, each in named.items()]
+        auto = ElasticAuto(model, infos, accuracy)
+        plan = auto.plan
+    elif isinstance(plan, (str, os.PathLike)):
+        plan = Plan.load(plan)
+    schedule: Any = getattr(plan, "schedule", Backward())
+    means: GradientMeans | LocalRounds
+    if schedule.word == "backward":
+        means = GradientMeans(model, named, optimizers, auto)
+        state = _state_of(model, (), [*optimizers, *also])
+    elif schedule.word == "local":
+        means = LocalRounds(model, named, optimizers, check_rounds(schedule))
+        state = means.state(_state_of(model, named, [*optimizers, *also]))
+    else:
+        raise PlanError(
+            f"members that come and go run the schedules backward and local, and plan has {show(schedule.word)}: what it leaves "
+            "for the next step belongs to members that may be gone."
+        )
+    tensors = {name: TensorMeta.of(each, id(each) in embeddings) for name, each in reversed(named.items())}
+    members = Members(tensors, plan, state, lighthouse, min_replicas, timedelta(seconds=timeout_s))
+    means.begin(members)
+    return ElasticJob(members, means)
+
+
+class ElasticJob:
+    """A model in training among members that come and go, as `gw.elastic` returns it."""
+
+    def __init__(self, members: Members, means: GradientMeans | LocalRounds) -> None:
+        self._members, self._means = members, means
+
+    @property
+    def step(self) -> int:
+        """The steps that count so far: the same on all members. A joiner has those of the others."""
+        return self._members.step
+
+    @property
+    def rank(self) -> int:
+        """This member's rank among the present members."""
+        return self._members.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of present members; 0 before the first step."""
+        return self._members.world_size
+
+    def stats(self) -> ExchangeStats:
+        """Statistics since the members changed last. Raises StepStateError where there are none."""
+        if self._members.exchange is None:
+            raise StepStateError("there are no statistics before the members met. Call stats() after a step.")
+        return self._members.exchange.stats()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside average nothing: gradients add up, until a backward outside averages their sum."""
+        before, self._means.is_paused = self._means.is_paused, True
+        try:
+            yield
+        finally:
+            self._means.is_paused = before
+
+    def global_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model holds the weights that are the same on all members, to evaluate or to save them. Between two rounds
+        of local steps these are not the weights that train."""
+        return self._means.shown() if isinstance(self._means, LocalRounds) else nullcontext()
+
+    def leave(self) -> None:
+        """Leave the job, and the model alone. The others go on."""
+        self._means.detach()
+        self._members.leave()
+
+
+def _state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[Any]) -> MemberState:
+    """The state of a model, without the tensors of these names, and of other objects."""
+
+    def tensors() -> dict[str, torch.Tensor]:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return {name: each.detach() for name, each in named if name not in without}
+
+    def save() -> dict[str, Any]:
+        return {"tensors": tensors(), "others": [each.state_dict() for each in others]}
+
+    def load(state: dict[str, Any]) -> None:
+        for name, each in tensors().items():
+            each.copy_(state["tensors"][name])
+        for each, saved in zip(others, state["others"], strict=True):
+            each.load_state_dict(saved)
+
+    return MemberState(save, load)

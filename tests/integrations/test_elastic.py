@@ -1,0 +1,88 @@
+"""Members that come and go, with torchft's lighthouse and real processes: one is killed and restarted."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crowd import START_S, Crowd
+from elastic_member import TIMEOUT_S
+from interpreters import Interpreters
+
+import gradwire as gw
+
+EXAMPLE = Path(gw.__file__).parents[2] / "examples" / "elastic_train.py"
+
+
+def linear() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("schedule", [gw.Pipelined(), gw.Delayed()])
+def test_other_schedules_are_refused_by_name(schedule: Any) -> None:
+    with pytest.raises(gw.PlanError, match=f"'{schedule.word}'"):
+        gw.elastic(*linear(), plan=gw.Uniform(gw.Identity(), schedule=schedule), lighthouse="127.0.0.1:1")
+
+
+def test_fragments_are_refused() -> None:
+    plan = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=8, fragments=2))
+    with pytest.raises(gw.PlanError, match="fragments"):
+        gw.elastic(*linear(), plan=plan, lighthouse="127.0.0.1:1")
+
+
+def test_without_an_address_it_says_what_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(gw.StepStateError, match="gradwire lighthouse"):
+        gw.elastic(*linear(), plan=gw.Identity())
+
+
+def test_without_torchft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchft.coordination", None)
+    with pytest.raises(gw.PlanError, match=r"gradwire\[elastic\]"):
+        gw.elastic(*linear(), plan=gw.Identity(), lighthouse="127.0.0.1:1")
+
+
+@pytest.mark.parametrize("plan", ["2 bits with feedback", "local"])
+def test_a_member_that_is_killed_and_restarted_ends_with_the_others_weights(
+    interpreters: Interpreters, tmp_path: Path, plan: str
+) -> None:
+    pytest.importorskip("torchft")
+    crowd = Crowd(interpreters, plan, str(tmp_path))
+    try:
+        members = [crowd.join() for _ in range(3)]
+        crowd.await_steps(members, 4, START_S)
+        crowd.go(members[1], signal.SIGKILL)
+        crowd.await_steps(crowd.living, 4, TIMEOUT_S + 2)
+        again = crowd.join()
+        crowd.await_steps([again], 4, START_S)
+        assert again.steps[0]["step"] > members[1].steps[-1]["step"], "it began with the step of the others"
+        ending = crowd.living
+        crowd.finish()
+        assert [each.process.returncode for each in ending] == [0, 0, 0], crowd.logs()
+        assert crowd.unequal_steps() == []
+        assert len({(each.steps[-1]["step"], each.steps[-1]["weights"]) for each in ending}) == 1
+        assert {said["members"] for said in members[0].steps} >= {2, 3}
+        assert all(each.end is not None and each.end["before"] == each.end["after"] for each in ending)
+    finally:
+        crowd.close()
+
+
+def test_the_example_runs_with_the_lighthouse_of_the_command_line(interpreters: Interpreters) -> None:
+    pytest.importorskip("torchft")
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    serve = [sys.executable, "-u", "-m", "gradwire", "lighthouse", "--bind", "127.0.0.1:0"]
+    with interpreters.start(serve, **pipes) as lighthouse:
+        try:
+            address = "127.0.0.1:" + lighthouse.stdout.readline().rstrip().rpartition(":")[2]
+            ends = [interpreters.start([sys.executable, EXAMPLE, address], **pipes) for _ in range(2)]
+            printed = [each.communicate(timeout=120)[0] for each in ends]
+        finally:
+            lighthouse.send_signal(signal.SIGINT)
+    assert [each.returncode for each in ends] == [0, 0]
+    last = {said.splitlines()[-1] for said in printed}
+    assert len(last) == 1 and last.pop().startswith("step 300: weights "), printed

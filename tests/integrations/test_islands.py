@@ -1,0 +1,164 @@
+"""Islands: local steps between groups that average gradients in every step, compared with DiLoCo in plain torch."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Worlds, digest, seeded
+
+import gradwire as gw
+
+EVERY, STEPS = 4, 12
+
+
+def network() -> nn.Sequential:
+    """Sizes that two ranks do not divide."""
+    torch.manual_seed(5 + dist.get_rank() // 2)  # islands begin with different weights
+    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 5))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(8, 7, generator=seeded(step, dist.get_rank()))
+    return inputs, (inputs @ torch.randn(7, 5, generator=seeded(2))).argmax(1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        inputs, labels = batch(step)
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def diloco(outer: gw.Nesterov) -> torch.Tensor:
+    """The weights of DiLoCo in plain torch, with whole models and DDP inside each island."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    model = network()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.broadcast(parameter, 0)
+    inside = DistributedDataParallel(model, process_group=mesh["inside"].get_group())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    weights = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    of_weights = torch.optim.SGD(weights, lr=outer.lr, momentum=outer.momentum, nesterov=outer.momentum > 0)
+    for begin in range(0, STEPS, EVERY):
+        train(inside, optimizer, range(begin, begin + EVERY))
+        with torch.no_grad():
+            for weight, parameter in zip(weights, model.parameters(), strict=True):
+                weight.grad = weight - parameter
+                dist.all_reduce(weight.grad, group=mesh["between"].get_group())
+                weight.grad /= 2
+            of_weights.step()
+            for weight, parameter in zip(weights, model.parameters(), strict=True):
+                parameter.copy_(weight)
+    return torch.cat([weight.detach().reshape(-1) for weight in weights])
+
+
+def built(shards: bool, policy: gw.Policy) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model on two islands, its optimizer, and what `gw.islands` returns."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    model: nn.Module = network()
+    if shards:
+        for layer in model:
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=mesh["inside"])
+        fully_shard(model, mesh=mesh["inside"])
+    else:
+        model = DistributedDataParallel(model, process_group=mesh["inside"].get_group())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, gw.islands(model, optimizer, mesh, policy)
+
+
+def whole(model: nn.Module) -> torch.Tensor:
+    parts = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+    return torch.cat([each.detach().reshape(-1) for each in parts])
+
+
+def beside_diloco(shards: bool, outer: gw.Nesterov) -> float:
+    """The largest difference from the weights of plain torch."""
+    schedule = gw.LocalSteps(every=EVERY, outer=outer)
+    model, optimizer, made = built(shards, gw.Uniform(gw.Identity(), schedule=schedule))
+    train(model, optimizer, range(STEPS))
+    own = whole(model)
+    made.detach()
+    return (own - diloco(outer)).abs().max().item()
+
+
+@pytest.mark.parametrize("outer", [gw.Nesterov(lr=1.0, momentum=0.0), gw.Nesterov()], ids=["mean", "momentum"])
+@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
+def test_weights_are_those_of_diloco_in_plain_torch(worlds: Worlds, shards: bool, outer: gw.Nesterov) -> None:
+    assert max(worlds.run(4, beside_diloco, shards, outer)) <= 1e-6
+
+
+def compressed(shards: bool) -> tuple[str, str, bool, int, int]:
+    """Digests of the weights at an exchange and of the global weights after two more steps, whether the local weights are others
+    then, the bytes that this rank sends in an exchange, and those of its outer gradients."""
+    spec = gw.ErrorFeedback(gw.QSGD(bits=4))
+    model, optimizer, made = built(shards, gw.Uniform(spec, schedule=gw.LocalSteps(every=EVERY)))
+    train(model, optimizer, range(STEPS))
+    at_exchange = digest([whole(model)])
+    train(model, optimizer, range(STEPS, STEPS + 2))
+    local = digest([whole(model)])
+    with made.global_weights():
+        shown = digest([whole(model)])
+    assert digest([whole(model)]) == local
+    stats = made.stats()
+    made.detach()
+    return at_exchange, shown, local != shown, stats.wire_bytes, stats.gradient_bytes
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
+def test_islands_have_equal_weights_at_exchanges(worlds: Worlds, shards: bool) -> None:
+    ends = worlds.run(4, compressed, shards)
+    assert len({digest for at_exchange, shown, *_ in ends for digest in (at_exchange, shown)}) == 1
+    assert all(differs for _, _, differs, *_ in ends)
+    model_bytes = 4 * sum(parameter.numel() for parameter in nn.Linear(7, 33).parameters()) + 4 * (34 * 33 + 34 * 5)
+    of_island = [sum(gradient for *_, gradient in ends[first : first + 2]) for first in (0, 2)]
+    assert of_island == [model_bytes] * 2, "an island sends the model once"
+    assert all(wire < gradient / 2 for *_, wire, gradient in ends)
+
+
+def resumed(shards: bool) -> tuple[str, str]:
+    """Digests of weights at the end of a run, and of one that begins from its state in the middle."""
+    policy = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), schedule=gw.LocalSteps.diloco(every=EVERY))
+    model, optimizer, made = built(shards, policy)
+    train(model, optimizer, range(EVERY))
+    state, inner = made.state_dict(), copy.deepcopy(optimizer.state_dict())
+    again, optimizer_again, made_again = built(shards, policy)
+    made_again.load_state_dict(state)
+    optimizer_again.load_state_dict(inner)
+    train(again, optimizer_again, range(EVERY, STEPS))
+    made_again.detach()
+    train(model, optimizer, range(EVERY, STEPS))
+    made.detach()
+    return digest([whole(model)]), digest([whole(again)])
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
+def test_a_run_goes_on_from_its_state(worlds: Worlds, shards: bool) -> None:
+    for usual, again in worlds.run(4, resumed, shards):
+        assert usual == again
+
+
+def refused() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+    late = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=4, delay=1))
+    for wrong_mesh, plan in ((mesh["inside"], late), (mesh, gw.QSGD(bits=4)), (mesh, late)):
+        with pytest.raises(gw.PlanError) as error:
+            gw.islands(model, optimizer, wrong_mesh, plan)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_islands_do_not_run_is_refused(worlds: Worlds) -> None:
+    mesh, schedule, delay = worlds.run(4, refused)[0]
+    assert "1 dimensions" in mesh and "LocalSteps" in schedule and "delay" in delay

@@ -1,0 +1,129 @@
+"""Members of one elastic job, each a process on loopback, that tests start and kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from interpreters import Interpreters
+
+__all__ = ["LEAST", "START_S", "Crowd", "Member"]
+
+SCRIPT = Path(__file__).parent / "elastic_member.py"
+LEAST = 2
+"""Members at a time. With fewer no step counts."""
+START_S = 60.0
+"""For a member's first step, on a busy machine."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One process, and the lines that it wrote."""
+
+    process: "subprocess.Popen[str]"
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+    goes: bool = False
+    """Whether it was killed or told to leave."""
+    moved_s: float = field(default_factory=time.monotonic)
+    """When it wrote its last line."""
+
+    def __post_init__(self) -> None:
+        self.reading = threading.Thread(target=self.read, daemon=True)
+
+    def read(self) -> None:
+        """Read the lines, until the process ends."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            said = json.loads(line)
+            self.moved_s = time.monotonic()
+            if "step" in said:
+                self.steps.append(said)
+            else:
+                self.end = said
+
+
+class Crowd:
+    """The members of one job, and their lighthouse."""
+
+    def __init__(self, interpreters: Interpreters, plan: str, folder: str) -> None:
+        os.environ.setdefault("RUST_LOG", "error")  # a lighthouse says much in each step
+        from torchft.coordination import LighthouseServer
+
+        self._interpreters, self._plan, self.folder = interpreters, plan, Path(folder)
+        self._lighthouse = LighthouseServer(
+            bind="127.0.0.1:0", min_replicas=LEAST, join_timeout_ms=60_000, quorum_tick_ms=20, heartbeat_timeout_ms=1500
+        )
+        self.address = f"127.0.0.1:{urlsplit(self._lighthouse.address()).port}"
+        self.all: list[Member] = []
+
+    @property
+    def living(self) -> list[Member]:
+        return [each for each in self.all if not each.goes and each.process.poll() is None]
+
+    def join(self) -> Member:
+        """Start a member."""
+        command = [sys.executable, str(SCRIPT), self.address, self._plan, str(len(self.all)), str(self.folder)]
+        paths = [str(SCRIPT.parents[2] / "src"), str(SCRIPT.parent)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+        with open(self.folder / f"member-{len(self.all)}.log", "w") as log:
+            process = self._interpreters.start(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
+        member = Member(process)
+        self.all.append(member)
+        member.reading.start()
+        return member
+
+    def go(self, member: Member, number: signal.Signals) -> None:
+        """Kill a member, or tell it to leave."""
+        member.goes = True
+        member.process.send_signal(number)
+
+    def await_steps(self, members: list[Member], more: int, limit_s: float) -> float:
+        """Wait until each of these has made so many steps more. Returns the longest time that one of them stood still. Raises
+        TimeoutError if one stands still for longer than the limit, or ended."""
+        aims = {id(each): len(each.steps) + more for each in members}
+        began, longest = time.monotonic(), 0.0
+        while waiting := [each for each in members if len(each.steps) < aims[id(each)]]:
+            for each in waiting:
+                still = time.monotonic() - max(began, each.moved_s)
+                longest = max(longest, still)
+                if still > limit_s or each.process.poll() is not None:
+                    raise TimeoutError(f"no step for {still:.1f} s, exit code {each.process.poll()}\n{self.logs()}")
+            time.sleep(0.01)
+        return longest
+
+    def finish(self) -> None:
+        """Let all that live end at one step."""
+        step = max(each.steps[-1]["step"] for each in self.all if each.steps)
+        part = self.folder / "end.part"
+        part.write_text(str(step + 30))
+        part.rename(self.folder / "end")
+        for each in self.living:
+            each.process.wait(START_S)
+            each.reading.join(START_S)
+
+    def close(self) -> None:
+        for each in self.all:
+            each.process.kill()
+            each.process.wait(10)
+        self._lighthouse.shutdown()
+
+    def logs(self) -> str:
+        """The ends of what members wrote to stderr."""
+        return "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("member-*.log")))
+
+    def unequal_steps(self) -> list[int]:
+        """The steps after which two members had different weights. What one wrote just before it was killed does not count: no
+        other may have made that step."""
+        weights: dict[int, set[str]] = {}
+        for member in self.all:
+            for said in member.steps[:-1] if member.goes else member.steps:
+                weights.setdefault(said["step"], set()).add(said["weights"])
+        return [step for step, found in weights.items() if len(found) > 1]
