@@ -50,19 +50,22 @@ def come_and_go(interpreters: Interpreters, plan: str, events: int, seed: int = 
                 "events": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
                 "steps": max(step for step, _ in last),
                 "ended": ended,
+                "crashed": [each.process.returncode for each in crowd.all if each.process.returncode and not each.goes],
                 "last": len(last),
                 "unequal": crowd.unequal_steps(),
                 "left": [each.end for each in ending if each.end is None or each.end["before"] != each.end["after"]],
                 "longest pause, s": round(max(pauses, default=0.0), 2),
                 "loss": sum(each.steps[-1]["loss"] for each in ending) / len(ending),
-                "logs": crowd.logs() if any(ended) else "",
+                "logs": crowd.logs()
+                if any(ended) or any(each.process.returncode and not each.goes for each in crowd.all)
+                else "",
             }
         finally:
             crowd.close()
 
 
 def passed(seen: dict[str, Any]) -> bool:
-    return not any(seen["ended"]) and seen["last"] == 1 and not seen["unequal"] and not seen["left"]
+    return not any(seen["ended"]) and not seen["crashed"] and seen["last"] == 1 and not seen["unequal"] and not seen["left"]
 
 
 def main() -> int:

@@ -16,6 +16,8 @@ from interpreters import Interpreters
 
 __all__ = ["LEAST", "START_S", "Crowd", "Member"]
 
+os.environ.setdefault("RUST_LOG", "error")  # a lighthouse says much in each step; torchft reads it when it is loaded
+
 SCRIPT = Path(__file__).parent / "elastic_member.py"
 LEAST = 2
 """Members at a time. With fewer no step counts."""
@@ -54,7 +56,6 @@ class Crowd:
     """The members of one job, and their lighthouse."""
 
     def __init__(self, interpreters: Interpreters, plan: str, folder: str) -> None:
-        os.environ.setdefault("RUST_LOG", "error")  # a lighthouse says much in each step
         from torchft.coordination import LighthouseServer
 
         self._interpreters, self._plan, self.folder = interpreters, plan, Path(folder)

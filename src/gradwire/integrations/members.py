@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from gradwire.errors import CommunicationError, PlanError
 from gradwire.exchange import Exchange, State, TensorMeta, is_alike
@@ -57,7 +57,7 @@ class Members:
         url = urlsplit(lighthouse if "://" in lighthouse else f"http://{lighthouse}")
         address = own_address(SimpleNamespace(host=url.hostname, port=url.port))
         host = f"[{address}]" if ":" in address else address
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._server = ManagerServer(
             replica_id=f"{address}-{self._store.port}",
             lighthouse_addr=f"{url.scheme}://{url.netloc}",
@@ -179,8 +179,8 @@ class Members:
         self._quorum_id = quorum.quorum_id
         place = urlsplit(f"//{quorum.store_address}")
         with transfer():
-            reached = dist.TCPStore(place.hostname or "", place.port or 0, wait_for_workers=False, timeout=self._timeout)
-        store = dist.PrefixStore(f"quorum {quorum.quorum_id}", reached)
+            reached = TCPStore(place.hostname or "", place.port or 0, wait_for_workers=False, timeout=self._timeout)
+        store = PrefixStore(f"quorum {quorum.quorum_id}", reached)
         group = Group.of_store(store, quorum.replica_rank, quorum.replica_world_size, self._timeout)
         exchange = self.exchange = Exchange(self._tensors, self._plan, group)
         exchange.go_on(self._kept[0], quorum.max_step, self._kept[1])
