@@ -87,6 +87,22 @@ def test_auto_decides_anew_when_a_member_joins(interpreters: Interpreters, tmp_p
         crowd.close()
 
 
+def test_a_joiner_with_another_plan_goes_and_the_others_go_on(interpreters: Interpreters, tmp_path: Path) -> None:
+    pytest.importorskip("torchft")
+    crowd = Crowd(interpreters, "exact", str(tmp_path))
+    try:
+        members = [crowd.join() for _ in range(2)]
+        crowd.await_steps(members, 2, START_S)
+        wrong = crowd.join("4 bits")
+        assert wrong.process.wait(START_S) == 1
+        crowd.await_steps(members, 3, START_S)
+        crowd.finish()
+        assert [each.process.returncode for each in members] == [0, 0], crowd.logs()
+        assert "DisagreementError" in crowd.logs() and not wrong.steps
+    finally:
+        crowd.close()
+
+
 def until_decided(crowd: Crowd, members: list[Member]) -> None:
     while not all(each.steps and each.steps[-1]["decided"] for each in members):
         crowd.await_steps(members, 1, START_S)

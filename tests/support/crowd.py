@@ -69,9 +69,9 @@ class Crowd:
     def living(self) -> list[Member]:
         return [each for each in self.all if not each.goes and each.process.poll() is None]
 
-    def join(self) -> Member:
-        """Start a member."""
-        command = [sys.executable, str(SCRIPT), self.address, self._plan, str(len(self.all)), str(self.folder)]
+    def join(self, plan: str | None = None) -> Member:
+        """Start a member, with another plan than the others' if one is named."""
+        command = [sys.executable, str(SCRIPT), self.address, plan or self._plan, str(len(self.all)), str(self.folder)]
         paths = [str(SCRIPT.parents[2] / "src"), str(SCRIPT.parent)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
         with open(self.folder / f"member-{len(self.all)}.log", "w") as log:

@@ -48,7 +48,7 @@ class ElasticAuto:
                 self._job.ended(exposed_s)
             except CommunicationError:
                 self.close()
-                members.part()
+                members.give_up()
 
     @property
     def decision(self) -> AutoDecision | None:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from gradwire.errors import CommunicationError, PlanError
+from gradwire.errors import CommunicationError, DisagreementError, PlanError
 from gradwire.exchange import Exchange, State, TensorMeta, is_alike
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.handover import MemberCard, MemberState, hand_over
@@ -98,15 +98,17 @@ class Members:
             quorum = self._ask()
             if quorum.replica_world_size < self._min_replicas:
                 time.sleep(_AGAIN_S)
-            elif quorum.quorum_id == self._quorum_id and self.exchange is not None and not quorum.heal:
+                continue
+            if quorum.quorum_id == self._quorum_id and self.exchange is not None and not quorum.heal:
                 return self.exchange
-            else:
-                try:
-                    return self._meet(quorum)
-                except (CommunicationError, LinkError) as error:
-                    log.info("the members of quorum %d did not meet: %s", quorum.quorum_id, error)
-                    self._failures += 1
-                    self._part()
+            try:
+                return self._meet(quorum)
+            except (CommunicationError, LinkError, DisagreementError) as error:
+                if isinstance(error, DisagreementError) and not self._took_part:
+                    raise  # who joins with another model goes, and the others go on
+                log.info("the members of quorum %d did not meet: %s", quorum.quorum_id, error)
+                self._failures += 1
+                self._part()
 
     def average(self, exchange: Exchange, fill: Callable[[], None]) -> bool:
         """Run a step of the exchange that `fill` fills. Returns whether it counts. If not, residuals are as before."""
@@ -121,11 +123,15 @@ class Members:
         exchange.begin()
 
     def end(self, exchange: Exchange) -> bool:
-        """Wait for the step. Returns whether it counts."""
+        """Wait for the step. Returns whether it counts. Raises the error of this member's own part: the others go on alone."""
         if exchange.finish_quietly():
             exchange.wait()
+            self._put_back = lambda: None
             return True
+        own = exchange.own_failure()
         self.give_up()
+        if own is not None:
+            raise own
         return False
 
     def commit(self) -> None:
@@ -134,14 +140,9 @@ class Members:
         self.taking_part = set(range(self.world_size))
 
     def give_up(self) -> None:
-        """Leave a step in the middle. The others' step fails."""
+        """Leave the group, also in the middle of a step: the others' step fails, and the next one has a new quorum."""
         self._failures += 1
         self._part(self._put_back)
-
-    def part(self) -> None:
-        """Leave the group between two steps. The next one has a new quorum."""
-        self._failures += 1
-        self._part()
 
     def leave(self) -> None:
         """Leave the job. The others go on."""
