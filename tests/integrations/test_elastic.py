@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from crowd import START_S, Crowd
+from crowd import START_S, Crowd, Member
 from elastic_member import TIMEOUT_S
 from interpreters import Interpreters
 
@@ -69,6 +69,43 @@ def test_a_member_that_is_killed_and_restarted_ends_with_the_others_weights(
         assert all(each.end is not None and each.end["before"] == each.end["after"] for each in ending)
     finally:
         crowd.close()
+
+
+def test_auto_decides_anew_when_a_member_joins(interpreters: Interpreters, tmp_path: Path) -> None:
+    pytest.importorskip("torchft")
+    crowd = Crowd(interpreters, "auto", str(tmp_path))
+    try:
+        members = [crowd.join() for _ in range(2)]
+        until_decided(crowd, members)
+        crowd.await_steps([crowd.join()], 1, START_S)
+        until_decided(crowd, crowd.living)
+        crowd.finish()
+        assert crowd.unequal_steps() == []
+        of_three = [said["decided"] for said in members[0].steps if said["members"] == 3]
+        assert not of_three[0] and of_three[-1]
+    finally:
+        crowd.close()
+
+
+def test_a_joiner_with_another_plan_goes_and_the_others_go_on(interpreters: Interpreters, tmp_path: Path) -> None:
+    pytest.importorskip("torchft")
+    crowd = Crowd(interpreters, "exact", str(tmp_path))
+    try:
+        members = [crowd.join() for _ in range(2)]
+        crowd.await_steps(members, 2, START_S)
+        wrong = crowd.join("4 bits")
+        assert wrong.process.wait(START_S) == 1
+        crowd.await_steps(members, 3, START_S)
+        crowd.finish()
+        assert [each.process.returncode for each in members] == [0, 0], crowd.logs()
+        assert "DisagreementError" in crowd.logs() and not wrong.steps
+    finally:
+        crowd.close()
+
+
+def until_decided(crowd: Crowd, members: list[Member]) -> None:
+    while not all(each.steps and each.steps[-1]["decided"] for each in members):
+        crowd.await_steps(members, 1, START_S)
 
 
 def test_the_example_runs_with_the_lighthouse_of_the_command_line(interpreters: Interpreters) -> None:

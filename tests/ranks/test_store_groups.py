@@ -146,6 +146,26 @@ def test_residuals_of_a_step_that_failed_are_those_before_it() -> None:
     assert together(2, live)[1] == (False, True)
 
 
+def test_a_rank_knows_its_own_failure_from_anothers() -> None:
+    def live(group: Group) -> Exception | None:
+        exchange = gw.Exchange({"values": gradient(group.rank)}, gw.QSGD(bits=4), group)
+        if group.rank == 0:
+
+            def broken(*_: Any) -> None:
+                raise ValueError("this codec is broken")
+
+            exchange._buckets[0].chunks[0].run = broken  # type: ignore[method-assign]
+        exchange.begin()
+        exchange.ready("values")
+        assert not exchange.finish_quietly()
+        own = exchange.own_failure()
+        exchange.abort()
+        return own
+
+    first, second = together(2, live)
+    assert isinstance(first, ValueError) and second is None
+
+
 def test_a_group_of_a_store_needs_all_its_ranks() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     began = time.monotonic()

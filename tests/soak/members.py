@@ -20,6 +20,8 @@ from interpreters import Interpreters
 
 MOST = 4
 """Members at a time."""
+ENDS = (None, 0, -signal.SIGKILL)
+"""Exit codes of members that live, leave, or were killed."""
 
 
 def come_and_go(interpreters: Interpreters, plan: str, events: int, seed: int = 0, size: int = MOST) -> dict[str, Any]:
@@ -31,11 +33,16 @@ def come_and_go(interpreters: Interpreters, plan: str, events: int, seed: int = 
             crowd.await_steps([crowd.join() for _ in range(size)], 3, START_S)
             pauses, kinds = [], []
             for _ in range(events):
-                kind = chance.choice(["killed", "leaves", "joins"])
+                kind = chance.choice(["killed", "leaves", "joins", "stalls"])
                 living = crowd.living
                 kind = "joins" if len(living) <= LEAST else "killed" if len(living) >= size and kind == "joins" else kind
                 if kind == "joins":
                     crowd.await_steps([crowd.join()], 2, START_S)
+                elif kind == "stalls":
+                    stalled = chance.choice(living)
+                    stalled.process.send_signal(signal.SIGSTOP)
+                    time.sleep(chance.uniform(0.2, 3.0))
+                    stalled.process.send_signal(signal.SIGCONT)
                 else:
                     crowd.go(chance.choice(living), signal.SIGKILL if kind == "killed" else signal.SIGTERM)
                 pauses.append(crowd.await_steps(crowd.living, chance.randint(1, 8), TIMEOUT_S + 2))
@@ -50,19 +57,20 @@ def come_and_go(interpreters: Interpreters, plan: str, events: int, seed: int = 
                 "events": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
                 "steps": max(step for step, _ in last),
                 "ended": ended,
+                "crashed": [each.process.returncode for each in crowd.all if each.process.returncode not in ENDS],
                 "last": len(last),
                 "unequal": crowd.unequal_steps(),
                 "left": [each.end for each in ending if each.end is None or each.end["before"] != each.end["after"]],
                 "longest pause, s": round(max(pauses, default=0.0), 2),
                 "loss": sum(each.steps[-1]["loss"] for each in ending) / len(ending),
-                "logs": crowd.logs() if any(ended) else "",
+                "logs": crowd.logs() if any(each.process.returncode not in ENDS for each in crowd.all) else "",
             }
         finally:
             crowd.close()
 
 
 def passed(seen: dict[str, Any]) -> bool:
-    return not any(seen["ended"]) and seen["last"] == 1 and not seen["unequal"] and not seen["left"]
+    return not any(seen["ended"]) and not seen["crashed"] and seen["last"] == 1 and not seen["unequal"] and not seen["left"]
 
 
 def main() -> int:

@@ -16,6 +16,8 @@ from interpreters import Interpreters
 
 __all__ = ["LEAST", "START_S", "Crowd", "Member"]
 
+os.environ.setdefault("RUST_LOG", "error")  # a lighthouse says much in each step; torchft reads it when it is loaded
+
 SCRIPT = Path(__file__).parent / "elastic_member.py"
 LEAST = 2
 """Members at a time. With fewer no step counts."""
@@ -54,7 +56,6 @@ class Crowd:
     """The members of one job, and their lighthouse."""
 
     def __init__(self, interpreters: Interpreters, plan: str, folder: str) -> None:
-        os.environ.setdefault("RUST_LOG", "error")  # a lighthouse says much in each step
         from torchft.coordination import LighthouseServer
 
         self._interpreters, self._plan, self.folder = interpreters, plan, Path(folder)
@@ -68,9 +69,9 @@ class Crowd:
     def living(self) -> list[Member]:
         return [each for each in self.all if not each.goes and each.process.poll() is None]
 
-    def join(self) -> Member:
-        """Start a member."""
-        command = [sys.executable, str(SCRIPT), self.address, self._plan, str(len(self.all)), str(self.folder)]
+    def join(self, plan: str | None = None) -> Member:
+        """Start a member, with another plan than the others' if one is named."""
+        command = [sys.executable, str(SCRIPT), self.address, plan or self._plan, str(len(self.all)), str(self.folder)]
         paths = [str(SCRIPT.parents[2] / "src"), str(SCRIPT.parent)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
         with open(self.folder / f"member-{len(self.all)}.log", "w") as log:

@@ -69,7 +69,7 @@ def main() -> None:
             told = job.step
             with job.global_weights():
                 weights = digest(model)
-            say(step=told, weights=weights, members=job.world_size, loss=loss.item())
+            say(step=told, weights=weights, members=job.world_size, loss=loss.item(), decided=job.decision is not None)
     job.leave()
     del job
     until = time.monotonic() + 10

@@ -533,6 +533,11 @@ class Exchange:
             return False
         return True
 
+    def own_failure(self) -> Exception | None:
+        """The error with which this rank failed to do its own part of the step; None where a link failed, or nothing."""
+        failed = self._executor.failure()
+        return None if failed is None or isinstance(failed.cause, LinkError) else failed.cause
+
     def open_gate(self) -> None:
         """Let the tasks behind the gate run, after what the caller has queued."""
         self._executor.open_gate()

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gradwire.auto import Auto, check_accuracy
+from gradwire.auto import Auto, AutoDecision, check_accuracy
 from gradwire.core import TensorInfo
 from gradwire.errors import CommunicationError
 from gradwire.exchange import Exchange
@@ -48,7 +48,12 @@ class ElasticAuto:
                 self._job.ended(exposed_s)
             except CommunicationError:
                 self.close()
-                members.part()
+                members.give_up()
+
+    @property
+    def decision(self) -> AutoDecision | None:
+        """The last decision for the present members; None before the first."""
+        return next(reversed(self._job.driver.decisions), None) if self._job is not None else None
 
     def close(self) -> None:
         """Drive nothing."""

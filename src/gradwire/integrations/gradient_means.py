@@ -76,9 +76,14 @@ class GradientMeans:
         """The exchange of this step, whose members have equal weights."""
         if self._met is None:
             self._met = self.members.meet()
-            if self._auto is not None:
-                self._auto.use(self._met)
         return self._met
+
+    def _begin(self) -> None:
+        """Begin to average."""
+        exchange = self._meet()
+        if self._auto is not None:
+            self._auto.use(exchange)
+        self.members.begin(exchange)
 
     def _arrived(self, name: str, parameter: torch.nn.Parameter) -> None:
         """A gradient is accumulated. The optimizer's step averages what no backward does."""
@@ -88,7 +93,7 @@ class GradientMeans:
             if in_reentrant_backward():
                 return
             self._sends = True
-            self.members.begin(self._met)
+            self._begin()
             Variable._execution_engine.queue_callback(self._finish)
         self._met.ready(name, parameter.grad)
         if self._auto is not None:
@@ -117,7 +122,7 @@ class GradientMeans:
     @torch.no_grad()
     def _before_step(self, *_: object) -> None:
         if not (self._averaged or self._failed):
-            self.members.begin(self._meet())
+            self._begin()
             self._finish()
         if self._failed:
             self._drop()

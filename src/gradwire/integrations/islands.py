@@ -129,7 +129,7 @@ class Islands:
 
 def _shard(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds, in the tensor's memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _owners(tensors: Mapping[str, torch.Tensor], places: int) -> dict[str, int]:

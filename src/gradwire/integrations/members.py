@@ -18,9 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from gradwire.errors import CommunicationError, PlanError
+from gradwire.errors import CommunicationError, DisagreementError, PlanError
 from gradwire.exchange import Exchange, State, TensorMeta, is_alike
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.handover import MemberCard, MemberState, hand_over
@@ -57,7 +57,7 @@ class Members:
         url = urlsplit(lighthouse if "://" in lighthouse else f"http://{lighthouse}")
         address = own_address(SimpleNamespace(host=url.hostname, port=url.port))
         host = f"[{address}]" if ":" in address else address
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._server = ManagerServer(
             replica_id=f"{address}-{self._store.port}",
             lighthouse_addr=f"{url.scheme}://{url.netloc}",
@@ -98,15 +98,17 @@ class Members:
             quorum = self._ask()
             if quorum.replica_world_size < self._min_replicas:
                 time.sleep(_AGAIN_S)
-            elif quorum.quorum_id == self._quorum_id and self.exchange is not None and not quorum.heal:
+                continue
+            if quorum.quorum_id == self._quorum_id and self.exchange is not None and not quorum.heal:
                 return self.exchange
-            else:
-                try:
-                    return self._meet(quorum)
-                except (CommunicationError, LinkError) as error:
-                    log.info("the members of quorum %d did not meet: %s", quorum.quorum_id, error)
-                    self._failures += 1
-                    self._part()
+            try:
+                return self._meet(quorum)
+            except (CommunicationError, LinkError, DisagreementError) as error:
+                if isinstance(error, DisagreementError) and not self._took_part:
+                    raise  # who joins with another model goes, and the others go on
+                log.info("the members of quorum %d did not meet: %s", quorum.quorum_id, error)
+                self._failures += 1
+                self._part()
 
     def average(self, exchange: Exchange, fill: Callable[[], None]) -> bool:
         """Run a step of the exchange that `fill` fills. Returns whether it counts. If not, residuals are as before."""
@@ -121,11 +123,15 @@ class Members:
         exchange.begin()
 
     def end(self, exchange: Exchange) -> bool:
-        """Wait for the step. Returns whether it counts."""
+        """Wait for the step. Returns whether it counts. Raises the error of this member's own part: the others go on alone."""
         if exchange.finish_quietly():
             exchange.wait()
+            self._put_back = lambda: None
             return True
+        own = exchange.own_failure()
         self.give_up()
+        if own is not None:
+            raise own
         return False
 
     def commit(self) -> None:
@@ -134,14 +140,9 @@ class Members:
         self.taking_part = set(range(self.world_size))
 
     def give_up(self) -> None:
-        """Leave a step in the middle. The others' step fails."""
+        """Leave the group, also in the middle of a step: the others' step fails, and the next one has a new quorum."""
         self._failures += 1
         self._part(self._put_back)
-
-    def part(self) -> None:
-        """Leave the group between two steps. The next one has a new quorum."""
-        self._failures += 1
-        self._part()
 
     def leave(self) -> None:
         """Leave the job. The others go on."""
@@ -179,8 +180,8 @@ class Members:
         self._quorum_id = quorum.quorum_id
         place = urlsplit(f"//{quorum.store_address}")
         with transfer():
-            reached = dist.TCPStore(place.hostname or "", place.port or 0, wait_for_workers=False, timeout=self._timeout)
-        store = dist.PrefixStore(f"quorum {quorum.quorum_id}", reached)
+            reached = TCPStore(place.hostname or "", place.port or 0, wait_for_workers=False, timeout=self._timeout)
+        store = PrefixStore(f"quorum {quorum.quorum_id}", reached)
         group = Group.of_store(store, quorum.replica_rank, quorum.replica_world_size, self._timeout)
         exchange = self.exchange = Exchange(self._tensors, self._plan, group)
         exchange.go_on(self._kept[0], quorum.max_step, self._kept[1])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gradwire.auto import AutoDecision
 from gradwire.core import Backward, Plan, show
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import ExchangeStats, TensorMeta, embeddings_of, info_of
@@ -97,14 +98,14 @@ def elastic(
     tensors = {name: TensorMeta.of(each, id(each) in embeddings) for name, each in reversed(named.items())}
     members = Members(tensors, plan, state, lighthouse, min_replicas, timedelta(seconds=timeout_s))
     means.begin(members)
-    return ElasticJob(members, means)
+    return ElasticJob(members, means, auto)
 
 
 class ElasticJob:
     """A model in training among members that come and go, as `gw.elastic` returns it."""
 
-    def __init__(self, members: Members, means: GradientMeans | LocalRounds) -> None:
-        self._members, self._means = members, means
+    def __init__(self, members: Members, means: GradientMeans | LocalRounds, auto: ElasticAuto | None) -> None:
+        self._members, self._means, self._auto = members, means, auto
 
     @property
     def step(self) -> int:
@@ -120,6 +121,11 @@ class ElasticJob:
     def world_size(self) -> int:
         """The number of present members; 0 before the first step."""
         return self._members.world_size
+
+    @property
+    def decision(self) -> AutoDecision | None:
+        """The decision of plan="auto" for the present members; None before it, and for any other plan."""
+        return self._auto.decision if self._auto is not None else None
 
     def stats(self) -> ExchangeStats:
         """Statistics since the members changed last. Raises StepStateError where there are none."""
