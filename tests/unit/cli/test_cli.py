@@ -96,6 +96,7 @@ gradwire profile
   --out = profile
   --spec
   --steps = 20
+  --device = cpu
 gradwire report
   RUN
   --out
