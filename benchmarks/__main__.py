@@ -12,6 +12,7 @@ from gradwire.errors import GradwireError
 CAMPAIGNS = {
     "methods": "jobs x links x methods as `gradwire bench`, with more options, parts of steps and other libraries' methods",
     "predict": "predicted steps beside measured steps",
+    "predict_ranks": "the same for 2 to 32 ranks, cell by cell: goes on where it stopped",
     "ceiling": "fake compression: the gain that more compression could bring",
     "phases": "the exposed time of the reduce and the gather phase",
 }

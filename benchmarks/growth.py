@@ -1,6 +1,8 @@
 """Measures how the cost of a step grows: the time beyond the floor against tensors, elements and ranks. Writes docs/growth.md.
 
-    python -m benchmarks growth [--curves tensors elements ranks] [--seconds 8] [--largest 200e6] [--out docs]
+    python -m benchmarks growth [--curves tensors elements ranks] [--seconds 8] [--largest 200e6] [--out docs] [--simulated]
+
+`--simulated` measures nothing: it only makes the simulated part anew, which takes some seconds.
 
 The floor is the same script without communication. Both train in turns in the same processes, on loopback, with 4 bits. Every
 point takes `--seconds`, and at least LEAST_TURNS turns. 200 million elements need 6 GB of memory. What is measured goes to
@@ -21,6 +23,9 @@ import numpy as np
 
 from benchmarks.common import RESULTS, collected, write
 from benchmarks.growth_page import page
+from benchmarks.growth_simulated import COLUMNS as SIMULATED
+from benchmarks.growth_simulated import RANKS as SIMULATED_RANKS
+from benchmarks.growth_simulated import bert_large, point
 from gradwire.bench.loopback import Loopback
 from gradwire.core.files import write_whole
 from gradwire.report.pictures import Panel, draw_lines
@@ -47,8 +52,14 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--largest", type=float, default=max(ELEMENTS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs")
+    parser.add_argument("--simulated", action="store_true", help="only the simulated part, beside what was measured before")
     options = parser.parse_args(arguments)
     began = time.monotonic()
+    if options.simulated:
+        before = json.loads(PATH.read_text())
+        write_whole(PATH, json.dumps(before | {"simulated": simulated()}, indent=1) + "\n")
+        write_whole(options.out / "growth.md", page(json.loads(PATH.read_text())))
+        return 0
     points: dict[str, list[dict[str, Any]]] = {}
     for curve in options.curves:
         points[curve] = measured(curve, options.seconds, options.largest)
@@ -56,7 +67,8 @@ def run(arguments: list[str]) -> int:
     slopes = {curve: slopes_of(curve, found) for curve, found in points.items()}
     faster = [f"{curve}: {words}" for curve, found in slopes.items() for words in too_fast(found)]
     seconds = round(time.monotonic() - began)
-    write(PATH, {"cores": os.cpu_count(), "seconds": seconds, "curves": points, "slopes": slopes, "faster": faster})
+    result = {"cores": os.cpu_count(), "seconds": seconds, "curves": points, "slopes": slopes, "faster": faster}
+    write(PATH, result | {"simulated": simulated()})
     draw(options.out / "pictures" / "growth.png", points)
     write_whole(options.out / "growth.md", page(json.loads(PATH.read_text())))
     print("\n".join([*faster, f"written to {options.out / 'growth.md'}, after {seconds} s"]))
@@ -75,6 +87,15 @@ def measured(curve: str, seconds: float, largest: float) -> list[dict[str, Any]]
         order = json.dumps({"seconds": seconds, "shapes": shapes})
         found += collected(Loopback(ranks), "benchmarks.growth", (order,), f"{ranks} ranks", timeout=900.0)["points"]
     return found
+
+
+def simulated() -> dict[str, Any]:
+    """The simulated part: points from 2 to 1,024 ranks, and their slopes."""
+    profile = bert_large()
+    points = [point(profile, ranks) for ranks in SIMULATED_RANKS]
+    slopes = {cost: slope([each["ranks"] for each in points], [each[cost] for each in points]) for cost in SIMULATED}
+    elements = sum(tensor.numel for tensor in profile.tensors)
+    return {"points": points, "slopes": slopes, "tensors": len(profile.tensors), "elements": elements}
 
 
 def slopes_of(curve: str, points: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.growth_simulated import section
 from benchmarks.markdown import table
 
 HEAD = """# How the cost of a step grows
@@ -46,6 +47,8 @@ def page(result: Mapping[str, Any]) -> str:
         rows.append(["slope", "", "", *told])
         words = words.format(cores=result["cores"], elements=points[0]["elements"])
         text += f"\n## {title}\n\n{words}\n\n" + "\n".join(table([curve, *COLUMNS], rows, left=0)) + "\n"
+    if "simulated" in result:
+        text += section(**result["simulated"])
     faster = "\n".join(f"- {words}." for words in result["faster"])
     text += "\n## Does anything grow faster than what is sent?\n\n"
     return text + (

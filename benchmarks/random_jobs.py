@@ -26,7 +26,7 @@ def random_job(seed: int) -> PlanningJob:
     """The job of a seed."""
     rng = random.Random(seed)
     tensors = _tensors(rng)
-    cluster = _uneven(random.Random(f"uneven {seed}"), _cluster(rng))
+    cluster = _overlapping(random.Random(f"messages {seed}"), _uneven(random.Random(f"uneven {seed}"), _cluster(rng)))
     device = rng.choice(["gpu", "gpu", "cpu"])
     specs = rng.sample(SPECS, rng.choice([0, 1, 1, 1, 1, 2, 3]))
     measured = [device] if device == "cpu" or rng.random() < 0.4 else ["gpu", "cpu"]
@@ -80,6 +80,29 @@ def _uneven(rng: random.Random, cluster: Cluster) -> Cluster:
     ]
     allreduce = cluster.allreduce and changed(cluster.allreduce)
     return msgspec.structs.replace(cluster, inter=changed(cluster.inter), allreduce=allreduce, slow_nodes=slow)
+
+
+def _overlapping(rng: random.Random, cluster: Cluster) -> Cluster:
+    """Times of further messages, processor times of exchanges, and shared processors, of half of the clusters."""
+    if rng.random() < 0.5:
+        return cluster
+
+    def changed(link: Link) -> Link:
+        message_us = rng.choice([None, 0.0, link.alpha_us * rng.random(), link.alpha_us])
+        cpu = {
+            "cpu_us": rng.choice([0.0, 10 ** rng.uniform(-1, 2)]),
+            "cpu_us_per_byte": rng.choice([0.0, 10 ** rng.uniform(-5, -2)]),
+        }
+        return msgspec.structs.replace(link, message_us=message_us, **cpu)
+
+    links = {
+        "intra": changed(cluster.intra),
+        "inter": changed(cluster.inter),
+        "slow_nodes": tuple(map(changed, cluster.slow_nodes)),
+    }
+    allreduce = cluster.allreduce and changed(cluster.allreduce)
+    processors = rng.choice([None, 0.5, 2.0, 3.0 * cluster.ranks_per_node])
+    return msgspec.structs.replace(cluster, **links, allreduce=allreduce, processors=processors)
 
 
 def _codec(rng: random.Random, spec: QSGD | TopK | Cast, device: str) -> CodecCosts:

@@ -4,6 +4,7 @@
 #include <memory>
 #include <new>
 
+#include "planner_fusion.hpp"
 #include "planner_offload.hpp"
 
 // The C++ library has this function since GCC 11 only. Ours takes its place, so that one wheel loads with older ones too.
@@ -128,6 +129,14 @@ Time gw_offload(void* handle, const std::int32_t* programs, const std::int32_t* 
   copy_exchanges(offload.alone, begins, ends);
   *simulated = offload.alone.simulated;
   return offload.alone.best;
+}
+
+// ready, sent: tensors + 1 values each. decode: by tensor. boundaries: room for one by tensor. Their number.
+std::int32_t gw_fuse(const double* ready, const double* sent, std::int32_t tensors, double first, double second,
+                     std::int32_t mirrored, const double* decode, std::int32_t* boundaries) {
+  const std::vector<int> found = Fusion(ready, sent, tensors, first, second, mirrored != 0, decode).search();
+  std::copy(found.begin(), found.end(), boundaries);
+  return static_cast<std::int32_t>(found.size());
 }
 
 }  // extern "C"

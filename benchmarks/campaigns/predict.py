@@ -36,10 +36,10 @@ from gradwire.core.specs import Spec
 from gradwire.errors import FormatError, TestbedError
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.methods import make_plan
-from gradwire.sim.rules import rules_of
+from gradwire.sim.rules import as_ddp, rules_of
 from gradwire.sim.timeline import Timeline, simulate
 
-__all__ = ["PLANNED", "PredictRequest", "Profiled", "plan_of", "predictable", "profiled", "run", "run_predict"]
+__all__ = ["PLANNED", "SPECS", "PredictRequest", "Profiled", "group", "plan_of", "predictable", "profiled", "run", "run_predict"]
 
 PLANNED = "planned"
 """The plan that the joint planner makes from what was profiled."""
@@ -99,7 +99,7 @@ class Profiled(NamedTuple):
 
     def fit(self, job: str, link: str) -> LinkFit:
         """Return the fit of the link that predictions use."""
-        inter, summed = self.cluster.inter, self.cluster.allreduce or self.cluster.inter
+        inter, summed = self.cluster.inter, self.cluster.ddp or self.cluster.allreduce or self.cluster.inter
         return LinkFit(
             job=job,
             link=link,
@@ -109,6 +109,13 @@ class Profiled(NamedTuple):
             allreduce_gbps=summed.gbps,
             said=self.warned,
         )
+
+    def timeline(self, method: str, plan: Plan) -> Timeline:
+        """Return the predicted step of a method that executes this plan."""
+        cluster, rules = self.cluster, rules_of("cpu")
+        if method == "ddp":
+            cluster, rules = as_ddp(cluster, rules)
+        return simulate(plan, self.profile, cluster, self.costs, rules)
 
 
 def profiled(
@@ -141,21 +148,21 @@ def run_predict(request: PredictRequest, problem: str | None, watch: ProgressVie
     with tempfile.TemporaryDirectory(prefix="gradwire-predict-") as folder:
         for link in asked.links:
             for job in asked.jobs:
-                fit, cells = _group(request, job, link, Path(folder, f"{job}-{link}"), watch)
+                fit, cells = group(request, job, link, Path(folder, f"{job}-{link}"), watch)
                 run = msgspec.structs.replace(run, fits=(*run.fits, fit), cells=(*run.cells, *cells)).with_errors()
                 if save_to is not None:
                     run.save(save_to)
     return run
 
 
-def _group(request: PredictRequest, job: str, link: str, folder: Path, watch: ProgressView) -> tuple[LinkFit, list[Predicted]]:
+def group(request: PredictRequest, job: str, link: str, folder: Path, watch: ProgressView) -> tuple[LinkFit, list[Predicted]]:
     """One job over one link: profiled and predicted, then measured."""
     found = profiled(request.measured, job, link, request.specs, request.profile_steps, folder, watch)
     plans = {method: plan_of(method, found) for method in request.measured.methods}
     joint = make_plan(PlanningJob(found.profile, found.cluster, found.costs, request.specs)).plan
     joint.save(folder / "plan.json")
     plans[f"{GRADWIRE_PREFIX}{folder / 'plan.json'}"] = joint
-    timelines = {method: simulate(plan, found.profile, found.cluster, found.costs) for method, plan in plans.items()}
+    timelines = {method: found.timeline(method, plan) for method, plan in plans.items()}
     methods = tuple(plans)
     measured = run_bench(replace(request.measured, jobs=(job,), links=(link,), methods=methods, alone_steps=0), None, watch)
     cells = []

@@ -153,8 +153,13 @@ def test_a_profile_of_a_training_loop(worlds: Worlds, tmp_path: Path) -> None:
     first, second = worlds.run(2, profiled, str(tmp_path / "out"), 5, [gw.TopK(0.01)])
     assert first[4] and second[4], "a profiled run learns the same, bit for bit"
     assert (first[1].intra, first[1].allreduce) == (second[1].intra, second[1].allreduce), "ranks agree on links"
-    assert first[3] == ["allreduce", "intra"]
+    assert first[3] == ["allreduce", "ddp", "intra"]
     assert first[1].allreduce is not None and first[1].allreduce.cpu_us_per_byte > 0
+    assert first[1].ddp is not None and first[1].ddp.cpu_us_per_byte > 0
+    intra = first[1].intra
+    assert intra.message_us is not None and 0 < intra.message_us <= intra.alpha_us
+    assert intra.cpu_us + intra.cpu_us_per_byte > 0
+    assert first[0].processor_part is not None and first[0].processor_part < 0.8, "the model sleeps"
     profile, cluster, costs, *_ = first
     assert profile == Profile.load(tmp_path / "out" / "profile.json")
     assert cluster == Cluster.load(tmp_path / "out" / "cluster.json")
@@ -285,7 +290,8 @@ def test_gaps_and_forwards_add_up_to_the_medians_of_the_whole() -> None:
     forward = 100 + 10 * torch.rand(9, 3, generator=generator, dtype=torch.float64)
     began = forward.sum(1, keepdim=True)
     ready = began + torch.tensor([[50.0, 40.0, 10.0, math.nan]]) + torch.rand(9, 1, generator=generator)
-    quiet = torch.cat([forward, began, ready, torch.full((9, 1), 7.0), torch.full((9, 1), 3.0)], 1)
+    rest = torch.tensor([[7.0, 3.0, 0.5 * (began.median().item() + 50.0)]]).expand(9, 3)
+    quiet = torch.cat([forward, began, ready, rest], 1)
     times = model_times(infos, [[0, 1], [2], [3]], quiet, quiet)
     assert [tensor.name for tensor in times.tensors] == ["second.weight", "first.bias", "first.weight", "unused"]
     assert sum(tensor.forward_us for tensor in times.tensors) == pytest.approx(began.median().item())
@@ -294,6 +300,7 @@ def test_gaps_and_forwards_add_up_to_the_medians_of_the_whole() -> None:
     assert [tensor.backward_us for tensor in times.tensors][1:] == pytest.approx([30, 10, 0])
     assert times.tensors[2].forward_us == 0, "of two tensors of a module the one that is ready first has its forward"
     assert (times.optimizer_us, times.exchange_cpu_us) == (7, 3)
+    assert times.processor_part == pytest.approx(0.5, rel=0.05), "half of the time until the last gradient"
     assert times.tensors[1].backward_iqr_us == pytest.approx(0) and times.tensors[1].forward_iqr_us > 0
     assert times.loaded_backward_us == pytest.approx((ready[:, 0] - began[:, 0]).median().item())
 
@@ -348,6 +355,28 @@ def test_links_are_found_from_times_that_follow_them(nodes: int, local: int) -> 
         link = getattr(found.cluster, name)
         assert (link.alpha_us, link.gbps) == pytest.approx((true[name].alpha_us, true[name].gbps))
     assert (found.cluster.nodes, found.cluster.ranks_per_node) == (nodes, local)
+
+
+def test_a_further_message_and_processor_times_of_exchanges_belong_to_their_links() -> None:
+    """4 nodes: 3 messages at once take 100 us and 2 * 20 us; a rank sends 3/4 of what it holds."""
+    grid, sizes = Grid.even(4, 1, 0), [1e3, 1e4, 1e5, 1e6]
+    times = {
+        "inter": [(4 * m, 100.0 + 2 * 20.0 + 3 * m * 8e-3) for m in sizes],
+        "inter message": [(0.0, 20.0)],
+        "inter cpu": [(4 * m, 3 * 5.0 + 3 * m * 1e-3) for m in sizes],
+        "allreduce": [(m, 4 * 100.0 + 1.5 * m * 8e-3) for m in sizes[:3]],
+        "ddp": [(m, 6 * 70.0 + 1.5 * m * 4e-3) for m in sizes],
+        "ddp cpu": [(m, 300.0 + m * 2e-3) for m in sizes],
+        "cpu": [(m, 200.0 + m * 1e-3) for m in sizes],
+    }
+    cluster = measured_links(times, grid).cluster
+    inter, ddp = cluster.inter, cluster.ddp
+    assert (inter.alpha_us, inter.gbps, inter.message_us) == pytest.approx((100.0, 1.0, 20.0))
+    assert (inter.cpu_us, inter.cpu_us_per_byte) == pytest.approx((5.0, 1e-3))
+    assert cluster.allreduce is not None and cluster.allreduce.message_us == pytest.approx(20.0)
+    assert ddp is not None and (ddp.alpha_us, ddp.gbps) == pytest.approx((70.0, 2.0)), "a ring of 6 messages"
+    assert (ddp.cpu_us, ddp.cpu_us_per_byte) == pytest.approx((300.0, 2e-3))
+    assert cluster.of_ddp.allreduce == ddp and cluster.of_ddp.ddp is None
 
 
 def test_a_poor_fit_is_told_with_numbers_and_a_cure_and_a_flat_one_refused() -> None:

@@ -17,7 +17,7 @@ from gradwire.auto.changes import StepPace
 from gradwire.auto.live import AllRanks, DrivenJob, Live
 from gradwire.core import Cluster, Costs, Plan, Profile, Spec, TensorInfo, TensorProfile
 from gradwire.costs import us_per_byte
-from gradwire.profiler import Clock, cached_codecs, measure_links, measured_links
+from gradwire.profiler import Clock, cached_codecs, measure_links, measure_processors, measured_links
 
 LOOK_STEPS = 2
 LONG_STEP_US = 4e5
@@ -26,6 +26,8 @@ CODECS_SECONDS = 0.3
 """Longest time, in seconds, for measuring codecs that no earlier run on the machine measured."""
 _CODEC_SIZES = tuple(2**14 * 8**power for power in range(3))
 """Bytes of gradient: 16 KB to 1 MB."""
+_SPIN_S = 0.01
+"""Processor time of each rank, in seconds, for finding how many ranks share a processor."""
 _UNKNOWN_GBPS = 100.0
 """Rate assumed for a link that is too fast for its times to show a rate."""
 
@@ -36,13 +38,17 @@ class StepMoments:
     def __init__(self, job: DrivenJob, clock: Clock) -> None:
         self.rows: list[list[float]] = []
         """A row for each step: microseconds by parameter, in registration order; NaN for a parameter without gradient."""
+        self.cpu_s = self.wall_s = 0.0
+        """Processor time of all threads, and elapsed time, from the end of each step before to the last gradient."""
         self._seen: dict[int, Any] = {}
+        self._since = self._last = (time.process_time(), time.perf_counter())
         self._count, self._clock = len(job.tensors), clock
         self.remove = job.watch_gradients(self)
 
     def ready(self, index: int) -> None:
         """The gradient of the parameter with this number is ready."""
         self._seen[index] = self._clock.mark()
+        self._last = (time.process_time(), time.perf_counter())
 
     def ended(self, began_s: float, ended_s: float) -> None:
         """End a step that lasted from `began_s` to `ended_s`, in seconds."""
@@ -50,6 +56,9 @@ class StepMoments:
         us = {index: 1e6 * (ended_s - began_s) - self._clock.us(moment, now) for index, moment in self._seen.items()}
         self.rows.append([us.get(index, math.nan) for index in range(self._count)])
         self._seen = {}
+        self.cpu_s += self._last[0] - self._since[0]
+        self.wall_s += self._last[1] - self._since[1]
+        self._since = self._last = (time.process_time(), time.perf_counter())
 
 
 class Look:
@@ -73,10 +82,11 @@ class Look:
             return None
         self.remove()
         live.hold(False)
-        own = [us, 1e6 * pace.usual_s, *(moment for row in self._moments.rows for moment in row)]
+        part = self._moments.cpu_s / max(1e-9, self._moments.wall_s)
+        own = [us, 1e6 * pace.usual_s, part, *(moment for row in self._moments.rows for moment in row)]
         rows = live.exchange(own)()
-        between_us = max(row[1] for row in rows)
-        profile = profile_of(live, self._infos, [row[2:] for row in rows], between_us)
+        between_us, part = (max(row[column] for row in rows) for column in (1, 2))
+        profile = profile_of(live, self._infos, [row[3:] for row in rows], between_us, part)
         return profile, max(row[0] for row in rows)
 
     def remove(self) -> None:
@@ -84,12 +94,14 @@ class Look:
         self._moments.remove()
 
 
-def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]], between_us: float) -> Profile:
+def profile_of(
+    live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]], between_us: float, processor_part: float
+) -> Profile:
     """Return the profile from recorded moments. In each step the moments of the latest rank count, because exchanges
     wait for it. The profile has the lower medians over steps.
 
     infos: in registration order. rows: for each rank the rows of its steps, one after another, equally many on all
-    ranks. between_us: the time from the end of a step to the next forward.
+    ranks. between_us: the time from the end of a step to the next forward. processor_part: as in `Profile`, on CPUs.
     """
     count = len(infos)
     steps = len(rows[0]) // count
@@ -111,8 +123,16 @@ def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[
         at += gap
         info, part_us = infos[index], (gap / backward_us if backward_us > 0 else 1 / count) * forward_us
         tensors.append(TensorProfile(name=info.name, shape=info.shape, dtype=info.dtype, backward_us=gap, forward_us=part_us))
-    device = "cpu" if live.device.type == "cpu" else torch.cuda.get_device_name(live.device)
-    return Profile(model="live", batch=1, device=device, steps=steps, optimizer_us=between_us, tensors=tuple(tensors))
+    on_cpu = live.device.type == "cpu"
+    return Profile(
+        model="live",
+        batch=1,
+        device="cpu" if on_cpu else torch.cuda.get_device_name(live.device),
+        steps=steps,
+        optimizer_us=between_us,
+        processor_part=processor_part if on_cpu else None,
+        tensors=tuple(tensors),
+    )
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
@@ -128,7 +148,11 @@ def cluster_of(live: AllRanks, seconds: float) -> Cluster:
     """Measure the links, for about `seconds` each. Collective; all ranks return the same cluster."""
     grid, device = live.grid, live.device
     times = live.on_lane(lambda link: measure_links(link, grid, device, seconds))
-    return measured_links(times, grid, _UNKNOWN_GBPS).cluster
+    cluster = measured_links(times, grid, _UNKNOWN_GBPS).cluster
+    if device.type != "cpu":
+        return cluster
+    processors = live.on_lane(lambda link: measure_processors(link, cluster.ranks_per_node, _SPIN_S))
+    return replace(cluster, processors=processors)
 
 
 def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[int]) -> float:

@@ -321,16 +321,15 @@ def make_job(name: str, seed: int = 0) -> Job:
     return _JOBS[name](seed)
 
 
-def profile_job(name: str, folder: Path, steps: int, specs: Sequence[Spec], plan: Spec) -> Profiling:
+def profile_job(job: Job, folder: Path, steps: int, specs: Sequence[Spec], plan: Spec) -> Profiling:
     """Train the job under a uniform plan and profile it, with one compute thread per rank. Collective.
 
-    Raises StepStateError without at least two ranks, FormatError if the job does not exist.
+    Raises StepStateError without at least two ranks.
     """
-    job = make_job(name)
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise StepStateError(
             "there is one rank, and a profile measures links between ranks. Start two ranks or more, for example: gradwire "
-            f"emulate --nodes 2 --inter 500mbit -- -m gradwire profile --job {name}"
+            f"emulate --nodes 2 --inter 500mbit -- -m gradwire profile --job {job.name}"
         )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

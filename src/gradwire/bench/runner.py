@@ -47,6 +47,10 @@ class BenchRequest:
     ranks_per_node: int = 1
     intra: str | None = None
     """Rate inside a node, which all its ranks share for both directions, as behind a PCIe switch; None if unlimited."""
+    sites: int = 1
+    """Number of sites, which share out the nodes."""
+    wan: str | None = None
+    """The network between sites, such as "50ms rate 100mbit"."""
     steps: int = 30
     warmup_steps: int = 5
     turn_steps: int = 5
@@ -122,8 +126,7 @@ def run_bench(request: BenchRequest, problem: str | None, watch: View, save_to: 
     runner = _Runner(request, problem, notes, watch, save_to)
     for job in request.jobs if request.alone_steps else ():
         runner.measure_alone(job)
-    emulated = EmulatedCluster(request.nodes, request.ranks_per_node, intra=request.intra)
-    with emulated if problem is None else Loopback(request.world_size) as network:
+    with _cluster(request) if problem is None else Loopback(request.world_size) as network:
         for link in links:
             network.set_inter(None if link == UNLIMITED else link)
             for job in request.jobs:
@@ -140,10 +143,10 @@ def run_profile(
     """
     said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
     argv = [sys.executable, "-u", "-m", "gradwire", "profile", "--job", job]
-    argv += ["--out", str(folder), "--steps", str(steps)]
+    argv += ["--out", str(folder), "--steps", str(steps), "--device", request.device]
     argv += [word for spec in specs for word in ("--spec", repr(spec))]
-    inter = None if link == UNLIMITED else link
-    with EmulatedCluster(request.nodes, request.ranks_per_node, inter, request.intra) as network:
+    with _cluster(request) as network:
+        network.set_inter(None if link == UNLIMITED else link)
         with watch.group(f"{job}, {link}, profiling", ["profile"], 2 * steps):
             code = network.run(
                 argv,
@@ -154,6 +157,10 @@ def run_profile(
     if code:
         raise TestbedError(f"profiling {job} over {link} ended with exit code {code}:\n" + "\n".join(said))
     return tuple(line.partition("UserWarning: ")[2] for line in said if "UserWarning: " in line)
+
+
+def _cluster(request: BenchRequest) -> EmulatedCluster:
+    return EmulatedCluster(request.nodes, request.ranks_per_node, None, request.intra, request.sites, request.wan)
 
 
 def _measurable(request: BenchRequest, problem: str | None) -> tuple[list[str], list[str]]:

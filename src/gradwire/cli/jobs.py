@@ -146,18 +146,21 @@ def profile(
     out: Annotated[Path, typer.Option(help="Folder for profile.json, cluster.json and costs.json.")] = Path("profile"),
     spec: Specs = None,
     steps: Annotated[int, typer.Option(help="Steps with exchanges. As many steps without exchanges follow.")] = 20,
+    device: Annotated[str, typer.Option(help="cpu, or sleeping: computation is a timed sleep.")] = "cpu",
 ) -> None:
     """Measure a job, the links between its ranks, and the codecs of --spec, for `gradwire plan` and `gradwire simulate`.
 
     Start it with torchrun or emulate: gradwire emulate --inter 500mbit -- -m gradwire profile --job mlp
     """
     _check_extra("sklearn")
-    from gradwire.bench.jobs import profile_job
-    from gradwire.bench.names import parse_spec
+    from gradwire.bench.jobs import make_job, profile_job
+    from gradwire.bench.names import check_device, parse_spec
+    from gradwire.bench.sleeping_jobs import SleepingJob
     from gradwire.profiler import described
 
     specs = [parse_spec(each) for each in spec or ("QSGD(bits=4)",)]
-    found = profile_job(job, out, steps, specs, specs[0])
+    made = make_job(job)
+    found = profile_job(SleepingJob(made) if check_device(device) == "sleeping" else made, out, steps, specs, specs[0])
     if os.environ.get("RANK") == "0":
         typer.echo(described(found) + f"Written to {out}.")
 

@@ -13,16 +13,18 @@ from gradwire.errors import FormatError
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A link as alpha-beta model: a message of n bytes takes alpha_us + n * 8 / (gbps * 1000) microseconds."""
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("cpu_us", "cpu_us_per_byte", "shared", "up_gbps", "flow_gbps")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("cpu_us", "cpu_us_per_byte", "shared", "up_gbps", "flow_gbps", "message_us")
 
     alpha_us: float
     """Microseconds before the first byte arrives."""
     gbps: float
     """Gigabits per second of one node's share, in either direction; above 0."""
     cpu_us: float = 0.0
-    """A rank's processor time in microseconds for one all-reduce, without that for bytes. For `Cluster.allreduce` alone."""
+    """A rank's processor time in microseconds for one message, without that for bytes. On `Cluster.allreduce` for a whole
+    all-reduce."""
     cpu_us_per_byte: float = 0.0
-    """Processor time in microseconds of a rank for each byte of an all-reduce. Copies into the bucket's memory and back count."""
+    """Processor time in microseconds of a rank for each byte that the rank sends: sending, receiving, and copies. On
+    `Cluster.allreduce` for each byte that the rank holds, with the sums, and with copies into the bucket's memory and back."""
     shared: bool = False
     """Whether all ranks of a node share this link, as GPUs behind one PCIe switch do. `Cluster.intra` alone uses this field;
     ranks always share their node's `inter` link."""
@@ -31,12 +33,35 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flow_gbps: float | None = None
     """Gigabits per second of one flow from a rank to another rank, for links between nodes. Less than the node's rate if the node
     has several NICs, or if the network limits each connection. None: one flow may have the whole rate."""
+    message_us: float | None = None
+    """Microseconds of each further message that does not wait for the message before, as in a direct exchange with several ranks;
+    at most `alpha_us`. The rest of `alpha_us` is latency: the link is free meanwhile. None: as `alpha_us`."""
 
     def __post_init__(self) -> None:
         numbers(self, "a latency in microseconds", "alpha_us")
-        numbers(self, "a time in microseconds", "cpu_us", "cpu_us_per_byte")
+        numbers(self, "a time in microseconds", "message_us", "cpu_us", "cpu_us_per_byte")
         numbers(self, "a rate in gigabits per second", "gbps", *_BETWEEN_NODES, positive=True)
         flags(self, "shared")
+        if self.message_us is not None and self.message_us > self.alpha_us:
+            raise FormatError(
+                f"message_us is {show(self.message_us)}, and alpha_us is {show(self.alpha_us)}: a further message takes no "
+                "longer than the first one. Write at most alpha_us, or leave message_us out."
+            )
+
+    @property
+    def free_us(self) -> float:
+        """The part of `alpha_us` in which the link is free for other messages."""
+        return 0.0 if self.message_us is None else self.alpha_us - self.message_us
+
+    def latency_us(self, messages: float, rounds: float) -> float:
+        """Microseconds of an exchange of no bytes. messages: of one rank. rounds: those that wait for the message before.
+
+        >>> Link(100.0, 1.0).latency_us(7, 1), Link(100.0, 1.0, message_us=20.0).latency_us(7, 1)
+        (700.0, 220.0)
+        """
+        if self.message_us is None:
+            return messages * self.alpha_us
+        return messages * self.message_us + rounds * self.free_us
 
     @property
     def least_gbps(self) -> float:
@@ -63,7 +88,7 @@ class Cluster(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "cluster"
     remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Cluster."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("allreduce", "launch_us", "processors", "slow_nodes", "made")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("allreduce", "ddp", "launch_us", "processors", "slow_nodes", "made")
 
     version: int = 1
     nodes: int
@@ -73,13 +98,17 @@ class Cluster(Document, frozen=True, kw_only=True):
     allreduce: Link | None = None
     """The link for the backend's own all-reduce, which may be faster or slower than other exchanges: between nodes, or inside a
     single node. The measured rate is that of all nodes together, slow nodes included. None: as fast as other exchanges."""
+    ddp: Link | None = None
+    """The link of the all-reduce that DistributedDataParallel runs, if another library than gradwire performs it: on CPUs torch's
+    own process group. Times are those of a ring. None: as `allreduce`."""
     launch_us: float | None = None
-    """Processor time in microseconds that a rank with lanes spends on each exchange, without its codecs: wake-ups of threads,
-    calls of the backend, copies. None counts as 0. All-reduces of gradients have `allreduce.cpu_us` instead, if measured."""
+    """Processor time in microseconds that a rank with lanes spends on each exchange, without its codecs and without `cpu_us` and
+    `cpu_us_per_byte` of the links: wake-ups of threads, calls of the backend. None counts as 0. All-reduces of gradients have
+    `allreduce.cpu_us` instead, if measured."""
     processors: float | None = None
     """The number of processors that the ranks of a node share. If ranks are more, codecs on CPUs and launches take longer, since
-    all ranks do them at about the same time. Nodes that are emulated on one machine have a part of its processors each. None: a
-    rank has one to itself."""
+    all ranks do them at about the same time. If there are two or more for each rank, codecs on CPUs run while the rank computes.
+    Nodes that are emulated on one machine have a part of its processors each. None: a rank has one to itself."""
     slow_nodes: tuple[Link, ...] = ()
     """The inter links of nodes that are slower than `inter`, one for each of these nodes. It makes no difference which nodes they
     are, because every exchange waits for the slowest."""
@@ -92,8 +121,9 @@ class Cluster(Document, frozen=True, kw_only=True):
         for field in ("intra", "inter"):
             if not isinstance(link := getattr(self, field), Link):
                 raise FormatError(f"{field} is {show(link)}: it must be a Link.")
-        if not isinstance(self.allreduce, (Link, type(None))):
-            raise FormatError(f"allreduce is {show(self.allreduce)}: it must be a Link, or be left out.")
+        for field in ("allreduce", "ddp"):
+            if not isinstance(link := getattr(self, field), (Link, type(None))):
+                raise FormatError(f"{field} is {show(link)}: it must be a Link, or be left out.")
         numbers(self, "a time in microseconds", "launch_us")
         numbers(self, "a number of processors", "processors", positive=True)
         freeze(self, "slow_nodes")
@@ -107,7 +137,7 @@ class Cluster(Document, frozen=True, kw_only=True):
 
     def _check_inside(self) -> None:
         """Refuse fields of links between nodes on a link inside a node."""
-        inside = {"intra": self.intra, "allreduce": self.allreduce if self.nodes == 1 else None}
+        inside = {"intra": self.intra} | ({"allreduce": self.allreduce, "ddp": self.ddp} if self.nodes == 1 else {})
         for name, link in inside.items():
             for field in _BETWEEN_NODES:
                 if (rate := getattr(link, field, None)) is not None:
@@ -124,6 +154,20 @@ class Cluster(Document, frozen=True, kw_only=True):
         2.0
         """
         return 1.0 if self.processors is None else max(1.0, self.ranks_per_node / self.processors)
+
+    @property
+    def processors_per_rank(self) -> float:
+        """How many processors a rank has to itself, at least 1.
+
+        >>> Cluster(nodes=1, ranks_per_node=2, intra=Link(5.0, 4.0), inter=Link(5.0, 4.0), processors=6).processors_per_rank
+        3.0
+        """
+        return 1.0 if self.processors is None else max(1.0, self.processors / self.ranks_per_node)
+
+    @property
+    def of_ddp(self) -> "Cluster":
+        """The cluster as DistributedDataParallel sees it: its all-reduce is `ddp`."""
+        return self if self.ddp is None else msgspec.structs.replace(self, allreduce=self.ddp, ddp=None)
 
     @property
     def node_links(self) -> tuple[Link, ...]:

@@ -43,7 +43,7 @@ class Profile(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "profile"
     remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Profile."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("steps", "optimizer_us", "loaded_backward_us", "made")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("steps", "optimizer_us", "loaded_backward_us", "processor_part", "made")
 
     version: int = 1
     model: str
@@ -58,6 +58,9 @@ class Profile(Document, frozen=True, kw_only=True):
     loaded_backward_us: float | None = None
     """Microseconds of the whole backward while exchanges run; backward_us was measured without exchanges. The difference is the
     time that codecs and messages take from computation. For display; no prediction uses this field."""
+    processor_part: float | None = None
+    """The part of forward and backward in which a processor of the host works for them: about 1 on one thread of a CPU, and near
+    0 on a device of its own. None counts as 1 on CPUs."""
     made: Made | None = None
     tensors: tuple[TensorProfile, ...]
 
@@ -68,6 +71,7 @@ class Profile(Document, frozen=True, kw_only=True):
         wholes(self, "samples per rank and step", "batch", low=1)
         wholes(self, "steps measured", "steps", low=1)
         numbers(self, "a time in microseconds", "optimizer_us", "loaded_backward_us")
+        numbers(self, "a part of a time", "processor_part")
         freeze(self, "tensors")
         each("tensors", self.tensors, TensorProfile)
         if not self.tensors:

@@ -1,8 +1,9 @@
-"""The load of collectives on links: messages one after another, and bytes.
+"""The load of collectives on links: messages, and bytes.
 
 A link works full duplex. Inside a node each rank has its own intra link, or all share one, as behind a PCIe switch; all share the
 node's inter link. A shared link carries the sum of their flows. Times follow from the alpha-beta model: messages * alpha + bytes
-* beta.
+* beta. If the time of a further message is known (`Link.message_us`), only messages that wait for another one take alpha each:
+those of a chain or a ring do, and those that a rank sends to several ranks at once do not.
 
 An exchange takes as long as the slowest of its lines: the link inside a node, and both directions of each node's inter link. A
 flow goes from one rank to another. If one flow cannot have a node's whole rate, k flows have k times the rate of one flow, at
@@ -36,7 +37,7 @@ class Load(NamedTuple):
     """Load of an exchange on one link."""
 
     messages: float
-    """Number of messages one after another: each costs the link's alpha."""
+    """Number of messages of a rank. `Traffic.rounds` says how many of them wait for another one."""
     factor: float
     """Bytes over the busiest link in its busier direction, as a multiple of the bytes that a rank holds before the exchange."""
 
@@ -62,12 +63,19 @@ class Line(NamedTuple):
     """Bytes on the link, as a multiple of the bytes that a rank holds."""
     us_per_byte: float
     """Microseconds for each of the bytes on the link."""
+    free_us: float = 0.0
+    """The part of `latency_us` in which the link is free for other exchanges."""
 
 
 def longest_us(lines: Iterable[Line], held_bytes: float) -> float:
     """Microseconds of an exchange in which a rank holds so many bytes."""
-    times_us = [latency_us + factor * held_bytes * us_per_byte for latency_us, factor, us_per_byte in lines]
+    times_us = [latency_us + factor * held_bytes * us_per_byte for latency_us, factor, us_per_byte, _ in lines]
     return max(times_us)
+
+
+def longest(lines: Iterable[Line], held_bytes: float) -> tuple[float, float]:
+    """Microseconds of an exchange in which a rank holds so many bytes, and how many of them its link is free."""
+    return max((latency_us + factor * held_bytes * us, free_us) for latency_us, factor, us, free_us in lines)
 
 
 class Traffic(NamedTuple):
@@ -86,6 +94,8 @@ class Traffic(NamedTuple):
     """Flows from other nodes to the node that receives most. None: one flow of all bytes."""
     in_turn: bool = False
     """Whether the links work one after the other."""
+    rounds: tuple[float, float] | None = None
+    """Number of messages on the intra and on the inter link that wait for the message before. None: all."""
 
     def intra_factor(self, intra: Link) -> float:
         """Bytes over an intra link, as a multiple of what a rank holds."""
@@ -93,16 +103,21 @@ class Traffic(NamedTuple):
 
     def lines(self, intra: Link, nodes: Sequence[Link]) -> tuple[Line, ...]:
         """The exchange's lines on the links that it uses, at least one. `nodes`: the inter links of nodes, each kind once."""
-        lines = [Line(self.intra.messages * intra.alpha_us, self.intra_factor(intra), us_per_byte(intra))]
+        inside, between = self.rounds or (self.intra.messages, self.inter.messages)
+        latency_us = intra.latency_us(self.intra.messages, inside)
+        lines = [Line(latency_us, self.intra_factor(intra), us_per_byte(intra), inside * intra.free_us)]
         alone = Flows(self.inter.factor, 1)
         for link in nodes:
-            latency_us = self.inter.messages * link.alpha_us
+            latency_us = link.latency_us(self.inter.messages, between)
             for flows, gbps in ((self.down or alone, link.gbps), (self.up or alone, link.up_gbps or link.gbps)):
                 limit = gbps if link.flow_gbps is None else min(gbps, max(1, flows.at_once) * link.flow_gbps)
-                lines.append(Line(latency_us, flows.factor, 8 / (limit * 1000)))
+                lines.append(Line(latency_us, flows.factor, 8 / (limit * 1000), between * link.free_us))
         if self.in_turn:
-            inside = lines[0]
-            lines = [Line(inside[0] + line[0], 1.0, inside[1] * inside[2] + line[1] * line[2]) for line in lines[1:]]
+            first = lines[0]
+            lines = [
+                Line(first[0] + line[0], 1.0, first[1] * first[2] + line[1] * line[2], first.free_us + line.free_us)
+                for line in lines[1:]
+            ]
         return tuple(dict.fromkeys(line for line in lines if line.latency_us or line.factor)) or tuple(lines[:1])
 
     def time_us(self, held_bytes: float, intra: Link, *nodes: Link) -> float:
@@ -135,12 +150,13 @@ def group_traffic(word: str, ranks: int, link: str, routing: str = "ring", flows
     """
     messages, factor, sent = _on_one_link(word, ranks, routing)
     load = Load(messages, factor * flows)
+    rounds = _rounds(load, word, routing)
     if link == "inter":
         busy = Flows(factor, ranks - 1 if _in_pairs(word, routing) else 1)
         up, down = _directions(word, busy, Flows(min(1.0, factor), 1))
-        return Traffic(NOTHING, load, sent, None, up.times(flows), down.times(flows))
+        return Traffic(NOTHING, load, sent, None, up.times(flows), down.times(flows), rounds=(0, rounds))
     # rooted ones send to the root or from it alone, whether along a chain or not
-    return Traffic(load, NOTHING, sent, ranks - 1.0 if word in ROOTED else ranks * sent)
+    return Traffic(load, NOTHING, sent, ranks - 1.0 if word in ROOTED else ranks * sent, rounds=(rounds, 0))
 
 
 def flat_traffic(word: str, nodes: int, ranks_per_node: int, routing: str = "ring") -> Traffic:
@@ -164,7 +180,8 @@ def flat_traffic(word: str, nodes: int, ranks_per_node: int, routing: str = "rin
         senders = 1 if word in ROOTED else local
         inside, between = (local - 1) * each, senders * abroad * each
         ways = _directions(word, Flows(between, senders * abroad), Flows(local * each, local))
-        return Traffic(Load(local - 1, inside), Load(abroad, between), sent, senders * inside, *ways)
+        loads = Load(local - 1, inside), Load(abroad, between)
+        return Traffic(*loads, sent, senders * inside, *ways, rounds=(1, 1))
     load = Load(messages, factor)
     # the last rank of a node sends to another node
     return Traffic(load, load, sent, (local - 1) * factor)
@@ -187,10 +204,12 @@ def sum_traffic(word: str, nodes: int, ranks_per_node: int) -> tuple[Traffic, Tr
         between /= ranks_per_node
     else:
         inside /= nodes
-    stages = [phases * sum(prime - 1 for prime in primes_of(ranks)) for ranks in (ranks_per_node, nodes)]
+    stages = [primes_of(ranks) for ranks in (ranks_per_node, nodes)]
+    messages = [phases * sum(prime - 1 for prime in primes) for primes in stages]
+    rounds = phases * len(stages[0]), phases * len(stages[1])
     flows = Flows(ranks_per_node * between, ranks_per_node)
-    intra, inter = Load(stages[0], inside), Load(stages[1], flows.factor)
-    small = Traffic(intra, inter, inside + between, ranks_per_node * inside, flows, flows, nodes > 1 < ranks_per_node)
+    intra, inter = Load(messages[0], inside), Load(messages[1], flows.factor)
+    small = Traffic(intra, inter, inside + between, ranks_per_node * inside, flows, flows, nodes > 1 < ranks_per_node, rounds)
     around = {"alltoall": "reducescatter"}.get(word, word)
     return small, flat_traffic(around, nodes, ranks_per_node, "ring") if nodes > 1 and nodes * ranks_per_node > 2 else None
 
@@ -198,6 +217,11 @@ def sum_traffic(word: str, nodes: int, ranks_per_node: int) -> tuple[Traffic, Tr
 def _in_pairs(word: str, routing: str) -> bool:
     """Whether every pair of ranks, or the root and each other rank, exchange directly."""
     return word in ("alltoall", "gather") or (routing != "ring" and word != "allreduce")
+
+
+def _rounds(load: Load, word: str, routing: str) -> float:
+    """Number of messages that wait for the message before."""
+    return min(1, load.messages) if _in_pairs(word, routing) else load.messages
 
 
 def _directions(word: str, busy: Flows, other: Flows) -> tuple[Flows, Flows]:

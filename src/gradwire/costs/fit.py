@@ -97,7 +97,12 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Fit:
 
 
 def fit_link(
-    points: Sequence[tuple[float, float]], word: str, ranks: int, routing: str = "ring", ranks_per_node: int = 1
+    points: Sequence[tuple[float, float]],
+    word: str,
+    ranks: int,
+    routing: str = "ring",
+    ranks_per_node: int = 1,
+    message_us: float | None = None,
 ) -> tuple[Link, Fit]:
     """Fit the link between ranks to times of one collective among them. Returns the link and the fit.
 
@@ -105,7 +110,7 @@ def fit_link(
 
     points: (bytes that a rank holds before, microseconds). word: one of LINK_TASKS. routing: as in
     gradwire.costs.collectives. ranks_per_node: number of ranks that share their node's inter link; if it equals `ranks`, the
-    result is the link inside the node.
+    result is the link inside the node. message_us: as in `Link`; it is lowered where times leave less for it.
 
     Raises FormatError for bad points, for one rank, and for times that do not grow with bytes.
 
@@ -119,12 +124,20 @@ def fit_link(
     if routing == "wires" and word == "allreduce":
         small, large = sum_traffic(word, nodes, ranks_per_node)
     load = small.inter if nodes > 1 else small.intra
+    rounds = _rounds(small, nodes > 1)
     if not load.messages:
         raise FormatError(
             f"ranks is {ranks}: one rank exchanges nothing, so the times tell nothing about the link. Measure with 2 or more."
         )
+    if message_us is not None:
+        message_us = min(message_us, min(us for _, us in points) / load.messages)
+    around = [large is not None and goes_around(nbytes, nodes, ranks) for nbytes, _ in points]
+    further_us = (load.messages - rounds) * (message_us or 0.0)
+    points = [(nbytes, us if large_one else us - further_us) for (nbytes, us), large_one in zip(points, around, strict=True)]
+    if message_us is not None:
+        load = load._replace(messages=rounds)
     if large is not None:
-        loads = [large.inter if goes_around(nbytes, nodes, ranks) else load for nbytes, _ in points]
+        loads = [large.inter if large_one else load for large_one in around]
         points = [(n * of.factor / of.messages, us / of.messages) for (n, us), of in zip(points, loads, strict=True)]
         load = Load(1, 1.0)
     fit = fit_line(points)
@@ -133,7 +146,15 @@ def fit_link(
             f"the times of {word} do not grow with bytes, from {min(points)} to {max(points)}, so the link's rate cannot be "
             "computed. Measure larger sizes."
         )
-    return Link(fit.alpha_us / load.messages, 8 * load.factor / (fit.us_per_byte * 1000)), fit
+    alpha_us = fit.alpha_us / load.messages
+    message_us = None if message_us is None else min(message_us, alpha_us)
+    return Link(alpha_us, 8 * load.factor / (fit.us_per_byte * 1000), message_us=message_us), fit
+
+
+def _rounds(traffic: Traffic, between: bool) -> float:
+    """Number of messages that wait for the message before, on the link between nodes or inside one."""
+    load = traffic.inter if between else traffic.intra
+    return load.messages if traffic.rounds is None else traffic.rounds[between]
 
 
 def _least_median(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

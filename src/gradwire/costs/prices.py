@@ -29,7 +29,7 @@ from gradwire.core import (
     goes_around,
     show,
 )
-from gradwire.costs.collectives import Line, longest_us
+from gradwire.costs.collectives import Line, longest, longest_us
 from gradwire.costs.steps import Step, steps_of
 from gradwire.errors import PlanError
 
@@ -74,6 +74,10 @@ class Price(NamedTuple):
     """Bytes over a rank's intra link, or over the intra link that all ranks of its node share."""
     inter_bytes: float = 0.0
     """Bytes of all ranks of a node over its inter link."""
+    free_us: float = 0.0
+    """The part of `us` in which the link is free for other exchanges: the latency of its messages."""
+    cpu_us: float = 0.0
+    """Processor time of the rank during an exchange."""
 
 
 class Bytes(NamedTuple):
@@ -124,8 +128,8 @@ class Prices:
 
     tensors: all tensors of the model. routing: one of gradwire.costs.collectives.ROUTINGS. Shards are taken to be equal: the
     engine's rounding to blocks and alignment (under 200 bytes a shard) is not counted. decode_calls: one of DECODE_CALLS; a Comp
-    is one call of its codec. launch_us: as in `Cluster`, the length of a task before each exchange; None: no such tasks. An
-    all-reduce of gradients has its link's `cpu_us` instead, if the link has one.
+    is one call of its codec. launch_us: as in `Cluster`, the length of a task before each exchange; None: exchanges take no
+    processor time. An all-reduce of gradients has its link's `cpu_us` in place of this task, if the link has one.
 
     >>> from gradwire.core import Link
     >>> cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(1.0, 100.0), inter=Link(10.0, 8.0))
@@ -184,7 +188,7 @@ class Prices:
             if exchange is None:
                 tasks.append(self._codec(step, rounds, tuple(shares.items()), size.coded))
             else:
-                if us := self._launch_us(step, size):
+                if us := self._launch_us(step):
                     tasks.append(Price("launch:cpu", us, step.gathers))
                 tasks.append(exchange(size[step.payload]))
         return tuple(tasks)
@@ -205,12 +209,28 @@ class Prices:
             return [steps]
         return [small, tuple(step._replace(traffic=step.large or step.traffic, large=None) for step in steps)]
 
-    def _launch_us(self, step: Step, size: Bytes) -> float:
-        """Processor time of an exchange in microseconds, without codecs."""
-        link, launch_us, shared_by = self.cluster.allreduce, self.launch_us, self.cluster.ranks_per_processor
-        if launch_us is None or link is None or step.task != ALL_REDUCE[0] or step.payload:
-            return shared_by * (launch_us or 0.0)
-        return shared_by * (link.cpu_us + link.cpu_us_per_byte * size.raw * step.share * step.parts or launch_us)
+    def _launch_us(self, step: Step) -> float:
+        """Processor time in microseconds before an exchange. A measured all-reduce has all its processor time in its own link."""
+        if self.launch_us is None or (self._measured(step) and any(self._processor(step))):
+            return 0.0
+        return self.cluster.ranks_per_processor * self.launch_us
+
+    def _processor(self, step: Step) -> tuple[float, float]:
+        """A rank's processor time during an exchange: for its messages, and for each byte that the rank holds."""
+        traffic, cluster = step.traffic, self.cluster
+        if traffic is None or self.launch_us is None:
+            return 0.0, 0.0
+        if self._measured(step):
+            link = cluster.allreduce
+            return (0.0, 0.0) if link is None or step.payload else (link.cpu_us, link.cpu_us_per_byte)
+        inside = traffic.intra.factor if traffic.inter.messages else traffic.sent
+        start_us = traffic.intra.messages * cluster.intra.cpu_us + traffic.inter.messages * cluster.inter.cpu_us
+        outside = max(0.0, traffic.sent - inside)
+        return start_us, min(inside, traffic.sent) * cluster.intra.cpu_us_per_byte + outside * cluster.inter.cpu_us_per_byte
+
+    def _measured(self, step: Step) -> bool:
+        """Whether the step is an all-reduce whose link was measured by itself."""
+        return self.cluster.allreduce is not None and step.task == ALL_REDUCE[0]
 
     def _shares(self, bucket: Bucket) -> dict[Spec, float]:
         """The part of the compressed bytes that each spec has."""
@@ -245,9 +265,8 @@ class Prices:
 
     def _lines(self, step: Step) -> tuple[Line, ...]:
         assert step.traffic is not None
-        measured = self.cluster.allreduce is not None and step.task == ALL_REDUCE[0]
         # the measured link between nodes has the time of stages inside nodes
-        traffic = step.traffic._replace(in_turn=step.traffic.in_turn and not measured)
+        traffic = step.traffic._replace(in_turn=step.traffic.in_turn and not self._measured(step))
         return traffic.lines(*self.cluster.links_for(step.task))
 
     def exchange_us(self, step: Step, held_bytes: float) -> float:
@@ -262,7 +281,10 @@ class Prices:
         assert traffic is not None
         held = nbytes * step.share * step.parts
         inside, between = traffic.intra_factor(intra) * held, traffic.inter.factor * held
-        return Price(step.task, self.exchange_us(step, held), step.gathers, traffic.sent * held, inside, between)
+        us, free_us = longest(self.lines(step), held)
+        start_us, us_per_byte = self._processor(step)
+        cpu_us = self.cluster.ranks_per_processor * (start_us + us_per_byte * held)
+        return Price(step.task, us, step.gathers, traffic.sent * held, inside, between, free_us, cpu_us)
 
     def points(self, spec: Spec, device: str, what: str) -> Points:
         """The measured points of a spec on a device; what: 'encode' or 'decode'. Raises PlanError if there are none."""
@@ -337,7 +359,7 @@ class FoldedCosts(NamedTuple):
     """Costs of float32 buckets as functions of their bytes of gradient."""
 
     encode: CurveCost
-    """Cupcake's h: all Comp tasks, launches, and the Decomps that a later exchange waits for."""
+    """Cupcake's h: all Comp tasks, the processor time of exchanges, and the Decomps that a later exchange waits for."""
     exchange: CurveCost
     """Cupcake's g: all link tasks, one after the other. The spec's ratio and the scheme's factor are in it."""
     busiest: CurveCost
@@ -385,4 +407,4 @@ def _times(prices: Prices, option: tuple[str, ...], spec: Spec, nbytes: int) -> 
     tasks = prices.tasks(option, spec.rounds, {spec: 1.0}, size)
     intra, inter = (sum(task.us for task in tasks if task.task.endswith(link)) for link in LINKS)
     decode = tasks[-1].us if tasks[-1].task.startswith("decomp") else 0.0
-    return sum(task.us for task in tasks) - intra - inter - decode, intra, inter, decode
+    return sum(task.us + task.cpu_us for task in tasks) - intra - inter - decode, intra, inter, decode

@@ -220,7 +220,8 @@ def _group_traffic(group_of: Sequence[int], ranks_per_node: int, size: int, each
         between.append(size - 1 - inside[-1])
         of_node[rank // ranks_per_node] += between[-1]
     if ranks_per_node == len(group_of):
-        return Traffic(Load(size - 1, (size - 1) * each), Load(0, 0.0), (size - 1) * each, sum(inside) * each)
+        return Traffic(Load(size - 1, (size - 1) * each), Load(0, 0.0), (size - 1) * each, sum(inside) * each, rounds=(1, 0))
     flows = Flows(max(of_node) * each, max(of_node))
     intra, inter = Load(max(inside), max(inside) * each), Load(max(between), flows.factor)
-    return Traffic(intra, inter, (size - 1) * each, ranks_per_node * intra.factor, flows, flows)
+    rounds = min(1, intra.messages), min(1, inter.messages)
+    return Traffic(intra, inter, (size - 1) * each, ranks_per_node * intra.factor, flows, flows, rounds=rounds)

@@ -5,7 +5,7 @@ A `PlanningJob` holds all inputs of a search: the model's times, the cluster, th
 
 import copy
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ from gradwire.sim import (
     ReplayProgram,
     Rules,
     Simulator,
+    as_ddp,
     device_of,
     fs_of,
     launch_key,
@@ -140,7 +141,7 @@ class PlanningJob:
         self.line = Replayer(
             self.simulator.optimizer + sum(fs_of(t.forward_us or 0.0) for t in tensors),
             [fs_of(t.backward_us) for t in tensors],
-            self.rules.cpu_workers,
+            self.simulator.workers,
         )
         vectors = frozenset(place for place, tensor in enumerate(tensors) if len(tensor.shape) < 2)
         self.exempt = vectors if self.limits.exempt_vectors else frozenset()
@@ -337,7 +338,7 @@ class PlanningJob:
         priced = [self.simulator.prices.of(bucket) for bucket in light.buckets]
         prediction = Prediction(
             step_us=self.simulator.step_us(light),
-            baseline_step_us=self.simulator.step_us(self.light(baseline)),
+            baseline_step_us=self._ddp_simulator.step_us(self.light(baseline)),
             lower_bound_us=self.lower_bound_us(),
             bytes_per_rank=round(sum(price.sent_bytes * p.pieces for p in priced for price in p.tasks)),
             extra_bytes_device=self.extra_bytes(draft),
@@ -345,6 +346,13 @@ class PlanningJob:
         )
         prints = fingerprint(self.profile.tensor_infos(self.rules.device))
         return Plan(fingerprint=prints, buckets=tuple(light.buckets), launch=tuple(light.launch), prediction=prediction)
+
+    @cached_property
+    def _ddp_simulator(self) -> Simulator:
+        if self.cluster.ddp is None:
+            return self.simulator
+        cluster, rules = as_ddp(self.cluster, self.rules)
+        return Simulator(self.profile, cluster, self.simulator.prices.costs, rules)
 
     def lower_bound_us(self) -> float:
         """Microseconds of a step that no plan with these choices can beat. See `least_step_us`."""

@@ -33,6 +33,7 @@ from gradwire.core import show
 from gradwire.costs import AffineCost
 from gradwire.errors import PlanError
 from gradwire.planner.partition import Decoding, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
+from gradwire.sim import native_fusion
 
 _ROUNDING = 1 - 1e-12
 """Plans whose steps differ by less than this factor have the same step but for rounding errors."""
@@ -45,13 +46,14 @@ def optimal(
     exchange: tuple[float, float],
     decode: tuple[float, float] = (0.0, 0.0),
     decoding: Decoding = "exposed",
+    native: bool = True,
 ) -> Fusion:
     """The partition with the shortest step; if several tie, any of them.
 
     `backward_us` and `nbytes` are by tensor in gradient-ready order, first ready first. `encode`, `exchange` and `decode` are
-    (alpha_us, us_per_byte) of one bucket, per byte of *uncompressed* gradient; `decoding` as in `FusionCosts`. The step is what
-    `evaluate` gives, and no partition has a shorter one but for rounding (one part in 10^11). Raises as `evaluate` does, and
-    PlanError if a cost is not affine.
+    (alpha_us, us_per_byte) of one bucket, per byte of *uncompressed* gradient; `decoding` as in `FusionCosts`. native: whether to
+    use the C++ library if it was built; the results are the same. The step is what `evaluate` gives, and no partition has a
+    shorter one but for rounding (one part in 10^11). Raises as `evaluate` does, and PlanError if a cost is not affine.
 
     >>> optimal([10, 10, 10, 10], [400, 400, 400, 400], encode=(1, 0), exchange=(3, 0.01))
     Fusion(boundaries=(1, 3, 4), step_us=50.0)
@@ -60,7 +62,8 @@ def optimal(
     costs = FusionCosts(encode=encode, exchange=exchange, decode=decode, decoding=decoding)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
     decode_us = [costs.after(total_bytes[-1] - before) for before in total_bytes[:-1]]  # by start of the last bucket
-    boundaries = _with_decode(_chain(ready_us, total_bytes, costs), decode_us)
+    chain = _chain(ready_us, total_bytes, costs)
+    boundaries = (native_fusion(*chain, decode_us) if native else None) or _with_decode(chain, decode_us)
     return Fusion(tuple(boundaries), step_of(boundaries, ready_us, total_bytes, costs))
 
 

@@ -76,7 +76,7 @@ class Pricer:
         latency, factors = 0.0, [0.0, 0.0, 0.0]
         for step in steps:
             if step.traffic is not None and self.simulator.resource(step.task) == link:
-                lines = [(line.latency_us, line.factor * line.us_per_byte) for line in self.prices.lines(step)]
+                lines = [(line.latency_us - line.free_us, line.factor * line.us_per_byte) for line in self.prices.lines(step)]
                 alpha, beta = max(lines, key=itemgetter(1))
                 latency += alpha
                 factors[step.payload] += beta * step.share * step.parts
@@ -109,6 +109,9 @@ class Pricer:
             task = self.simulator.task(prices, index, phase, phase if len(links) < phases else None)
             if is_sent:
                 links.append(task.resource)
+                if task.cpu:  # programs have one task after the other
+                    busy[task.cpu_on] += task.cpu
+                    tasks.append((task.cpu_on, task.cpu, task.urgency, phase))
             busy[task.resource] += task.length
             tasks.append((task.resource, task.length, task.urgency, phase))
         codecs = sum(price.task.startswith(CODEC_TASKS) for price in prices)

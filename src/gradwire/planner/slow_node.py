@@ -105,9 +105,10 @@ def slow_cases(cluster: Cluster, slower: float) -> list[SlowCase]:
 def _with(cluster: Cluster, slow_nodes: tuple[Link, ...]) -> Cluster:
     changed = msgspec.structs.replace(cluster, slow_nodes=slow_nodes)
     before, now = _slowest(cluster), _slowest(changed)
-    if cluster.allreduce is None or before == now:
+    if before == now:
         return changed
-    return msgspec.structs.replace(changed, allreduce=cluster.allreduce.scaled(now, before))
+    sums = {"allreduce": cluster.allreduce, "ddp": cluster.ddp}
+    return msgspec.structs.replace(changed, **{name: link.scaled(now, before) for name, link in sums.items() if link is not None})
 
 
 def _slowest(cluster: Cluster) -> float:

@@ -17,7 +17,7 @@ from gradwire.errors import FormatError, PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import METHODS, make_plan
 from gradwire.planner.starts import ddp_draft
-from gradwire.sim import FS_PER_US, Rules, simulate
+from gradwire.sim import FS_PER_US, Rules, as_ddp, device_of, rules_of, simulate
 
 MOST_VALUES = 64
 """Most values of one list. More values make no better picture, and each takes planning time."""
@@ -138,7 +138,7 @@ Seen = Callable[[int], None]
 def clusters(cluster: Cluster, inter: Sequence[float] | None, nodes: Sequence[int] | None) -> list[Cluster]:
     """The cluster at each rate between nodes with each number of nodes; None: the cluster's own.
 
-    The rates of uplinks, of slow nodes and of the measured all-reduce scale with the rate between nodes. The rate of all-reduce
+    The rates of uplinks, of slow nodes and of measured all-reduces scale with the rate between nodes. The rate of an all-reduce
     is left out if it was measured on the other kind of link. With fewer nodes the first slow nodes stay.
     """
     rates, counts = inter or (cluster.inter.gbps,), nodes or (cluster.nodes,)
@@ -146,14 +146,15 @@ def clusters(cluster: Cluster, inter: Sequence[float] | None, nodes: Sequence[in
 
 
 def _at(cluster: Cluster, gbps: float, nodes: int) -> Cluster:
-    allreduce = cluster.allreduce
-    if allreduce is not None and (nodes == 1) != (cluster.nodes == 1):
-        allreduce = None
-    elif allreduce is not None and nodes > 1:
-        allreduce = allreduce.scaled(gbps, cluster.inter.gbps)
+    sums = {"allreduce": cluster.allreduce, "ddp": cluster.ddp}
+    for name, link in sums.items():
+        if link is not None and (nodes == 1) != (cluster.nodes == 1):
+            sums[name] = None
+        elif link is not None and nodes > 1:
+            sums[name] = link.scaled(gbps, cluster.inter.gbps)
     inter = msgspec.structs.replace(cluster.inter.scaled(gbps, cluster.inter.gbps), gbps=gbps)
     slow = tuple(link.scaled(gbps, cluster.inter.gbps) for link in cluster.slow_nodes[:nodes])
-    return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, allreduce=allreduce, slow_nodes=slow)
+    return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, slow_nodes=slow, **sums)
 
 
 def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> None:
@@ -188,7 +189,10 @@ def sweep_methods(
             else:
                 job = PlanningJob(profile, point, costs, specs, limits, rules)
                 prediction = None if method == "bound" else make_plan(job, method).plan.prediction
-                step_us = job.lower_bound_us() if prediction is None else prediction.step_us
+                if prediction is None:
+                    step_us = job.lower_bound_us()
+                else:
+                    step_us = prediction.baseline_step_us if method == "ddp" else prediction.step_us
             rows.append(_row(profile, point, method, step_us))
             seen(len(rows))
     return rows
@@ -208,7 +212,8 @@ def sweep_plan(
     for point in points:
         plan_us = ddp_us = profile.compute_us
         if point.world_size > 1:
-            job = PlanningJob(profile, point, Costs(codecs=()), rules=rules)
+            of_ddp, ddp_rules = as_ddp(point, rules or rules_of(device_of(profile)))
+            job = PlanningJob(profile, of_ddp, Costs(codecs=()), rules=ddp_rules)
             found = job.step(ddp_draft(job))
             assert found is not None
             plan_us, ddp_us = simulate(plan, profile, point, costs, rules).step_us, found / FS_PER_US

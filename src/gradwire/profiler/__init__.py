@@ -2,11 +2,11 @@
 
 from gradwire.profiler.clock import Clock
 from gradwire.profiler.codecs import cached_codecs, measure_codecs
-from gradwire.profiler.links import measure_links, measured_links
+from gradwire.profiler.links import measure_links, measure_processors, measured_links
 from gradwire.profiler.profiling import Profiling, described, profile_from
 from gradwire.profiler.recorder import WARMUP_STEPS, Recorder
 
 __all__ = [
     "WARMUP_STEPS", "Clock", "Profiling", "Recorder", "cached_codecs", "described", "measure_codecs", "measure_links",
-    "measured_links", "profile_from",
+    "measure_processors", "measured_links", "profile_from",
 ]  # fmt: skip

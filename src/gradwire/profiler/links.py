@@ -1,10 +1,12 @@
 """Measures the links between ranks: times of exchanges and all-reduces by size, and a line through the times.
 
-Exchanges are announced first and sent without pause, as in a step, so that the initial burst of a rate limit does not
-hide the rate. All ranks get the times of the slowest rank, so all stop at the same size.
+Exchanges are those of a step: on the lane's wire, or else announced first and sent without pause, so that the initial burst of a
+rate limit does not hide the rate. All ranks get the times of the slowest rank, so all stop at the same size.
 """
 
+import hashlib
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +23,7 @@ from gradwire.core import Link as ClusterLink
 from gradwire.costs import Fit, fit_line, fit_link
 from gradwire.errors import FormatError, StepStateError
 from gradwire.profiler.clock import Clock
-from gradwire.transport import Grid, Link, Meter, transfer
+from gradwire.transport import Grid, Link, Meter, Operations, transfer
 
 SIZES = tuple(1024 * 4**power for power in range(8))
 """Bytes of a message: 1 KB to 16 MB."""
@@ -36,20 +38,35 @@ _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
 _MOST_MESSAGES = 50
 _COPIED_BYTES = 4 * 2**20
 """Bytes of a copy: more than a core's own caches hold, like the gradients of a model."""
-_SPIN_S = 0.03
+SPIN_S = 0.03
 """Processor time for which all ranks compute together, to find how many share a processor."""
 _SHARED_FROM = 1.15
 """Elapsed time over processor time from which ranks share processors. Below it is noise."""
+_THREADS = 3
+"""Threads of a rank that work in a step: the one that computes, and two lanes."""
+_HASHED = bytes(2**17)
+"""Bytes that a thread hashes without Python's lock."""
+_BURST = 8
+"""Messages to each rank that are sent without waiting, to find what a further message takes."""
+_BURST_BYTES = 1024
+_BURSTS, _BURST_PART = 5, 0.1
+"""Most bursts, and their part of the time for a link."""
 _TAG = 1_000_000
 """First tag of the measured messages, higher than the tags of steps."""
 
 Times = dict[str, list[tuple[float, float]]]
-"""Measured points by link. intra, inter, allreduce: (bytes that a rank holds before, microseconds). cpu: (bytes,
-processor time of an all-reduce, including the copies of its gradients into the bucket's memory and back)."""
+"""Measured points by link. intra, inter, allreduce, ddp: (bytes that a rank holds before, microseconds). cpu: (bytes,
+processor time of an all-reduce, including the copies of its gradients into the bucket's memory and back). ddp cpu: the same of
+DistributedDataParallel's all-reduce. intra cpu, inter cpu: (bytes, processor time of an exchange). intra message, inter message:
+(0, microseconds of each further message that is sent without waiting)."""
+
+
+_EXCHANGES = ("intra", "inter")
+"""The links of exchanges. The others are of all-reduces."""
 
 
 class MeasuredLinks(NamedTuple):
-    """A cluster, and for each link (intra, inter, allreduce) the fit."""
+    """A cluster, and for each link (intra, inter, allreduce, ddp) the fit."""
 
     cluster: Cluster
     fits: dict[str, Fit]
@@ -57,35 +74,80 @@ class MeasuredLinks(NamedTuple):
     """A warning for each bad fit."""
 
 
-def measure_links(link: Link, grid: Grid, device: torch.device, seconds: float = SECONDS) -> Times:
-    """Measure every kind of link in this cluster for about `seconds` each. Collective, on a lane."""
+def measure_links(
+    link: Link,
+    grid: Grid,
+    device: torch.device,
+    seconds: float = SECONDS,
+    process_group: dist.ProcessGroup | None = None,
+) -> Times:
+    """Measure every kind of link in this cluster for about `seconds` each. Collective, on a lane.
+
+    process_group: the group of DistributedDataParallel. Its all-reduce on CPUs is measured too if it is given.
+    """
     times: Times = {}
     if grid.ranks_per_node > 1:
-        exchanges = _Exchanges(link, grid.group("intra"), device)
-        times["intra"], _ = _sweep(link, exchanges, grid.ranks_per_node, device, seconds)
+        _measure_exchanges(times, "intra", link, grid.group("intra"), grid.ranks_per_node, device, seconds)
     if grid.nodes > 1:
         # one rank of each node: all ranks of a node share the rate of one flow
         group = grid.group("inter") if grid.place_of(link.rank) == 0 else ()
-        times["inter"], _ = _sweep(link, _Exchanges(link, group, device), grid.nodes, device, seconds)
+        _measure_exchanges(times, "inter", link, group, grid.nodes, device, seconds)
     times["allreduce"], cpu_times = _sweep(link, _AllReduces(link, grid, device), 1, device, seconds)
-    if device.type == "cpu":
-        (us_per_byte,) = _slowest(link, [_copies_us_per_byte()], device)
-        times["cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
+    if device.type != "cpu":
+        return times
+    (us_per_byte,) = _slowest(link, [_copies_us_per_byte()], device)
+    times["cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
+    if process_group is not None:
+        times["ddp"], cpu_times = _sweep(link, _GroupAllReduces(process_group), 1, device, seconds)
+        times["ddp cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
     return times
 
 
-def measure_processors(link: Link, ranks_per_node: int) -> float | None:
+def _measure_exchanges(
+    times: Times, name: str, link: Link, group: Sequence[int], ranks: int, device: torch.device, seconds: float
+) -> None:
+    exchanges = _Exchanges(link, group, device)
+    times[name], cpu_times = _sweep(link, exchanges, ranks, device, seconds)
+    if device.type == "cpu":
+        times[f"{name} cpu"] = cpu_times
+        first_us = min(us for _, us in times[name])
+        repeats = max(1, min(_BURSTS, round(1e6 * seconds * _BURST_PART / first_us)))
+        times[f"{name} message"] = [(0.0, _message_us(link, exchanges, ranks, device, repeats))]
+
+
+def measure_processors(link: Link, ranks_per_node: int, seconds: float = SPIN_S) -> float | None:
     """Measure how many processors a node's ranks share: all ranks compute at the same time. Collective, on a lane.
 
-    Returns None if each rank has one to itself.
+    If each rank has a processor, more threads of each rank compute. Returns None if a rank has one to itself, and its other
+    threads have none. seconds: processor time of each thread.
     """
+    longer = _longer(link, 1, seconds)
+    if longer > _SHARED_FROM:
+        return ranks_per_node / longer
+    processors = _THREADS / _longer(link, _THREADS, seconds)
+    return ranks_per_node * processors if processors > _SHARED_FROM else None
+
+
+def _longer(link: Link, threads: int, seconds: float) -> float:
+    """How many times as long as alone a thread computes if so many threads of each rank do, on the slowest rank."""
     device = torch.device("cpu")
     _slowest(link, [0.0], device)  # wait for all ranks
-    began, until = time.perf_counter(), time.thread_time() + _SPIN_S
+    began = time.perf_counter()
+    others = [threading.Thread(target=_hash_for, args=(seconds,)) for _ in range(threads - 1)]
+    for other in others:
+        other.start()
+    _hash_for(seconds)
+    for other in others:
+        other.join()
+    (longer,) = _slowest(link, [(time.perf_counter() - began) / seconds], device)
+    return longer
+
+
+def _hash_for(seconds: float) -> None:
+    """Compute for so much processor time of this thread, without Python's lock."""
+    until = time.thread_time() + seconds
     while time.thread_time() < until:
-        pass
-    (longer,) = _slowest(link, [(time.perf_counter() - began) / _SPIN_S], device)
-    return ranks_per_node / longer if longer > _SHARED_FROM else None
+        hashlib.sha256(_HASHED)
 
 
 def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) -> MeasuredLinks:
@@ -96,14 +158,19 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
     links: dict[str, ClusterLink] = {}
     fits: dict[str, Fit] = {}
     problems: list[str] = []
+    of_ranks = {"intra": grid.ranks_per_node, "inter": grid.nodes, "allreduce": grid.world_size, "ddp": grid.world_size}
     for name, points in times.items():
-        if name == "cpu":
+        if name not in of_ranks:
             continue
-        ranks = {"intra": grid.ranks_per_node, "inter": grid.nodes, "allreduce": grid.world_size}[name]
-        word, per_node = ("allreduce", grid.ranks_per_node) if name == "allreduce" else ("alltoall", 1)
+        ranks, exchange = of_ranks[name], name in _EXCHANGES
+        word, per_node = ("alltoall", 1) if exchange else ("allreduce", grid.ranks_per_node)
+        routing = "wires" if "cpu" in times and name != "ddp" else "direct"
+        message_us = _message_of(times, name if exchange else "inter" if grid.nodes > 1 else "intra")
         try:
-            links[name], fits[name] = fit_link(points, word, ranks, "wires" if "cpu" in times else "direct", per_node)
+            links[name], fits[name] = fit_link(points, word, ranks, routing, per_node, message_us)
         except FormatError as error:
+            if name == "ddp":
+                continue  # then it counts as gradwire's all-reduce
             if unknown_gbps is not None:
                 links[name] = ClusterLink(min(us for _, us in points), unknown_gbps)
                 continue
@@ -115,43 +182,103 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
                 f"(R2 {fit.r2:.3f}, worst error {100 * fit.worst_relative_error:.0f} %): {fit.problem}. Predictions will have "
                 "errors of this size. Profile again while nothing else uses the link and the processors."
             )
-    with suppress(FormatError):  # a slow machine measured one size only, which leaves this time unknown
-        cpu = fit_line(times.get("cpu", []))
-        links["allreduce"] = replace(links["allreduce"], cpu_us=cpu.alpha_us, cpu_us_per_byte=cpu.us_per_byte)
+    for name, key in {"allreduce": "cpu", "ddp": "ddp cpu", **{each: f"{each} cpu" for each in _EXCHANGES}}.items():
+        with suppress(FormatError):  # a slow machine measured one size only, which leaves this time unknown
+            cpu = fit_line(times.get(key, []))
+            if name not in links:
+                continue
+            messages, sent = (of_ranks[name] - 1, 1 - 1 / of_ranks[name]) if name in _EXCHANGES else (1, 1.0)
+            links[name] = replace(links[name], cpu_us=cpu.alpha_us / messages, cpu_us_per_byte=cpu.us_per_byte / sent)
     cluster = Cluster(
         nodes=grid.nodes,
         ranks_per_node=grid.ranks_per_node,
         intra=links.get("intra") or links["inter"],
         inter=links.get("inter") or links["intra"],
         allreduce=links["allreduce"],
+        ddp=links.get("ddp"),
         made=Made.now(),
     )
     return MeasuredLinks(cluster, fits, problems)
+
+
+def _message_of(times: Times, name: str) -> float | None:
+    points = times.get(f"{name} message")
+    return points[0][1] if points else None
 
 
 class _Exchanges:
     """Exchanges among the ranks of a group. Other ranks take part without sending."""
 
     def __init__(self, link: Link, group: Sequence[int], device: torch.device) -> None:
-        self._link, self._group, self._device = link, group, device
+        self._link, self._device = link, device
+        others = [rank for rank in group if rank != link.rank] if link.rank in group else []
+        # begin with the next rank, so that not all send to the first one first
+        self._others = sorted(others, key=lambda rank: (rank - link.rank) % link.world_size)
+        self._on_wire = link.wire is not None and device.type == "cpu"
 
-    def announce(self, nbytes: int, messages: int) -> None:
-        """Announce `messages` messages of `nbytes` bytes."""
+    def announce(self, nbytes: int, messages: int, at_once: int = 1) -> None:
+        """Announce `messages` exchanges of `nbytes` bytes, each of `at_once` messages to each rank."""
         received, self._sent = self._parts(nbytes), self._parts(nbytes)
-        self._exchanges = iter([self._link.expect(_TAG + number, received, checked=False) for number in range(messages)])
+        if self._on_wire:
+            self._operations = made = Operations()
+            for rank in self._others * at_once:
+                made.send(rank, self._sent[rank], _TAG)
+            for rank in self._others * at_once:
+                made.receive(rank, received[rank], _TAG)
+            made.flush()
+            return
+        numbers = iter(range(_TAG, _TAG + messages * at_once))
+        expected = [self._link.expect(number, received, checked=False) for number in numbers]
+        self._exchanges = iter([expected[at : at + at_once] for at in range(0, len(expected), at_once)])
 
     def _parts(self, nbytes: int) -> list[torch.Tensor]:
-        link, member = self._link, self._link.rank in self._group
-        sizes = [nbytes * (member and rank in self._group and rank != link.rank) for rank in range(link.world_size)]
+        sizes = [nbytes * (rank in self._others) for rank in range(self._link.world_size)]
         return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
 
     def perform(self) -> None:
         """Perform the next exchange. Returns when it has ended on this rank."""
-        exchange = next(self._exchanges)
-        exchange.send(self._sent)
-        for rank in self._group:
-            exchange.wait(rank)
-        exchange.finish()
+        if self._on_wire:
+            assert self._link.wire is not None
+            if self._others:
+                self._link.wire.run(self._operations, Meter())
+            return
+        exchanges = next(self._exchanges)
+        for exchange in exchanges:
+            exchange.send(self._sent)
+        for exchange in exchanges:
+            for rank in self._others:
+                exchange.wait(rank)
+            exchange.finish()
+
+
+def _message_us(link: Link, exchanges: _Exchanges, ranks: int, device: torch.device, repeats: int) -> float:
+    """Return what each further message takes that a rank sends without waiting, in microseconds, on the slowest rank."""
+    clock, medians = Clock(device), []
+    for at_once in (1, _BURST):
+        exchanges.announce(_BURST_BYTES, repeats, at_once)
+        times = []
+        for _ in range(repeats):
+            _slowest(link, [0.0], device)  # wait for all ranks
+            began = clock.mark()
+            exchanges.perform()
+            times.append(clock.us(began, clock.mark()))
+        medians.append(statistics.median(times))
+    (us,) = _slowest(link, [(medians[1] - medians[0]) / ((_BURST - 1) * (ranks - 1))], device)
+    return max(0.0, us)
+
+
+class _GroupAllReduces:
+    """All-reduces by a process group, as DistributedDataParallel's. Same interface as `_Exchanges`."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._group = process_group
+
+    def announce(self, nbytes: int, messages: int) -> None:
+        self._tensor = torch.zeros(nbytes // 4, dtype=torch.float32)
+
+    def perform(self) -> None:
+        with transfer():
+            dist.all_reduce(self._tensor, group=self._group)
 
 
 class _AllReduces:
@@ -172,7 +299,7 @@ class _AllReduces:
             self._link.all_reduce(self._tensor).wait()
 
 
-_Traffic = _Exchanges | _AllReduces
+_Traffic = _Exchanges | _AllReduces | _GroupAllReduces
 
 
 def _sweep(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.core import CODEC_TASKS, Cluster, Costs, Plan, TensorInfo, TensorProfile
+from gradwire.core import ALL_REDUCE, CODEC_TASKS, Cluster, Costs, Plan, TensorInfo, TensorProfile
 from gradwire.costs import Prices
 
 
@@ -18,6 +18,8 @@ class ModelTimes(NamedTuple):
     loaded_backward_us: float
     exchange_cpu_us: float
     """CPU time of the exchange of a quiet step, all threads, codecs included."""
+    processor_part: float
+    """CPU time of forward and backward, all threads, over their elapsed time in quiet steps."""
 
 
 def slowest(rows: torch.Tensor) -> torch.Tensor:
@@ -47,7 +49,7 @@ def model_times(
     Without modules all of forward counts for the last tensor.
     """
     count = len(modules)
-    forward, began, ready = quiet[:, :count], quiet[:, count], quiet[:, count + 1 : -2]
+    forward, began, ready = quiet[:, :count], quiet[:, count], quiet[:, count + 1 : -3]
     middle = _quantile(ready, 0.5)
     order = torch.argsort(torch.nan_to_num(middle, nan=torch.inf), stable=True).tolist()
     moments = torch.cat([began[:, None], ready[:, order]], 1)
@@ -76,26 +78,28 @@ def model_times(
         )
         for place, index in enumerate(order)
     ]
-    last = torch.nan_to_num(loaded[:, count + 1 : -2], nan=-torch.inf).amax(1)
+    last = torch.nan_to_num(loaded[:, count + 1 : -3], nan=-torch.inf).amax(1)
+    computing_us = torch.nan_to_num(ready, nan=-torch.inf).amax(1)
     return ModelTimes(
         tensors,
-        optimizer_us=_known(_quantile(torch.cat([quiet, loaded])[:, -2:-1], 0.5)[0]),
+        optimizer_us=_known(_quantile(torch.cat([quiet, loaded])[:, -3:-2], 0.5)[0]),
         loaded_backward_us=_known(_quantile((last - loaded[:, count])[:, None], 0.5)[0]),
-        exchange_cpu_us=_known(_quantile(quiet[:, -1:], 0.5)[0]),
+        exchange_cpu_us=_known(_quantile(quiet[:, -2:-1], 0.5)[0]),
+        processor_part=_known(_quantile((quiet[:, -1] / computing_us)[:, None], 0.5)[0]),
     )
 
 
 def launch_time_us(plan: Plan, tensors: Sequence[TensorProfile], cluster: Cluster, costs: Costs, exchange_cpu_us: float) -> float:
-    """Return the CPU time of one exchange in microseconds: the time of a step's exchanges without codecs, divided by
-    their number. All-reduces over a link with a measured CPU time are left out."""
-    prices = Prices(tensors, cluster, costs, "direct", launch_us=0.0)
+    """Return the CPU time of one exchange in microseconds: the time of a step's exchanges without codecs and without the
+    CPU times of links, divided by their number. All-reduces over a link with a measured CPU time are left out."""
+    prices = Prices(tensors, cluster, costs, "wires", launch_us=0.0)
     exchanges, other_us = 0, 0.0
     for bucket in plan.buckets:
         priced = prices.of(bucket)
-        words = [price.task.partition(":")[0] for price in priced.tasks]
-        exchanges += priced.pieces * (len(bucket.link_tasks) - words.count("launch"))
-        known = [price.us for word, price in zip(words, priced.tasks, strict=True) if word in (*CODEC_TASKS, "launch")]
-        other_us += priced.pieces * sum(known)
+        measured = [price for price in priced.tasks if price.cpu_us and (price.task,) == ALL_REDUCE]
+        exchanges += priced.pieces * (len(bucket.link_tasks) - len(measured))
+        codecs_us = sum(price.us for price in priced.tasks if price.task.startswith(CODEC_TASKS))
+        other_us += priced.pieces * (codecs_us + sum(price.cpu_us for price in priced.tasks))
     return max(0.0, exchange_cpu_us - other_us) / exchanges if exchanges else 0.0
 
 

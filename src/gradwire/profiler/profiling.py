@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -50,7 +51,7 @@ class Profiling:
     cluster: Cluster
     costs: Costs
     fits: dict[str, Fit]
-    """The fit of each link: intra, inter, allreduce."""
+    """The fit of each link: intra, inter, allreduce, and on CPUs ddp."""
 
     def __init__(self, session: Session, folder: str | os.PathLike[str], steps: int, specs: Sequence[Spec]) -> None:
         whole("steps", steps, "steps to measure with exchanges, and as many without", low=1, error=PlanError)
@@ -99,7 +100,9 @@ class Profiling:
     def _measure(self, recorder: Recorder) -> None:
         quiet, loaded = (slowest(self._of_all_ranks(recorder.rows(quiet))) for quiet in (True, False))
         device, grid = recorder.clock.device, self._group.grid
-        times = self._on_lane(lambda link: measure_links(link, grid, device), "the exchanges that measure links")
+        group = self._group.process_group if device.type == "cpu" else None
+        measure = partial(measure_links, grid=grid, device=device, process_group=group)
+        times = self._on_lane(measure, "the exchanges that measure links")
         self.cluster, self.fits, problems = measured_links(times, grid)
         for problem in problems if self._group.rank == 0 else ():
             warnings.warn(problem, stacklevel=3)
@@ -147,6 +150,7 @@ def profile_from(recorder: Recorder, session: Session, quiet: torch.Tensor, load
         steps=len(quiet),
         optimizer_us=found.optimizer_us,
         loaded_backward_us=found.loaded_backward_us,
+        processor_part=found.processor_part if device.type == "cpu" else None,
         made=Made.now(),
         tensors=tuple(found.tensors),
     )
@@ -174,9 +178,13 @@ def described(found: Profiling) -> str:
     if found.cluster.launch_us is not None:
         lines.append(f"  each exchange takes {found.cluster.launch_us:.0f} us of the processor")
     if found.cluster.processors is not None:
-        lines.append(f"  {found.cluster.ranks_per_processor:.2g} ranks share a processor")
-    links = {"intra": found.cluster.intra, "inter": found.cluster.inter, "allreduce": found.cluster.allreduce}
-    lines += [f"  {name} {link.alpha_us:.0f} us, {link.gbps:.4g} Gb/s" for name, link in links.items() if link]
+        per_rank = found.cluster.processors / found.cluster.ranks_per_node
+        lines.append(f"  {per_rank:.2g} processors for each rank")
+    links = {name: getattr(found.cluster, name) for name in ("intra", "inter", "allreduce", "ddp")}
+    for name, link in links.items():
+        if link:
+            further = "" if link.message_us is None else f", a further message {link.message_us:.0f} us"
+            lines.append(f"  {name} {link.alpha_us:.0f} us{further}, {link.gbps:.4g} Gb/s")
     for codec in found.costs.codecs:
         encode, decode = (time_at(points, _SHOWN_BYTES) for points in (codec.encode, codec.decode))
         lines.append(f"{codec.spec!r} on {codec.device}: 1 MiB encoded in {encode:.0f} us, decoded in {decode:.0f} us")

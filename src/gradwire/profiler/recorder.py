@@ -37,6 +37,8 @@ class _RecordedStep:
     ended: Any = None
     cpu_s: float = 0.0
     """CPU seconds of all threads: until the exchange ends, the process's at the last gradient; then those since that one."""
+    computing_cpu_s: float = 0.0
+    """CPU seconds of all threads from the begin to the last gradient. Before that, minus the process's at the begin."""
 
 
 class Recorder(Observer, LanesObserver):
@@ -95,7 +97,7 @@ class Recorder(Observer, LanesObserver):
 
         Columns: for each module the time from the start of its forward (for the first, of the step) to the next module's start;
         from the start of the step to the start of backward, and to each gradient; from the end of the exchange to the next step;
-        the CPU time from the last gradient to the end of the exchange. NaN if something did not happen.
+        the CPU time from the last gradient to the end of the exchange; the CPU time before it. NaN if something did not happen.
         """
         chosen = [step for step in self.steps[WARMUP_STEPS:] if step.quiet == quiet and step.finished is not None]
         return torch.tensor([self._row(step) for step in chosen], dtype=torch.float64)
@@ -109,7 +111,7 @@ class Recorder(Observer, LanesObserver):
             forward[module] += end - begin
         ready = [us(step.ready[index]) if index in step.ready else never for index in range(len(self.names))]
         optimizer = never if step.ended is None else self.clock.us(step.finished, step.ended)
-        return [*forward, backward, *ready, optimizer, step.cpu_s * 1e6]
+        return [*forward, backward, *ready, optimizer, step.cpu_s * 1e6, step.computing_cpu_s * 1e6]
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any, named: Any) -> None:
         if module is not self._model() or not torch.is_grad_enabled():
@@ -127,7 +129,7 @@ class Recorder(Observer, LanesObserver):
         self.batch = max(1, shapes[0][0]) if shapes and shapes[0] else 1
         quiet = len(self.steps) >= WARMUP_STEPS and (len(self.steps) - WARMUP_STEPS) % 2 == 0
         self.holds = quiet
-        self.steps.append(_RecordedStep(quiet, self.clock.mark()))
+        self.steps.append(_RecordedStep(quiet, self.clock.mark(), computing_cpu_s=-time.process_time()))
 
     def _enter(self, number: int, module: torch.nn.Module, inputs: Any) -> None:
         step = self._running()
@@ -158,6 +160,7 @@ class Recorder(Observer, LanesObserver):
         step = self._running()
         if step is not None:
             step.finished = self.clock.mark()
+            step.computing_cpu_s += step.cpu_s
             step.cpu_s = time.process_time() - step.cpu_s
             self.holds = False
 

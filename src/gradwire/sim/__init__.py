@@ -1,15 +1,15 @@
 """Prediction of a plan's step: when each resource works. Pure: no torch."""
 
 from gradwire.sim.events import COMPUTE, INTER, INTRA, RESOURCES
-from gradwire.sim.native import ReplayProgram, TooLongError
+from gradwire.sim.native import ReplayProgram, TooLongError, native_fusion
 from gradwire.sim.replay import NEVER, Replayed, Replayer, launch_key
-from gradwire.sim.rules import Rules, changed_rules, device_of, rules_of
+from gradwire.sim.rules import Rules, as_ddp, changed_rules, device_of, rules_of
 from gradwire.sim.simulator import FS_PER_US, LightPlan, Simulator, fs_of
 from gradwire.sim.timeline import Event, Interval, Resource, Timeline, minus, simulate, total, union
 from gradwire.sim.views import as_table, as_trace
 
 __all__ = [
     "COMPUTE", "FS_PER_US", "INTER", "INTRA", "NEVER", "RESOURCES", "Event", "Interval", "LightPlan", "ReplayProgram",
-    "Replayed", "Replayer", "Resource", "Rules", "Simulator", "Timeline", "TooLongError", "as_table", "as_trace",
-    "changed_rules", "device_of", "fs_of", "launch_key", "minus", "rules_of", "simulate", "total", "union",
+    "Replayed", "Replayer", "Resource", "Rules", "Simulator", "Timeline", "TooLongError", "as_ddp", "as_table", "as_trace",
+    "changed_rules", "device_of", "fs_of", "launch_key", "minus", "native_fusion", "rules_of", "simulate", "total", "union",
 ]  # fmt: skip

@@ -22,6 +22,10 @@ NOTHING, WHOLE_STEP = -2, -1
 """Values of `SimWork.waits` that are not a bucket's index: wait for nothing, or for an earlier step's whole exchange."""
 AWAITED, LAST, LATE = 0, 1, 2
 """Urgency of a task on compute: a link waits for it; only the end of the step waits; it runs after backward and forward."""
+_NOWHERE = len(RESOURCES)
+"""The resource of a link task that has only latency left."""
+_ONLY_FREE = 1 << 62
+"""Stands in place of a row: the link is free again, and its task goes on."""
 
 
 class SimTask(NamedTuple):
@@ -36,6 +40,12 @@ class SimTask(NamedTuple):
     """The bucket whose gradients must be ready, for the first task of a piece; else -1."""
     ends: int = -1
     """The bucket, for the last task of a piece; else -1."""
+    free: int = 0
+    """Femtoseconds at the end of a link task in which its link serves other tasks: the latency of messages. `length` has them
+    too."""
+    cpu: int = 0
+    """Femtoseconds of the task's work on `cpu_on`, which goes on at the same time. The task ends when both have ended."""
+    cpu_on: int = POOL
 
 
 class SimWork(NamedTuple):
@@ -64,7 +74,7 @@ class Span(NamedTuple):
     first: int
     """The task in its row, or the first part of the computation."""
     until: int
-    """The part of the computation after the last one."""
+    """The part of the computation after the last one. For a task 1 if this is the task's work on a processor, else 0."""
 
 
 class EventRun(NamedTuple):
@@ -98,11 +108,14 @@ class EventLoop:
         self.ready = [[False] * len(work.pieces) for work in self.works]
         self.waiting: dict[tuple[int, int], list[int]] = {}
         self.at = [0] * (steps * self.width)
-        self.free = [1, workers, 1, 1]
+        self.open = [0] * len(self.at)
+        """Number of works of each row's current task that have not ended: on a link and on a processor."""
+        self.free = [1, workers, 1, 1, 0]
         self.queues: list[list[tuple[int, int, int]]] = [[], [], [], []]
         self.ending: list[tuple[int, int, int]] = []
         """(end, resource, row) of each running task, with rows counted over all steps. For computation the row is minus the index
-        of the part after the last running one."""
+        of the part after the last running one. The work of a task on a processor has the row plus the number of rows. Where the
+        link alone is free again, the row is `_ONLY_FREE`."""
         self.due = [self._launch_order(link) for link in range(len(RESOURCES))]
         self.launched = [0, 0, 0, 0]
         self.step = self.part = 0
@@ -133,8 +146,8 @@ class EventLoop:
                 self.free[resource] += 1
                 if what < 0:
                     self._computed(-what, now)
-                else:
-                    self._done(what, now)
+                elif what != _ONLY_FREE:
+                    self._done(what % len(self.at), now)
 
     def _begin_row(self, row: int, now: int) -> None:
         """Start a row; with lanes, the lane's first row from this step on."""
@@ -157,13 +170,20 @@ class EventLoop:
             self.waiting.setdefault((step, task.gate), []).append(row)
             return
         order = (step << 32) + task.order
-        if task.resource == COMPUTE:
-            key = (task.urgency, order, row)
-        elif task.resource == POOL or self.lanes:
+        self.open[row] = 1
+        self._queue(task.resource, task.urgency, order, row, now)
+        if task.cpu:
+            self.open[row] = 2
+            self._queue(task.cpu_on, AWAITED, order, row + len(self.at), now)
+
+    def _queue(self, resource: int, urgency: int, order: int, row: int, now: int) -> None:
+        if resource == COMPUTE:
+            key = (urgency, order, row)
+        elif resource == POOL or self.lanes:
             key = (now, order, row)
         else:
             key = (order, 0, row)
-        heappush(self.queues[task.resource], key)
+        heappush(self.queues[resource], key)
 
     def _start(self, resource: int, now: int) -> None:
         """Give a link or the pool the first task of its queue."""
@@ -175,13 +195,18 @@ class EventLoop:
             self._take(resource, heappop(queue)[2], now)
 
     def _take(self, resource: int, row: int, now: int) -> None:
-        step, index = divmod(row, self.width)
-        at = self.at[row]
-        end = now + self.works[step].rows[index][at].length
+        on_processor, own = divmod(row, len(self.at))
+        step, index = divmod(own, self.width)
+        at = self.at[own]
+        task = self.works[step].rows[index][at]
+        end = now + (task.cpu if on_processor else task.length)
         self.free[resource] -= 1
+        if task.free and not on_processor:
+            heappush(self.ending, (end - task.free, resource, _ONLY_FREE))
+            resource = _NOWHERE
         heappush(self.ending, (end, resource, row))
         if self.record:
-            self.result.spans.append(Span(now, end, step, index, at, 0))
+            self.result.spans.append(Span(now, end, step, index, at, on_processor))
 
     def _compute(self, now: int) -> None:
         """Give compute a codec task, or as many parts of the computation as no codec task can interrupt."""
@@ -223,6 +248,9 @@ class EventLoop:
             self.step, self.part = self.step + 1, 0
 
     def _done(self, row: int, now: int) -> None:
+        self.open[row] -= 1
+        if self.open[row]:
+            return
         step, index = divmod(row, self.width)
         task = self.works[step].rows[index][self.at[row]]
         self.at[row] += 1

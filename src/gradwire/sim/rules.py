@@ -4,9 +4,12 @@ from typing import Any
 
 import msgspec
 
-from gradwire.core import Profile, whole, word
+from gradwire.core import Cluster, Profile, whole, word
 from gradwire.costs import DECODE_CALLS, ROUTINGS
 from gradwire.errors import PlanError
+
+_PART_OF_A_PROCESSOR = 0.5
+"""The part of a processor from which computation counts as a task that needs one."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +72,40 @@ def rules_of(device: str) -> Rules:
 def device_of(profile: Profile) -> str:
     """cpu if the profile's device says so in words, as 'cpu' or 'CPU, 2 cores'; else gpu."""
     return "cpu" if "cpu" in profile.device.lower() else "gpu"
+
+
+def placed(rules: Rules, profile: Profile, cluster: Cluster) -> tuple[str, int]:
+    """Where codec tasks on the gradients' device run (`Rules.codec_on`), and how many tasks the CPU pool does at once.
+
+    On CPUs with lanes codec tasks leave compute if computation leaves them a processor: if it needs none, or if a rank has two or
+    more. Then each lane has a processor, as far as there are any.
+
+    >>> from gradwire.core import Link, TensorProfile
+    >>> tensors = [TensorProfile(name="w", shape=(4,), dtype="float32", backward_us=1.0)]
+    >>> link = Link(1.0, 1.0)
+    >>> shape = {"nodes": 2, "ranks_per_node": 1, "intra": link, "inter": link}
+    >>> profile = Profile(model="m", batch=1, device="cpu", tensors=tensors)
+    >>> placed(rules_of("cpu"), profile, Cluster(**shape)), placed(rules_of("cpu"), profile, Cluster(**shape, processors=2.5))
+    (('compute', 1), ('own thread', 1))
+    >>> asleep = Profile(model="m", batch=1, device="cpu", processor_part=0.1, tensors=tensors)
+    >>> placed(rules_of("cpu"), asleep, Cluster(**shape, processors=2.5))
+    ('own thread', 2)
+    """
+    if rules.device != "cpu" or not rules.lanes or rules.codec_on != "compute":
+        return rules.codec_on, rules.cpu_workers
+    part = 1.0 if profile.processor_part is None else profile.processor_part
+    computes = 0 if part < _PART_OF_A_PROCESSOR else max(1, round(part))
+    left = int(cluster.processors_per_rank) - computes
+    if computes and left < 1:
+        return rules.codec_on, rules.cpu_workers
+    return "own thread", max(1, min(rules.lanes, left))
+
+
+def as_ddp(cluster: Cluster, rules: Rules) -> tuple[Cluster, Rules]:
+    """The cluster and the rules by which DistributedDataParallel sums gradients: with its own all-reduce, if it was measured."""
+    if cluster.ddp is None:
+        return cluster, rules
+    return cluster.of_ddp, msgspec.structs.replace(rules, routing="direct")
 
 
 def changed_rules(profile: Profile, *, device: str | None = None, **changes: Any) -> Rules:

@@ -29,7 +29,7 @@ from gradwire.sim.events import (
     SimTask,
     SimWork,
 )
-from gradwire.sim.rules import Rules
+from gradwire.sim.rules import Rules, placed
 
 LONGEST_US = 1e13
 """Limit of a task's length, in microseconds."""
@@ -91,6 +91,8 @@ class Simulator:
         launch_us = (cluster.launch_us or 0.0) if self.rules.lanes else None
         self.prices = Prices(profile.tensors, cluster, costs, self.rules.routing, self.rules.decode_calls, launch_us=launch_us)
         self._one_link = INTRA if cluster.nodes == 1 else INTER
+        self._codec_on, self.workers = placed(self.rules, profile, cluster)
+        """`Rules.codec_on`, and the number of tasks that the CPU pool does at the same time."""
         self.resource = cache(self._resource)
         """The resource of a task, such as comp:gpu or allgather:inter."""
         tensors = profile.tensors
@@ -119,7 +121,7 @@ class Simulator:
         overlaps = plan.schedule.gathers_in_forward or plan.schedule.hides_exchange
         lag = 1 + plan.schedule.overlapped_steps
         cycles = _FEWEST_CYCLES if overlaps else 1
-        lanes, workers = rules.lanes > 0, rules.cpu_workers
+        lanes, workers = rules.lanes > 0, self.workers
         least = _least(works, workers) if overlaps else 0
         while True:
             steps = cycle * cycles
@@ -229,6 +231,9 @@ class Simulator:
                 urgency = LATE if decode == "after backward" else LAST
             if decode in ("none", "with encode"):
                 us = 0.0
+        if tasks[index].cpu_us or (tasks[index].free_us and self.rules.lanes):
+            free, cpu = fs_of(tasks[index].free_us), fs_of(tasks[index].cpu_us)
+            return SimTask(self.resource(word), fs_of(us), order, urgency, free=free, cpu=cpu, cpu_on=self.resource("launch:cpu"))
         encodes = [at for at, p in enumerate(tasks) if p.task.startswith("comp")] if decode == "with encode" else []
         if encodes and index == encodes[0]:
             us += sum(price.us for price in tasks if price.task.startswith("decomp"))
@@ -238,7 +243,7 @@ class Simulator:
         where = task.partition(":")[2]
         if where in LINKS:
             return INTRA if where == "intra" else self._one_link
-        return COMPUTE if where == self.rules.device and self.rules.codec_on == "compute" else POOL
+        return COMPUTE if where == self.rules.device and self._codec_on == "compute" else POOL
 
 
 def _least(works: Sequence[SimWork], workers: int) -> int:
@@ -247,7 +252,8 @@ def _least(works: Sequence[SimWork], workers: int) -> int:
     for work in works:
         for row in work.rows:
             for task in row:
-                busy[task.resource] += task.length
+                busy[task.resource] += task.length - task.free
+                busy[task.cpu_on] += task.cpu
     busy[POOL] = -(-busy[POOL] // workers)
     return max(busy)
 

@@ -84,7 +84,8 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One task of the timeline."""
 
     what: str
-    """optimizer, forward, backward, or the word of a task: comp, decomp, allreduce, ..., or launch (of an exchange by a lane)."""
+    """optimizer, forward, backward, or the word of a task: comp, decomp, allreduce, ..., or launch (a lane's work on a processor
+    for an exchange)."""
     resource: str
     """compute, cpu pool, intra link or inter link."""
     start_us: float
@@ -203,9 +204,9 @@ class _Reader:
         events: list[Event] = []
         for span in self.outcome.run.spans:
             clipped = (max(span.start, self.begin), min(span.end, self.end))
-            resource, codec = self._resource(span)
+            resource, codec, free = self._resource(span)
             if clipped[0] < clipped[1]:
-                busy[resource].append(clipped)
+                busy[resource].append((clipped[0], max(clipped[0], min(clipped[1], span.end - free))))
                 (computing if span.row < 0 else coding if codec else links).append(clipped)
             if self._shown(span):
                 events += self._events(span, resource)
@@ -242,14 +243,16 @@ class _Reader:
             events=tuple(events),
         )
 
-    def _resource(self, span: Span) -> tuple[str, bool]:
-        """The resource, and whether the task is a codec task or a launch."""
+    def _resource(self, span: Span) -> tuple[str, bool, int]:
+        """The resource, whether the span is work on a processor, and the femtoseconds at its end in which its link is free."""
         if span.row < 0:
-            return "compute", False
+            return "compute", False, 0
         layout = self.outcome.layouts[span.step % len(self.outcome.layouts)]
-        price = layout.labels[span.row][span.first].price
-        resource = RESOURCES[layout.work.rows[span.row][span.first].resource]
-        return resource, price.task.partition(":")[0] in (*CODEC_TASKS, "launch")
+        price, task = layout.labels[span.row][span.first].price, layout.work.rows[span.row][span.first]
+        if span.until:
+            return RESOURCES[task.cpu_on], True, 0
+        codec = price.task.partition(":")[0] in (*CODEC_TASKS, "launch")
+        return RESOURCES[task.resource], codec, task.free
 
     def _shown(self, span: Span) -> bool:
         if span.row < 0:
@@ -261,7 +264,7 @@ class _Reader:
         layout = self.outcome.layouts[span.step % len(self.outcome.layouts)]
         if span.row >= 0:
             label = layout.labels[span.row][span.first]
-            word = label.price.task.partition(":")[0]
+            word = "launch" if span.until else label.price.task.partition(":")[0]
             start, end = self._us(span.start), self._us(span.end)
             yield Event(word, resource, start, end, label.bucket, label.chunk, label.place, step=step)
             return

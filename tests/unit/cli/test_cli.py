@@ -101,6 +101,7 @@ gradwire profile
   --out = profile
   --spec
   --steps = 20
+  --device = cpu
 gradwire report
   RUN
   --out

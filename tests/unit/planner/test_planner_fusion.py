@@ -27,6 +27,7 @@ from gradwire.errors import PlanError
 from gradwire.planner.fusion import optimal
 from gradwire.planner.partition import Fusion, FusionCosts, evaluate
 from gradwire.planner.starts import close_after, close_before
+from gradwire.sim import native_fusion
 
 Pair = tuple[float, float]
 Case = tuple[list[float], list[float], Pair, Pair, Pair]
@@ -72,14 +73,21 @@ def lengthened(boundaries: tuple[int, ...], case: Case) -> Fraction:
 
 @pytest.mark.parametrize(("make", "count"), [(whole_case, 3000), (real_case, 1500)])
 def test_no_partition_is_shorter(make: Any, count: int) -> None:
-    for case in cases(make, count, most=12):
+    for number, case in enumerate(cases(make, count, most=12)):
         times, sizes, encode, exchange, decode = case
-        found = optimal(times, sizes, encode, exchange, decode)
+        found = optimal(times, sizes, encode, exchange, decode, native=number % 2 == 0)
         best = brute_force(times, sizes, FusionCosts(encode=encode, exchange=exchange, decode=decode))
         assert found.step_us == pytest.approx(best.step_us, rel=1e-11, abs=0), case
         if make is whole_case:
             assert found.step_us == best.step_us, case
             assert found.step_us == lengthened(found.boundaries, case), case
+
+
+@pytest.mark.skipif(native_fusion([0, 1], [0, 1], 0, 0, False, [0]) is None, reason="csrc/planner.cpp was not built (no g++)")
+@pytest.mark.parametrize(("make", "count", "most"), [(whole_case, 400, 12), (real_case, 400, 12), (real_case, 60, 300)])
+def test_the_library_finds_the_same_boundaries(make: Any, count: int, most: int) -> None:
+    for case in cases(make, count, most, seed=5):
+        assert optimal(*case) == optimal(*case, native=False), case
 
 
 @pytest.mark.parametrize("decoding", ["exposed", "lumped"])
