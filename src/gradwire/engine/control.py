@@ -15,9 +15,9 @@ import torch
 
 from gradwire.errors import DisagreementError
 from gradwire.exchange import Abandoned
-from gradwire.transport import DamagedError, Group, Lanes, Link
+from gradwire.transport import COMPLETE, DamagedError, Group, Lanes, Link
 
-_HEADER = struct.Struct("<qqQq?Q?d")
+_HEADER = struct.Struct("<qqQq?Q?dq")
 NOT_WEIGHED = -1.0
 """The samples of a rank whose script gives no weights."""
 _CHECK = struct.Struct("<I")
@@ -56,6 +56,9 @@ class RankReport(NamedTuple):
     """Whether its script stepped the optimizer after the last backward, where the schedule knows."""
     samples: float
     """The rank's weight in the mean, or NOT_WEIGHED."""
+    incomplete: int
+    """COMPLETE if all operations of the step before have completed on the rank's device without an error; otherwise the first
+    bucket with one that has not."""
     used: int
     """Bit i: parameter i got a gradient since the last synchronised step."""
 
@@ -81,23 +84,33 @@ class ControlExchange:
     def report(self, step: int, state: BackwardState, came: int, used: Collection[int], weights: int = 0) -> RankReport:
         """The report of this rank. `used`: the indices of parameters."""
         bits = "".join("1" if index in used else "0" for index in reversed(range(len(self._names))))
-        return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, self.samples, int(bits, 2))
+        plan, joining, stepped, samples = self.plan, self.joining, self.stepped, self.samples
+        return RankReport(step, state, plan, came, joining, weights, stepped, samples, COMPLETE, int(bits, 2))
 
     def tell(
         self, step: int, state: BackwardState, came: int, used: Collection[int], after: "Future[Any] | None" = None
     ) -> "Future[list[RankReport]]":
         """Send this rank's report to all ranks when `after` is done, and receive theirs."""
-        weights = self._drift.digest(self._weights) if self._drift.due(step) else 0
-        own = self.report(step, state, came, used, weights)
+        lanes = self._lanes
+        # weights of a step whose sums never arrived are not compared: its failure is reported instead
+        compares = self._drift.due(step) and lanes.first_incomplete() == COMPLETE
+        own = self.report(step, state, came, used, self._drift.digest(self._weights) if compares else 0)
         self.stepped = True  # a step that was left out is reported once
-        doing = self._lanes.flight.doing("control exchange")
+        doing = lanes.flight.doing("control exchange")
 
         def exchange(link: Link) -> list[RankReport]:
-            reports = exchange_reports(own, len(self._names), link, after, self._lanes.first_tag)
+            told = own._replace(incomplete=lanes.first_incomplete())
+            reports = exchange_reports(told, len(self._names), link, after, lanes.first_tag)
             doing.done()
             return reports
 
-        return self._lanes.control.submit(exchange)
+        return lanes.control.submit(exchange)
+
+    def check_complete(self, reports: Sequence[RankReport]) -> None:
+        """Raises CommunicationError, on all ranks, if operations of the step before failed on a rank's device."""
+        ranks = zip(self._lanes.group.global_ranks, reports, strict=True)
+        if incomplete := {rank: report.incomplete for rank, report in ranks if report.incomplete != COMPLETE}:
+            raise self._lanes.incomplete(incomplete, reports[0].step - 1)
 
     def why_void(self, reports: Sequence[RankReport], leaving_is_void: bool = True) -> str | None:
         """Why the step must not count, in the same words on all ranks; None if it counts."""
@@ -139,9 +152,9 @@ def exchange_reports(
     packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(-(-parameters // 8), "little")
     reports = []
     for raw in exchange_bytes(packed, link, after, tag):
-        step, state, plan, came, joining, weights, stepped, samples = _HEADER.unpack_from(raw)
+        step, state, *others = _HEADER.unpack_from(raw)
         used = int.from_bytes(raw[_HEADER.size :], "little")
-        reports.append(RankReport(step, BackwardState(state), plan, came, joining, weights, stepped, samples, used))
+        reports.append(RankReport(step, BackwardState(state), *others, used))
     return reports
 
 

@@ -9,11 +9,13 @@ from gradwire.transport.lanes import Lane, Lanes, LanesObserver
 from gradwire.transport.link import AllToAll, Group, Link, SilentLink
 from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations
+from gradwire.transport.queued import COMPLETE, QueuedStep
 from gradwire.transport.slices import short_slices
-from gradwire.transport.streams import Mark, Streams
+from gradwire.transport.streams import Mark, Streams, streams_for
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 __all__ = [
+    "COMPLETE",
     "KERNELS",
     "LONGEST_S",
     "SHORTEST_S",
@@ -30,6 +32,7 @@ __all__ = [
     "Mark",
     "Meter",
     "Operations",
+    "QueuedStep",
     "SilentLink",
     "Streams",
     "Wire",
@@ -43,5 +46,6 @@ __all__ = [
     "node_name",
     "short_slices",
     "standing_in",
+    "streams_for",
     "transfer",
 ]
