@@ -230,6 +230,10 @@ class _Event:
     def synchronize(self) -> None:
         self.device.host.follow(self.after)
 
+    def query(self) -> bool:
+        """Whether the work before it is done: operations of the double run at once."""
+        return True
+
 
 class DeviceLink:
     """The part of a link that schemes use, with NCCL's behaviour: operations run on a stream of their own, which waits
@@ -248,6 +252,11 @@ class DeviceLink:
         return self.begin([tensor], [tensor], "all-reduce")
 
     broadcast = all_reduce
+
+    def has_failed(self) -> bool:
+        return False
+
+    has_lost_a_rank = has_failed
 
     def begin(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], what: str) -> "_Begun":
         """An operation of the communicator."""

@@ -46,9 +46,10 @@ class PowerProgram:
         self.spec, self.flat, self.residual = spec, flat, residual
         runs, rank, device = runs_of(segments), spec.rank, flat.device
         rows: list[tuple[int, int, int, int, int]] = []
-        self.whole: list[tuple[slice, slice]] = []
-        """For each uncompressed tensor, its places in the flat buffer and in the first round."""
+        self._whole: list[slice] = []
+        """The places of uncompressed tensors in the flat buffer. In the first round they follow each other at the end."""
         self.names: list[tuple[str, int, slice]] = []
+        row_lengths: list[int] = []
         p_at = q_at = 0
         for index, (row, run) in enumerate(zip(segments.rows, runs, strict=True)):
             if matrix := spec.factors(run.shape):
@@ -56,14 +57,21 @@ class PowerProgram:
                 name = segments.names[index] if segments.names else str(index)
                 self.names.append((name, row.key, slice(q_at, q_at + matrix[1] * rank)))
                 p_at, q_at = p_at + matrix[0] * rank, q_at + matrix[1] * rank
+                row_lengths += [matrix[1]] * rank
+        whole_at = p_at
         for row, run in zip(segments.rows, runs, strict=True):
             if not spec.factors(run.shape):
-                self.whole.append((slice(row.offset, row.offset + row.numel), slice(p_at, p_at + row.numel)))
+                self._whole.append(slice(row.offset, row.offset + row.numel))
                 p_at += row.numel
         self.matrices = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 5)
         first, self.q_sum = (torch.zeros(at, dtype=torch.float32, device=device) for at in (p_at, q_at))
         assert (p_at, q_at) == spec.round_numels(runs)
         self.payloads = [first, self.q_sum]
+        self._numels = [place.stop - place.start for place in self._whole]
+        self._first = first[whole_at:]
+        self._firsts = list(self._first.split(self._numels)) if self._whole else []
+        self._row_lengths = torch.tensor(row_lengths, dtype=torch.int64, device=device)
+        self._rows = list(self.q_sum.split(row_lengths)) if row_lengths else []
         self.q_own, self.q_next = torch.zeros_like(self.q_sum), torch.zeros_like(self.q_sum)
         self.shared = {name: self.q_next[where] for name, _, where in self.names} if spec.warm_start else {}
         self._draw(0)
@@ -82,10 +90,10 @@ class PowerProgram:
             if not self.spec.warm_start:
                 self._draw(int(context.random[1]))
             kernels.project(self.flat, self.residual, self.matrices, rank, self.q_next, first)
-            for there, here in self.whole:
-                first[here] = self.flat[there]
+            if self._whole:
+                torch._foreach_copy_(self._firsts, self._parts(self.flat))
                 if self.residual is not None:
-                    first[here] += self.residual[there]
+                    torch._foreach_add_(self._firsts, self._parts(self.residual))
         else:
             kernels.orthogonalise(self.matrices, rank, first)
             kernels.back_project(self.flat, self.residual, self.matrices, rank, first, self.q_own)
@@ -94,18 +102,22 @@ class PowerProgram:
     def finish(self, context: Context) -> None:
         kernels, first = kernels_for(self.flat.device.type), self.payloads[0]
         kernels.reconstruct(self.flat, self.residual, self.matrices, self.spec.rank, first, self.q_sum, self.q_own)
-        for there, here in self.whole:
-            self.flat[there] = first[here].to(self.flat.dtype)
+        if self._whole:
+            torch._foreach_copy_(self._parts(self.flat), self._firsts)
             if self.residual is not None:
-                finite = first[here].isfinite()
-                self.residual[there] = torch.where(finite, 0.0, self.residual[there])
-        if self.spec.warm_start:
+                residuals = self._parts(self.residual)
+                kept = torch.where(self._first.isfinite(), 0.0, torch.cat(residuals))
+                torch._foreach_copy_(residuals, list(kept.split(self._numels)))
+        if self.spec.warm_start and self._rows:
             self._begin_next()
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        """The uncompressed tensors in a buffer. Not kept: its memory may change."""
+        return [flat[place] for place in self._whole]
 
     def _begin_next(self) -> None:
         """Begin the next step with the sums, scaled to length one. A row of zeros, or with a NaN, leaves the old row."""
-        for _, _, where in self.names:
-            rows, old = (q[where].view(self.spec.rank, -1) for q in (self.q_sum, self.q_next))
-            norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
-            usable = norms.isfinite() & (norms > 0)
-            old.copy_(torch.where(usable, (rows / norms).float(), old))
+        norms = torch.stack(torch._foreach_norm(self._rows, dtype=torch.float64))
+        norms = norms.repeat_interleave(self._row_lengths, output_size=self.q_sum.numel())
+        usable = norms.isfinite() & (norms > 0)
+        self.q_next.copy_(torch.where(usable, (self.q_sum / norms).float(), self.q_next))

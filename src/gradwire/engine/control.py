@@ -18,10 +18,10 @@ import torch
 
 from gradwire.errors import DisagreementError
 from gradwire.exchange import Abandoned
-from gradwire.transport import DamagedError, Group, Lanes, Link, MergedValues, merge_over_ranks
+from gradwire.transport import COMPLETE, DamagedError, Group, Lanes, Link, MergedValues, merge_over_ranks
 
-_HEADER = struct.Struct("<qqQq?Q?d")
-_ALIKE = struct.Struct("<qqQ?Q??")
+_HEADER = struct.Struct("<qqQq?Q?dq")
+_ALIKE = struct.Struct("<qqQ?Q??q")
 NOT_WEIGHED = -1.0
 """The samples of a rank whose script gives no weights."""
 _CHECK = struct.Struct("<I")
@@ -60,6 +60,9 @@ class RankReport(NamedTuple):
     """Whether its script stepped the optimizer after the last backward, where the schedule knows."""
     samples: float
     """The rank's weight in the mean, or NOT_WEIGHED."""
+    incomplete: int
+    """COMPLETE if all operations of the step before have completed on the rank's device without an error; otherwise the first
+    bucket with one that has not."""
     used: int
     """Bit i: parameter i got a gradient since the last synchronised step."""
 
@@ -131,24 +134,34 @@ class ControlExchange:
     def report(self, step: int, state: BackwardState, came: int, used: Collection[int], weights: int = 0) -> RankReport:
         """The report of this rank. `used`: the indices of parameters."""
         bits = "".join("1" if index in used else "0" for index in reversed(range(len(self._names))))
-        return RankReport(step, state, self.plan, came, self.joining, weights, self.stepped, self.samples, int(bits, 2))
+        plan, joining, stepped, samples = self.plan, self.joining, self.stepped, self.samples
+        return RankReport(step, state, plan, came, joining, weights, stepped, samples, COMPLETE, int(bits, 2))
 
     def tell(
         self, step: int, state: BackwardState, came: int, used: Collection[int], after: "Future[Any] | None" = None
     ) -> "Future[RankReports]":
         """Report to all ranks when `after` is done, and receive their reports."""
-        weights = self._drift.digest(self._weights) if self._drift.due(step) else 0
-        own = self.report(step, state, came, used, weights)
+        lanes = self._lanes
+        # weights of a step whose sums never arrived are not compared: its failure is reported instead
+        compares = self._drift.due(step) and lanes.first_incomplete() == COMPLETE
+        own = self.report(step, state, came, used, self._drift.digest(self._weights) if compares else 0)
         self.stepped = True  # a step that was left out is reported once
         rides, self._rides = self._rides, None
-        doing = self._lanes.flight.doing("control exchange")
+        doing = lanes.flight.doing("control exchange")
 
         def exchange(link: Link) -> RankReports:
-            reports = exchange_reports(own, len(self._names), link, self._lanes.first_tag, after, rides)
+            told = own._replace(incomplete=lanes.first_incomplete())
+            reports = exchange_reports(told, len(self._names), link, lanes.first_tag, after, rides)
             doing.done()
             return reports
 
-        return self._lanes.control.submit(exchange)
+        return lanes.control.submit(exchange)
+
+    def check_complete(self, reports: RankReports) -> None:
+        """Raises CommunicationError, on all ranks, if operations of the step before failed on a rank's device."""
+        ranks = zip(self._lanes.group.global_ranks, reports.each, strict=True)
+        if incomplete := {rank: report.incomplete for rank, report in ranks if report.incomplete != COMPLETE}:
+            raise self._lanes.incomplete(incomplete, reports.each[0].step - 1)
 
     def why_void(self, reports: RankReports, leaving_is_void: bool = True) -> str | None:
         """Why the step must not count, in the same words on all ranks; None if it counts."""
@@ -189,7 +202,7 @@ def exchange_reports(
             raise Abandoned
 
     weighed = own.samples != NOT_WEIGHED
-    alike = _ALIKE.pack(own.step, own.state, own.plan, own.joining, own.weights, own.stepped, weighed)
+    alike = _ALIKE.pack(own.step, own.state, own.plan, own.joining, own.weights, own.stepped, weighed, own.incomplete)
     # ranks are alike where no bit is 1 on some of them and 0 on others
     bits = alike + bytes(255 - byte for byte in alike) + own.used.to_bytes(-(-parameters // 8), "little")
     most, sums = (rides.most, rides.sums) if rides is not None else ((), ())
@@ -202,8 +215,8 @@ def exchange_reports(
     packed = _HEADER.pack(*own[:-1])
     each = []
     for raw in exchange_bytes(packed, link, tag):
-        step, state, plan, came, joining, weights, stepped, samples = _HEADER.unpack(raw)
-        each.append(RankReport(step, BackwardState(state), plan, came, joining, weights, stepped, samples, 0))
+        step, state, *others = _HEADER.unpack(raw)
+        each.append(RankReport(step, BackwardState(state), *others, used=0))
     return RankReports(each, merged, False)
 
 

@@ -520,6 +520,7 @@ class Reducer:
         is void; nothing is under way then. `leaving_is_void`: one that a rank left is."""
         wait(told)
         reports = told.result()
+        self.control.check_complete(reports)
         if problem := self.control.why_void(reports, leaving_is_void):
             self.batches.void(reports)
             self.running.wait()

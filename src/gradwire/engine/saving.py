@@ -177,9 +177,12 @@ def _checked_plan(session: Session, saved: Saved) -> Plan:
 
 
 def _check_between_steps(session: Session, method: str) -> None:
-    """Settle. Raises StepStateError where a step is in hand or failed: residuals would be of one step, the count of another."""
+    """Settle. Raises StepStateError where a step is in hand or failed: residuals would be of one step, the count of another.
+    Raises CommunicationError if sums of the last step never arrived."""
     session.settle()
     reducer = session.reducer
+    if reducer.state is StepState.IDLE:
+        session.lanes.await_queued()
     match reducer.state:
         case StepState.RUNNING | StepState.CLOSING:
             why = f"step {reducer.step} is in hand: some residuals are of this step, and others of the one before"

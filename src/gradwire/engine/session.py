@@ -235,6 +235,8 @@ class Session(Observer):
             model.register_forward_pre_hook(ModelHook(self, Session._before_forward), with_kwargs=True),
             model.register_forward_hook(ModelHook(self, Session._after_forward)),
         ]
+        if lanes.queues:
+            self._module_hooks.append(model.register_state_dict_pre_hook(ModelHook(self, Session._before_state_dict)))
 
     # ---- what it runs
 
@@ -458,6 +460,10 @@ class Session(Observer):
             raise self.lanes.broken(what, error, self.reducer.step) from error
         except Exception as error:
             raise self.lanes.failed_here(what, error, self.reducer.step) from error
+
+    def _before_state_dict(self, *arguments: Any) -> None:
+        """A checkpoint holds no step whose sums never arrived."""
+        self.lanes.await_queued()
 
     def _before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module is not self._model():

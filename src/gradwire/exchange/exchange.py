@@ -36,14 +36,14 @@ import torch.distributed as dist
 from gradwire.collectives import Scheme, ShardedSum, TwoPhase, share_scratch
 from gradwire.core import Plan, codes_on_cpu, launch_tasks, near, printable, show, tasks_by_lane
 from gradwire.errors import GradwireError, PlanError, StepStateError
-from gradwire.exchange.layout import BucketBuffers, Slot, build_buckets, random_streams
+from gradwire.exchange.layout import BucketBuffers, Slot, build_buckets, launches, random_streams
 from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for, warn_of_embeddings
 from gradwire.exchange.residual_store import Remembered, State, added_up, for_other_ranks
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
 from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
 from gradwire.kernels import Addresses, tensor_key
-from gradwire.transport import Group, Lanes, LanesObserver, Link, LinkError, Mark, Meter, SilentLink, Streams
+from gradwire.transport import Group, Lanes, LanesObserver, Link, LinkError, Mark, Meter, QueuedStep, SilentLink, Streams
 
 __all__ = ["Exchange"]
 
@@ -239,6 +239,30 @@ class Exchange:
                     chunk.take_shard(self._executor.streams)
             self._executor.ready(bucket)
 
+    @torch.no_grad()
+    def ready_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Call `ready` for each of these tensors, by name: on a GPU in few operations. Raises what `ready` raises."""
+        pairs = [(self._checked(name), name, tensor) for name, tensor in tensors.items()]
+        if self._phases == GATHER or not pairs or not launches(pairs[0][0].device):
+            for _, name, tensor in pairs:
+                self.ready(name, tensor)
+            return
+        by_bucket: dict[int, list[Slot]] = {}
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for slot, name, tensor in pairs:
+            source = self._sources[name] = fitting(name, tensor, slot.view, slot.device)
+            if slot.apart:
+                self._lent.lend(slot, source.detach())
+            else:
+                copied.append((slot.view, source.detach()))
+            by_bucket.setdefault(slot.bucket, []).append(slot)
+        if copied:
+            views, sources = map(list, zip(*copied, strict=True))
+            torch._foreach_copy_(views, sources)
+            torch._foreach_mul_(views, float(self.share))
+        for slots in by_bucket.values():
+            self.ready(slots)
+
     def wait(self, what: str | int | None = None, others: Sequence["Future[Any]"] = ()) -> None:
         """Wait until a tensor holds the mean over ranks, by name; all tensors of a bucket, by number; or None: all. The wait for
         all ends the step, and waits for the `others` too.
@@ -264,13 +288,12 @@ class Exchange:
         if self._left or others:
             with self._failures_named():
                 if bucket is None:
-                    self.meters = self._executor.finish(others)
+                    self.meters = self._executor.finish(others, self.step)
                 else:
                     self._executor.open_gate()
                     self._executor.await_tasks(self._executor.progress.done[bucket])
-        for each in names if self._sources else ():
-            if (source := self._sources.pop(each, None)) is not None:
-                self._put_back(self.slots[each], source)
+        if self._sources:
+            self._put_back({each: source for each in names if (source := self._sources.pop(each, None)) is not None})
         if bucket is None and self._left:
             self._left = []
             if self._counts_steps:
@@ -310,8 +333,10 @@ class Exchange:
         return runs
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's step, plan and residuals, keys `rank{r}/...`; copies. Between steps."""
+        """This rank's step, plan and residuals, keys `rank{r}/...`; copies. Between steps. On a device it waits until the last
+        step's sums have arrived."""
         self._check_idle("state_dict")
+        self.lanes.await_queued()
         return write_state(self.group, self.step, range(len(self.slots)), self.plan.state_digest(), self.residuals.state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -528,7 +553,7 @@ class Exchange:
     def finish_quietly(self, *others: "Future[Any]") -> bool:
         """Like `wait` for all, but raises nothing: a failure is the other ranks' or is known. Returns whether all went well."""
         try:
-            self._executor.finish(others)
+            self._executor.finish(others, self.step)
         except Exception:
             return False
         return True
@@ -598,12 +623,7 @@ class Exchange:
     @torch.no_grad()
     def _placed(self, name: str, tensor: torch.Tensor | None) -> Slot:
         """Put a tensor in its place, or lend it. Returns the place."""
-        self._check_open()
-        slot = self.slots[self._known(name)]
-        if not self._left:
-            raise StepStateError(f"ready({name!r}) was called and no step runs. Call begin() first.")
-        if slot in self.sent:
-            raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
+        slot = self._checked(name)
         source = fitting(name, self._tensors.get(name) if tensor is None else tensor, slot.view, slot.device)
         if slot.apart:
             self._lent.lend(slot, source.detach())
@@ -614,14 +634,31 @@ class Exchange:
         self._sources[name] = source
         return slot
 
+    def _checked(self, name: str) -> Slot:
+        """The place of a tensor that may become ready now."""
+        self._check_open()
+        slot = self.slots[self._known(name)]
+        if not self._left:
+            raise StepStateError(f"ready({name!r}) was called and no step runs. Call begin() first.")
+        if slot in self.sent:
+            raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
+        return slot
+
     @torch.no_grad()
-    def _put_back(self, slot: Slot, source: torch.Tensor) -> None:
-        if slot.apart:
-            self._lent.put_back(slot, source)
-        elif self._phases != REDUCE:
-            source.detach().copy_(slot.view)
-        if self._phases == REDUCE:
-            put_back_shards(self._buckets[slot.bucket], slot, source)
+    def _put_back(self, sources: Mapping[str, torch.Tensor]) -> None:
+        """Write means to the tensors of these names."""
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, source in sources.items():
+            slot = self.slots[name]
+            if slot.apart:
+                self._lent.put_back(slot, source)
+            elif self._phases != REDUCE:
+                copied.append((source.detach(), slot.view))
+            if self._phases == REDUCE:
+                put_back_shards(self._buckets[slot.bucket], slot, source)
+        if copied:
+            tensors, views = map(list, zip(*copied, strict=True))
+            torch._foreach_copy_(tensors, views)
 
     def _running(self, plan: Plan, step: int) -> "Exchange":
         likes = {name: like(tensor) for name, tensor in self._tensors.items()}
@@ -784,6 +821,7 @@ class Executor:
         """How many buckets the step has."""
         self._parts: dict[tuple[str, Sequence[int]], _StepTasks] = {}
         self.has_gate = plan.gate < len(plan.launch)
+        self._order = list(dict.fromkeys(bucket for bucket, _ in plan.launch))
 
     def start(self, phases: str = BOTH, buckets: Sequence[int] | None = None) -> None:
         """Begin a step, or the reduce or the gather phase of one alone, where all buckets have the two. `buckets`: of these
@@ -906,9 +944,9 @@ class Executor:
         wait(self.running, return_when=FIRST_EXCEPTION)
         return self.failure() or Abandoned()
 
-    def finish(self, others: Sequence["Future[Any]"] = ()) -> list[Meter]:
+    def finish(self, others: Sequence["Future[Any]"], step: int) -> list[Meter]:
         """Open the gate and wait for the step's last task and the other futures. Raises TaskFailed as soon as any lane
-        fails, and what another future raises as soon as it does."""
+        fails, and what another future raises as soon as it does. `step`: its number."""
         self.open_gate()
         wait([*self.running, *others], return_when=FIRST_EXCEPTION)
         if self.progress.failed.done():
@@ -919,6 +957,8 @@ class Executor:
         results = [future.result() for future in self.running]
         for lane, (_, mark) in zip(self.lanes.data, results, strict=True):
             lane.link.streams.wait(mark)
+        last = [(lane.link, mark) for lane, (_, mark) in zip(self.lanes.data, results, strict=True)]
+        self.lanes.step_queued(QueuedStep(step, last, self.progress.done, self._order))
         return [meter for meter, _ in results]
 
     def _run(

@@ -81,8 +81,7 @@ class DDPState:
             names = [self._names[parameter] for parameter in bucket.parameters()]
             if self._job is not None:
                 self._job.came(names, buffer.nbytes)
-            for name, gradient in zip(names, bucket.gradients(), strict=True):
-                exchange.ready(name, gradient)
+            exchange.ready_all(dict(zip(names, bucket.gradients(), strict=True)))
             self._came[-1] += names
             done = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
             self._waiting.append((done, buffer))

@@ -11,11 +11,13 @@ from gradwire.transport.link import AllToAll, Group, Link, SilentLink
 from gradwire.transport.merging import MergedValues, merge_over_ranks, merge_rounds
 from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations
+from gradwire.transport.queued import COMPLETE, QueuedStep
 from gradwire.transport.slices import short_slices
-from gradwire.transport.streams import Mark, Streams
+from gradwire.transport.streams import Mark, Streams, streams_for
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 __all__ = [
+    "COMPLETE",
     "KERNELS",
     "LONGEST_S",
     "SHORTEST_S",
@@ -33,6 +35,7 @@ __all__ = [
     "MergedValues",
     "Meter",
     "Operations",
+    "QueuedStep",
     "SilentLink",
     "Streams",
     "Wire",
@@ -49,5 +52,6 @@ __all__ = [
     "own_address",
     "short_slices",
     "standing_in",
+    "streams_for",
     "transfer",
 ]

@@ -333,6 +333,10 @@ class _Hub:
         themselves."""
         self._closed.add(rank)
 
+    def has_lost_a_rank(self) -> bool:
+        """Whether a rank has left the link."""
+        return bool(self._closed or self.shared.ended)
+
     def check(self, ranks: list[int]) -> None:
         """Raises ConnectionError where the link was broken off, or one of these ranks has left it."""
         if self._is_shut:
@@ -381,6 +385,9 @@ class _HubBackend:
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
         self._finalizer = weakref.finalize(self, hub.close, rank)
+
+    def has_lost_a_rank(self) -> bool:
+        return self._hub.has_lost_a_rank()
 
     def shut_down(self) -> None:
         self._hub.shut_down()

@@ -25,10 +25,11 @@ from gradwire.transport.devices import kind_of, offload_lanes
 from gradwire.transport.flight import Flight
 from gradwire.transport.heartbeats import Heartbeats, usual_silence_s
 from gradwire.transport.link import Group, Link
+from gradwire.transport.queued import COMPLETE, UNKNOWN_BUCKET, QueuedStep
 from gradwire.transport.shared_lanes import LaneSet, a_user, known
 from gradwire.transport.slices import short_slices
 from gradwire.transport.staged_link import StagedLink
-from gradwire.transport.streams import Mark
+from gradwire.transport.streams import DeviceStreams, Mark
 from gradwire.transport.wire import DamagedError, LinkError, transfer
 from gradwire.transport.wires import HEARTBEATS, make_wires, meshes_of
 
@@ -207,6 +208,11 @@ class Lanes:
         """Observers of the exchanges on these lanes."""
         self.value_observers: list[LanesObserver] = []
         """The observers that look at the values that are sent."""
+        self._queued: Future[int] | None = None
+        """The result of `QueuedStep.await_end` of the last step that was queued on a device."""
+        self._incomplete: tuple[int, int] | None = None
+        """The step whose queued operations failed on this rank, and the first bucket. No lock guards it: torch.compile traces
+        what looks at it."""
 
     @property
     def name(self) -> str:
@@ -255,7 +261,12 @@ class Lanes:
         """Connect the lanes that were chosen. `names`: of their meshes."""
         meeting = self.group.met
         self._told_first(lambda link: meeting.connect(names))
-        self.data += [self._lane(name, self.device, self.staged) for name in self._lane_names()]
+        try:
+            self.data += [self._lane(name, self.device, self.staged) for name in self._lane_names()]
+        except LinkError as error:
+            raise CommunicationError(
+                f"rank {self._own_rank}: the lanes for gradients could not be connected. (The backend said: {error})"
+            ) from error
         made = self._told_first(lambda link: make_wires(link, self.group, self._wire_count()))
         for lane, wire in zip(self.data, made, strict=False):
             lane.link.wire = wire
@@ -383,6 +394,57 @@ class Lanes:
         """Whether an observer wants buckets held back until all are ready."""
         return any(observer.holds for observer in self.observers)
 
+    # ---- steps whose operations are queued on a device
+
+    @property
+    def queues(self) -> bool:
+        """Whether lanes only queue their work, on a device."""
+        return isinstance(self.data[0].link.streams, DeviceStreams)
+
+    def step_queued(self, step: QueuedStep) -> None:
+        """The last operation of a step was queued. From now on the control lane waits for its end on the device: so a script
+        that waits for the device itself does not wait for ever."""
+        if step.is_on_device:
+            self._queued = self.control.submit(partial(self._await_end, step))
+
+    def _await_end(self, step: QueuedStep, control: Link) -> int:
+        # less than other ranks wait for this one's next report
+        bucket = step.await_end(self._timeout.total_seconds() / 2, control.has_lost_a_rank)
+        if bucket != COMPLETE:
+            self._incomplete = step.step, bucket
+            self._break_off_data()
+        return bucket
+
+    def _break_off_data(self) -> None:
+        for lane in self.data:
+            lane.link.break_off()
+
+    def first_incomplete(self) -> int:
+        """Wait until the operations of the last step have completed. Returns COMPLETE, or the first bucket with one that
+        failed."""
+        if self._queued is None:
+            return COMPLETE
+        try:
+            return self._queued.result()
+        except LinkError:  # it was cut
+            return UNKNOWN_BUCKET
+
+    def await_queued(self) -> None:
+        """Wait until the operations of the last step have completed. Raises CommunicationError if one failed."""
+        self.first_incomplete()
+        self.check()
+
+    def _incomplete_here(self) -> GradwireError:
+        assert self._incomplete is not None
+        step, bucket = self._incomplete
+        return self._fail_all(_incomplete({self._own_rank: bucket}, step))
+
+    def incomplete(self, buckets: Mapping[int, int], step: int) -> GradwireError:
+        """The error to raise, on all ranks alike, where operations of a step failed after the step had counted. `buckets`: the
+        first one on each such rank, or UNKNOWN_BUCKET."""
+        self._break_off_data()  # the control lane may still bring reports to other ranks
+        return self.fail(_incomplete(buckets, step))
+
     # ---- failures
 
     def begin(self, step: int) -> None:
@@ -398,6 +460,8 @@ class Lanes:
         self.failure = self.failure or self.shared.failure
         if self.failure is not None:
             raise self.failure.again()
+        if self._incomplete is not None:
+            raise self._incomplete_here()
         if self.shared.joined == 1:  # torch.compile, which traces forwards to here, cannot trace what asks for the thread
             return
         if (before := self.shared.before(self)) is not None and (end := before.end_left()) is not None:
@@ -459,6 +523,8 @@ class Lanes:
         """The error to raise when what was waited for failed. It names the ranks that were waited for."""
         if self._ended is not None:
             return self.fail(self._ended.again())
+        if self.failure is None and self._incomplete is not None:
+            return self._incomplete_here()
         group = self.group
         peer = group.global_ranks[cause.peer] if isinstance(cause, LinkError) and cause.peer is not None else None
         if isinstance(cause, DamagedError):
@@ -517,6 +583,21 @@ class Lanes:
             yield
         except LinkError as error:
             raise self.broken(what, error, step) from error
+
+
+def _incomplete(buckets: Mapping[int, int], step: int) -> GradwireError:
+    """See `Lanes.incomplete`."""
+    each = "; ".join(
+        f"rank {rank}, {'in some bucket' if bucket == UNKNOWN_BUCKET else f'from bucket {bucket} on'}"
+        for rank, bucket in buckets.items()
+    )
+    error = CommunicationError(
+        f"step {step}: sums that were queued on the device never arrived, or not in time, on {each}. The step had counted "
+        "already, so weights of ranks may differ. A rank died or stalled, or the link between ranks failed; see the logs of "
+        "all ranks. This handle cannot go on: restart from a checkpoint."
+    )
+    known_bucket = next((bucket for bucket in buckets.values() if bucket != UNKNOWN_BUCKET), None)
+    return error.about([*buckets], step, known_bucket)
 
 
 @contextmanager

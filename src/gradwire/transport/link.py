@@ -7,10 +7,12 @@ another kind may bring another backend, as `gradwire.transport.in_process` does.
 """
 
 import ctypes
+import os
 import secrets
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol, Self
@@ -32,6 +34,27 @@ from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 _NAME_BYTES = 8
 _CHECK_TAGS = 2**24
 """The first tag of checksums."""
+_NCCL_TIMEOUTS = 3
+"""NCCL's timeout in timeouts of other links. NCCL's clock starts when an operation is queued. Other links must find a failure
+first, since they know the rank and the bucket."""
+_NCCL_ERRORS, _ABORT_COMMUNICATOR = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+"""The variable that says what NCCL's watchdog does after an error, and the value with which it ends no process."""
+_nccl_errors = threading.Lock()
+
+
+@contextmanager
+def _errors_end_no_process() -> Iterator[None]:
+    """NCCL communicators that are made inside abort themselves after an error. By default torch ends the process."""
+    with _nccl_errors:
+        before = os.environ.get(_NCCL_ERRORS)
+        os.environ[_NCCL_ERRORS] = _ABORT_COMMUNICATOR
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_NCCL_ERRORS]
+            else:
+                os.environ[_NCCL_ERRORS] = before
 
 
 class Pending(Protocol):
@@ -75,6 +98,10 @@ class Backend(Protocol):
 class Ends(Protocol):
     """The connections of a link's backend."""
 
+    def has_lost_a_rank(self) -> bool:
+        """Whether another rank has closed its end."""
+        ...
+
     def shut_down(self) -> None:
         """Fail all waits of the link, here and on the other ranks. For any thread."""
         ...
@@ -86,6 +113,9 @@ class Ends(Protocol):
 
 class _HiddenEnds:
     """The connections of NCCL, which `abort` ends."""
+
+    def has_lost_a_rank(self) -> bool:
+        return False
 
     def shut_down(self) -> None:
         pass
@@ -241,9 +271,12 @@ class Group:
         """The backend of a link of this name, for tensors of this device, and its connections. Collective, after `meet`."""
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
+            options._timeout = _NCCL_TIMEOUTS * timeout
             store = self.store(f"{self.met.name}/{name}")
-            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options), _HiddenEnds()
+            with transfer(), _errors_end_no_process():
+                backend = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+                backend.eager_connect_single_device(torch.device("cuda", device.index or torch.cuda.current_device()))
+            return backend, _HiddenEnds()
         messages = Messages(self.met.mesh(name), self.rank, self.world_size, timeout)
         return messages, messages
 
@@ -331,6 +364,16 @@ class Link:
         self._ends.shut_down()
         if self.wire is not None:
             self.wire.shut_down()
+
+    def has_lost_a_rank(self) -> bool:
+        """Whether another rank has closed its end. Not known on CUDA."""
+        return self._ends.has_lost_a_rank()
+
+    def has_failed(self) -> bool:
+        """Whether an operation of the link failed on the device: NCCL found an error, or gave up."""
+        backend = self.__dict__.get("backend")  # None: it was closed
+        is_nccl = backend is not None and backend.name() == "nccl"
+        return self._broken or (is_nccl and backend.get_error().name != "SUCCESS")
 
     def abandon(self) -> None:
         """Never destroy the backend: NCCL's destructor would wait for operations that cannot finish."""

@@ -345,6 +345,13 @@ class Messages:
 
     # ---- ends
 
+    def has_lost_a_rank(self) -> bool:
+        """Whether another rank has closed its end."""
+        ends = select.poll()
+        for peer in self._peers.values():
+            ends.register(peer.number, select.POLLRDHUP)
+        return bool(ends.poll(0))
+
     def shut_down(self) -> None:
         """Fail all waits, here and on the other ranks, at once. For any thread."""
         for peer in self._peers.values():

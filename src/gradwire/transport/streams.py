@@ -38,6 +38,10 @@ class Streams:
     def synchronize(self, mark: Mark) -> None:
         """Let the host's thread wait for a mark."""
 
+    def is_done(self, mark: Mark) -> bool:
+        """Whether all work before a mark is done. Raises RuntimeError if the device reports an error."""
+        return True
+
 
 class DeviceStreams(Streams):
     """An encode and a decode stream on one device."""
@@ -74,6 +78,9 @@ class DeviceStreams(Streams):
     def synchronize(self, mark: Mark) -> None:
         if mark is not None:
             mark.synchronize()
+
+    def is_done(self, mark: Mark) -> bool:
+        return mark is None or mark.query()
 
 
 def streams_for(device: torch.device) -> Streams:

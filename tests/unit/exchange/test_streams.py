@@ -44,6 +44,7 @@ class DeviceLanes(Lanes):
         self.shared.lanes = [self.control]
         self._use("double")
         self._heartbeats = None
+        self._timeout = self.group.timeout
         self.offload = 0
 
 

@@ -1,0 +1,255 @@
+"""Steps whose operations are queued on a device: no checkpoint and no later step builds on sums that never arrived."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stream_double import Device, run_staged_ranks
+from test_staging import kernels_in_torch
+from worlds import Given
+
+import gradwire as gw
+from gradwire.exchange import layout
+from gradwire.transport import COMPLETE, Grid, Group, LinkError, QueuedStep
+from gradwire.transport import queued as queued_steps
+from gradwire.transport.messages import Messages
+from gradwire.transport.queued import UNKNOWN_BUCKET
+from gradwire.transport.streams import DeviceStreams
+
+TIMEOUT_S = 6.0
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[DeviceStreams]]:
+    """Streams on which nothing completes."""
+    streams: set[DeviceStreams] = set()
+    monkeypatch.setattr(DeviceStreams, "is_done", lambda self, mark: self not in streams)
+    monkeypatch.setattr(layout, "launches", lambda device: True)
+    yield streams
+
+
+def on_double(function: Any, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> list[Any]:
+    """What two ranks on the double return."""
+    with kernels_in_torch(), Device().used(monkeypatch) as device:
+        return run_staged_ranks(device, 2, function, TIMEOUT_S, *arguments)
+
+
+class Training:
+    """A model on one rank of the double, whose sums stop to arrive on rank 1."""
+
+    def __init__(self, group: Any, stuck: set[DeviceStreams], **options: Any) -> None:
+        self.group, self.stuck, self.model = group, stuck, Given([300, 20], seed=0)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=2.0**-5)
+        self.handle = gw.parallelize(self.model, optimizer, plan=gw.Identity(), process_group=group, **options)
+        self.lanes = self.handle.session.lanes
+        self.streams = [lane.link.streams for lane in self.lanes.data]
+
+    def step(self) -> None:
+        self.model(self.model.random_gradients(self.group.rank)).backward()
+
+    def step_without_end(self) -> None:
+        """A step that counts, of which rank 1's operations never complete."""
+        if self.group.rank == 1:
+            self.stuck.update(self.streams)
+        self.step()
+
+
+def next_step(group: Any, stuck: set[DeviceStreams]) -> str:
+    training = Training(group, stuck)
+    training.step()
+    training.step_without_end()
+    try:
+        training.step()
+    except gw.CommunicationError as error:
+        assert error.ranks == (1,) and error.bucket == 0
+        return str(error)
+    finally:
+        training.handle.detach()
+    return ""
+
+
+def test_all_ranks_hear_in_the_next_step_that_sums_never_arrived(
+    stuck: set[DeviceStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in on_double(next_step, monkeypatch, stuck):
+        assert "step 1: sums that were queued on the device never arrived, or not in time, on rank 1, from bucket 0 on" in words
+
+
+def saves(group: Any, stuck: set[DeviceStreams], save: Callable[[Training], Any]) -> bool:
+    """Whether this rank could save."""
+    training = Training(group, stuck)
+    training.step()
+    training.step_without_end()
+    try:
+        save(training)
+    except gw.CommunicationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("save", [lambda each: each.handle.state_dict(), lambda each: each.model.state_dict()])
+def test_no_checkpoint_holds_a_step_whose_sums_never_arrived(
+    save: Callable[[Training], Any], stuck: set[DeviceStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert on_double(saves, monkeypatch, stuck, save) == [True, False]
+
+
+def saves_exchange(group: Any, stuck: set[DeviceStreams]) -> bool:
+    exchange = gw.Exchange({"t": torch.zeros(300)}, plan=gw.Identity(), process_group=group)
+    if group.rank == 1:
+        stuck.update(lane.link.streams for lane in exchange.lanes.data)
+    exchange.average_()
+    try:
+        exchange.state_dict()
+    except gw.CommunicationError:
+        return False
+    return True
+
+
+def test_no_state_of_an_exchange_holds_sums_that_never_arrived(
+    stuck: set[DeviceStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert on_double(saves_exchange, monkeypatch, stuck) == [True, False]
+
+
+def steps_that_end_late(group: Any, stuck: set[DeviceStreams], digests: list[bool]) -> int:
+    training = Training(group, stuck, drift_check_steps=1)
+    drift = training.handle.session.reducer.control._drift
+    digest = drift.digest
+    training.step()
+    training.step_without_end()
+    threading.Timer(0.3, stuck.clear).start()
+    drift.digest = lambda weights: digests.append(not stuck.isdisjoint(training.streams)) or digest(weights)  # type: ignore[func-returns-value]
+    training.step()
+    training.handle.detach()
+    return training.handle.session.step
+
+
+def test_weights_are_compared_when_the_sums_of_the_step_before_have_arrived(
+    stuck: set[DeviceStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+    assert on_double(steps_that_end_late, monkeypatch, stuck, found) == [3, 3]
+    assert len(found) == 2 and not any(found)
+
+
+# ---- one queued step
+
+
+class QueuedLink:
+    """A link on whose stream the first `complete` marks have come."""
+
+    def __init__(self, complete: int, failed: bool = False) -> None:
+        self.streams: Any = SimpleNamespace(is_done=lambda mark: mark < complete)
+        self.failed = failed
+
+    def has_failed(self) -> bool:
+        return self.failed
+
+
+def queued(link: QueuedLink) -> QueuedStep:
+    """Three buckets with a mark each, launched from the last one to the first."""
+    buckets: list[Future[Any]] = [Future() for _ in range(3)]
+    for bucket, future in enumerate(buckets):
+        future.set_result([2 - bucket])
+    return QueuedStep(7, [(link, 2)], buckets, [2, 1, 0])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("complete", "first"), [(0, 2), (1, 1), (2, 0), (3, COMPLETE)])
+def test_the_first_bucket_in_launch_order_that_is_not_complete_is_named(complete: int, first: int) -> None:
+    assert queued(QueuedLink(complete)).await_end(0.0, lambda: False) == first
+
+
+def test_a_wait_ends_soon_after_a_rank_has_ended_or_the_device_reports_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queued_steps, "GRACE_S", 0.5)
+    began = time.monotonic()
+    assert queued(QueuedLink(1)).await_end(60.0, lambda: True) == 1
+    ends_well = QueuedLink(3)
+    ends_well.streams.is_done = lambda mark: time.monotonic() > began + 0.7
+    assert queued(ends_well).await_end(60.0, lambda: True) == COMPLETE
+    assert queued(QueuedLink(1, failed=True)).await_end(60.0, lambda: False) == 1
+    broken = QueuedLink(3)
+
+    def raises(mark: int) -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    broken.streams.is_done = raises
+    assert queued(broken).await_end(0.1, lambda: False) == 2
+    assert time.monotonic() - began < 30
+
+
+def test_operations_that_were_aborted_are_not_complete() -> None:
+    assert queued(QueuedLink(3, failed=True)).await_end(60.0, lambda: False) == UNKNOWN_BUCKET
+
+
+def test_messages_know_that_a_rank_has_closed_its_end() -> None:
+    ours, theirs = socket.socketpair()
+    messages = Messages({1: ours}, 0, 2, timedelta(seconds=5))
+    theirs.send(b"unread")
+    assert not messages.has_lost_a_rank()
+    theirs.close()
+    assert messages.has_lost_a_rank()
+    messages.close()
+
+
+# ---- NCCL
+
+
+class FakeNccl:
+    """Takes the place of NCCL's backend."""
+
+    made: "list[FakeNccl]" = []  # noqa: RUF012
+    refuses = False
+
+    class Options:
+        _timeout = timedelta(seconds=1)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.errors, self.timeout = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"), options._timeout
+        self.connected: list[torch.device] = []
+        self.made.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        if self.refuses:
+            raise RuntimeError("Duplicate GPU detected")
+        self.connected.append(device)
+
+
+@pytest.fixture
+def nccl_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(Group, "store", lambda self, name: None)
+    monkeypatch.setattr(FakeNccl, "made", [])
+    nobody: Any = None
+    met: Any = SimpleNamespace(name="met")
+    yield Group(nobody, 0, (0, 1), timedelta(seconds=60), Grid.even(1, 2, 0), meeting=met)
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_nccl_ends_no_process_and_gives_up_later_than_other_links(
+    before: str | None, nccl_group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+    nccl_group.connect("0", torch.device("cuda"), timedelta(seconds=50))
+    (backend,) = FakeNccl.made
+    assert backend.errors == "2" and os.environ.get(name) == before
+    assert backend.timeout > 2 * timedelta(seconds=50)
+
+
+def test_nccl_connects_at_once(nccl_group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl_group.connect("0", torch.device("cuda"), timedelta(seconds=50))
+    assert FakeNccl.made[0].connected == [torch.device("cuda", 3)]
+    monkeypatch.setattr(FakeNccl, "refuses", True)
+    with pytest.raises(LinkError, match="Duplicate GPU"):
+        nccl_group.connect("1", torch.device("cuda"), timedelta(seconds=50))
