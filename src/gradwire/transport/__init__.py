@@ -11,6 +11,7 @@ from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark, Streams
+from gradwire.transport.tls import TlsOption
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Operations",
     "SilentLink",
     "Streams",
+    "TlsOption",
     "Wire",
     "agree",
     "broadcast_bytes",
