@@ -15,6 +15,7 @@
 #include "checksum.hpp"
 #include "packed.hpp"
 #include "ring.hpp"
+#include "tls.hpp"
 
 namespace gradwire {
 namespace {
@@ -38,6 +39,7 @@ struct Connection {
   int64_t bell = -1;     // rings for this rank
   int64_t peer_bell = -1;
   uint64_t capacity = 0;  // of each ring
+  const TlsSession* tls = nullptr;  // of a connection that is encrypted
 };
 
 struct Header {
@@ -101,6 +103,7 @@ struct Peer {
   bool reads() const { return !receiving.empty() && receiving.front().in_turn; }
   bool idle() const { return sending.empty() && !reads(); }
   bool shares() const { return by.out; }
+  bool encrypts() const { return by.tls; }
 };
 
 struct Failed {
@@ -198,9 +201,31 @@ class Phase {
     }
   }
 
-  static uint64_t send_some(Peer& peer, Message& message, int64_t rank) {
+  // Moves bytes of an encrypted connection; 0 where it would have to wait.
+  template <class Call>
+  static uint64_t encrypted(const Peer& peer, int64_t rank, const Call& call) {
+    const char* problem = nullptr;
+    bool damaged = false;
+    const size_t moved = by_tls(*peer.by.tls, problem, damaged, call);
+    if (problem) fail(rank, damaged, "%s", problem);
+    return moved;
+  }
+
+  uint64_t send_some(Peer& peer, Message& message, int64_t rank) {
     iovec parts[2];
     const int count = message.parts(parts);
+    if (peer.encrypts() && !peer.shares()) {
+      iovec part = parts[0];
+      if (count > 1) {  // a header and the first bytes are encrypted together
+        const size_t more = std::min(parts[1].iov_len, kRecord - part.iov_len);
+        std::memcpy(record_, part.iov_base, part.iov_len);
+        std::memcpy(record_ + part.iov_len, parts[1].iov_base, more);
+        part = {record_, part.iov_len + more};
+      }
+      return encrypted(peer, rank, [&](const TlsSession& tls, size_t* moved) {
+        return tls.write(tls.ssl, part.iov_base, part.iov_len, moved);
+      });
+    }
     if (!peer.shares())
       return by_tcp(parts, count, rank, [&](msghdr* what) { return sendmsg(peer.fd, what, MSG_DONTWAIT | MSG_NOSIGNAL); });
     const Connection& by = peer.by;
@@ -221,13 +246,17 @@ class Phase {
     return got;
   }
 
-  // Takes bytes that have come from a peer; of a ring into the first part alone.
+  // Takes bytes that have come from a peer; of a ring or an encrypted connection into the first part alone.
   static uint64_t take_some(Peer& peer, iovec* parts, int count, int64_t rank) {
     const Connection& by = peer.by;
     if (peer.shares()) return take(*by.in, by.capacity, int(by.peer_bell), static_cast<char*>(parts[0].iov_base), parts[0].iov_len);
+    if (peer.encrypts())
+      return encrypted(peer, rank, [&](const TlsSession& tls, size_t* moved) {
+        return tls.read(tls.ssl, parts[0].iov_base, parts[0].iov_len, moved);
+      });
     return by_tcp(parts, count, rank, [&](msghdr* what) {
       const ssize_t came = recvmsg(peer.fd, what, MSG_DONTWAIT);
-      if (came == 0) fail(rank, false, "Connection closed by peer");
+      if (came == 0) fail(rank, false, "%s", kClosed);
       return came;
     });
   }
@@ -274,14 +303,14 @@ class Phase {
       const uint64_t got = receive_some(peer, message, rank);
       if (!got) return;
       moved_ += got;
-      if (message.elements) push(peer, rank);
+      if (message.elements || peer.encrypts()) push(peer, rank);
       const bool same = message.header.bytes == message.expected_bytes && message.header.tag == message.expected_tag;
       if (message.done >= sizeof message.header && !same)
         fail(rank, false, "a message of %llu bytes with tag %u came where one of %llu bytes with tag %u was expected: the ranks do not "
              "run the same plan, or the network changed bytes", Unsigned(message.header.bytes), message.header.tag,
              Unsigned(message.expected_bytes), message.expected_tag);
       if (!message.complete()) {
-        if (peer.shares() || message.elements) continue;
+        if (peer.shares() || peer.encrypts() || message.elements) continue;
         return;  // less came than there was room for
       }
       const uint32_t sent = peer.shares() ? uint32_t(message.behind) : message.header.checksum;
@@ -298,7 +327,8 @@ class Phase {
   static void wake_at(Peer& peer) {
     const Message& message = peer.receiving.front();
     const uint64_t rest = message.total() - message.done;
-    const int bytes = rest < uint64_t(kWakeBytes) ? int(rest) : kWakeBytes;
+    int bytes = rest < uint64_t(kWakeBytes) ? int(rest) : kWakeBytes;
+    if (peer.encrypts()) bytes = std::max(1, bytes - kHeldBytes);  // a part may be on this side of the socket already
     if (bytes == peer.wakes_at) return;
     peer.wakes_at = bytes;
     setsockopt(peer.fd, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);  // where it fails poll wakes more often
@@ -399,7 +429,7 @@ class Phase {
     char byte;
     const ssize_t got = recv(peer.fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
-    fail(rank, false, "%s", got == 0 ? "Connection closed by peer" : got < 0 ? std::strerror(errno) : "bytes came beside the rings");
+    fail(rank, false, "%s", got == 0 ? kClosed : got < 0 ? std::strerror(errno) : "bytes came beside the rings");
   }
 
   std::vector<Peer> peers_;
@@ -407,6 +437,7 @@ class Phase {
   uint32_t last_sum_ = 0;   // of the last message that was summed as it was sent
   uint64_t moved_ = 0;      // bytes, in both directions
   alignas(64) char step_[kStep + sizeof(double)];  // elements on their way
+  char record_[kRecord];  // the begin of a message that is encrypted
   double timeout_s_;
   std::vector<pollfd> polled_;
   std::vector<int64_t> ranks_;

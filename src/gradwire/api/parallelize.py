@@ -13,7 +13,7 @@ from gradwire.core import Plan, Spec, as_schedule, number, show, whole
 from gradwire.engine import REGISTRY, Driver, Session, check_optimizers, facts, prepare
 from gradwire.errors import PlanError
 from gradwire.plan import AdaptiveBits, Policy, Tuned
-from gradwire.transport import LONGEST_S, SHORTEST_S, Group, Lanes
+from gradwire.transport import LONGEST_S, SHORTEST_S, Group, Lanes, TlsOption
 
 
 def parallelize(
@@ -25,6 +25,7 @@ def parallelize(
     accuracy: str = "safe",
     schedules: Sequence[str] = ("backward",),
     silence_s: float | None = None,
+    tls: TlsOption = None,
 ) -> Handle:
     """Keep the gradients of `model` equal on all ranks of `process_group` (default: all ranks).
 
@@ -53,6 +54,9 @@ def parallelize(
     silence_s: a machine that gives no sign of life for so many seconds, 4 to 120, counts as dead, and the job ends with its
     name, 5 s later at the latest. A network that is away for less than that is survived. None: a sixtieth of the group's
     timeout, but 7 to 30 s.
+    tls: whether TCP connections between ranks are encrypted (TLS 1.3). True: a key that rank 0 draws for the job proves who is a
+    rank. The paths of three PEM files, `(certificate, key, authorities)`: certificates of your own prove it. None: what the
+    variable GRADWIRE_TLS says. SECURITY.md says what each keeps out, and that torch's own connections stay as they are.
 
     Raises PlanError if the plan does not fit the model, or comes with `accuracy` or `schedules`, DisagreementError on all ranks
     if ranks differ in model, plan or version, StepStateError if the model is parallelized or torch.distributed not initialised.
@@ -64,7 +68,7 @@ def parallelize(
     """
     if silence_s is not None:
         _check_silence(silence_s)
-    lanes = Lanes.of_handle(process_group, silence_s, _device_of(model))
+    lanes = Lanes.of_handle(process_group, silence_s, tls, _device_of(model))
     driver: Driver | None = None
     try:
         what = "steps from one comparison of weights to the next, 0 for never"

@@ -43,7 +43,19 @@ from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, ExchangeStats
 from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
 from gradwire.kernels import Addresses, tensor_key
-from gradwire.transport import Group, Lanes, LanesObserver, Link, LinkError, Mark, Meter, QueuedStep, SilentLink, Streams
+from gradwire.transport import (
+    Group,
+    Lanes,
+    LanesObserver,
+    Link,
+    LinkError,
+    Mark,
+    Meter,
+    QueuedStep,
+    SilentLink,
+    Streams,
+    TlsOption,
+)
 
 __all__ = ["Exchange"]
 
@@ -61,6 +73,7 @@ class Exchange:
     `TensorMeta`, where `ready` will bring the tensors. Views are fine; one device.
     plan: a spec (`gw.QSGD(bits=4)` for every tensor), a `gw.Policy`, a `gw.Plan` or the path of a plan's JSON file.
     process_group: the ranks; default all.
+    tls: whether connections between ranks are encrypted: as for `gw.parallelize`.
 
     Collective: every rank of the group makes it, with the same names, shapes, dtypes and plan, and makes the same steps. Each
     step all tensors become ready once, in any order. Means are the same on all ranks, bit for bit.
@@ -76,9 +89,13 @@ class Exchange:
     """
 
     def __init__(
-        self, tensors: Mapping[str, TensorLike], plan: PlanLike, process_group: dist.ProcessGroup | Group | None = None
+        self,
+        tensors: Mapping[str, TensorLike],
+        plan: PlanLike,
+        process_group: dist.ProcessGroup | Group | None = None,
+        tls: TlsOption = None,
     ) -> None:
-        lanes = Lanes(process_group)
+        lanes = Lanes(process_group, tls=tls)
         problem, made, checked, device = None, None, {}, None
         try:
             checked = checked_tensors(tensors)

@@ -20,7 +20,7 @@ from gradwire.integrations.ddp_auto import DDPJob
 from gradwire.integrations.ddp_plans import ONE_EACH, PlanForDDP, averaged, bucket_sizes, checked, model_of
 from gradwire.integrations.handles import resume_together
 from gradwire.plan import Policy
-from gradwire.transport import Group
+from gradwire.transport import Group, TlsOption
 
 __all__ = ["DDPState", "bucket_sizes", "ddp_hook"]
 
@@ -33,6 +33,7 @@ class DDPState:
     `gw.Policy`, a `gw.Plan` or the path of a plan's JSON file, for the names of the model inside DDP. A policy's plan is made
     again when DDP has brought its buckets into gradient-ready order.
     accuracy: what "auto" may choose from, "exact", "safe" or "aggressive", as in `gw.parallelize`.
+    tls: whether the hook's connections are encrypted, as in `gw.parallelize`. DDP's own, at its start, stay as they are.
     Means are over all ranks of DDP's group, in `join()` too, for any `divide_by_initial_world_size`. With error feedback a
     parameter that no rank used in a step (`find_unused_parameters`) loses its residual. torch averages sparse gradients.
     Raises PlanError for a plan that DDP cannot run, and for `accuracy` with a plan that is not "auto". In backward the hook
@@ -45,10 +46,10 @@ class DDPState:
         model.register_comm_hook(gw.DDPState(), gw.ddp_hook)
     """
 
-    def __init__(self, plan: PlanForDDP = "auto", accuracy: str = "safe") -> None:
+    def __init__(self, plan: PlanForDDP = "auto", accuracy: str = "safe", tls: TlsOption = None) -> None:
         self.plan: Plan | Policy | Spec | None = None if plan == "auto" else checked(plan)
         """None: gradwire chooses."""
-        self.accuracy = accuracy
+        self.accuracy, self.tls = accuracy, tls
         if self.plan is None:
             check_accuracy(accuracy)
         elif accuracy != "safe":
@@ -68,7 +69,7 @@ class DDPState:
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DDPState, (self.plan or "auto", self.accuracy)  # a whole DDP model is saved; torch restores no hooks
+        return DDPState, (self.plan or "auto", self.accuracy, self.tls)  # a whole DDP model is saved; torch restores no hooks
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange one of DDP's buckets. The future gets the buffer, with mean gradients, after the step's last bucket."""
@@ -166,7 +167,7 @@ class DDPState:
         saved = read_state(self._saved, group) if self._saved else None
         plan: Any = self.plan if driver is None else (saved and saved.decided) or driver.first_policy
         metas = {name: TensorMeta.of(self._parameters[name], self._infos[name].embedding) for name in self._order}
-        made = Exchange(metas, plan, self._group)
+        made = Exchange(metas, plan, self._group, self.tls)
         resume_together(made, self._saved, {"gw.DDPState and its state": f"{driver!r}, {bool(saved and saved.own)}"})
         self._exchange, self._saved = made, {}
         if driver is not None:

@@ -25,7 +25,7 @@ from gradwire.integrations.fsdp2_plans import ModuleSpecs, policy_for
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.packs import ModulePacks, pack_of
 from gradwire.plan import Policy
-from gradwire.transport import Lanes
+from gradwire.transport import Lanes, TlsOption
 
 __all__ = ["ModuleExchanges", "compress", "replicate"]
 
@@ -34,7 +34,11 @@ _ROUNDINGS = (Identity, Cast, FP8, Int8, QSGD)
 
 
 def compress(
-    model: Module, plan: Spec | Policy | str = "auto", parameters: Spec | None = None, accuracy: str = "safe"
+    model: Module,
+    plan: Spec | Policy | str = "auto",
+    parameters: Spec | None = None,
+    accuracy: str = "safe",
+    tls: TlsOption = None,
 ) -> "ModuleExchanges":
     """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. Call it on all ranks before a forward.
 
@@ -44,6 +48,7 @@ def compress(
     `set_requires_gradient_sync(False)` sends nothing.
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
     run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: FSDP2 gathers parameters exactly.
+    tls: whether gradwire's connections are encrypted, as in `gw.parallelize`. What FSDP2 gathers itself stays as it is.
     Returns the exchanges, which hold residuals and statistics; a later call replaces them.
 
     Raises PlanError for a model without such modules, and for a spec that has no scheme "alltoall" or changes from step to step.
@@ -55,7 +60,7 @@ def compress(
             fully_shard(layer)
         fully_shard(model)
         gradwire.integrations.fsdp2.compress(model)"""
-    exchanges = ModuleExchanges(model, plan, "alltoall", parameters, accuracy)
+    exchanges = ModuleExchanges(model, plan, "alltoall", parameters, accuracy, tls)
     for name, module in exchanges.modules.items():
         module.set_custom_reduce_scatter(ModuleReduceScatter(exchanges.exchange_of, name))
         if parameters is not None:
@@ -66,12 +71,16 @@ def compress(
 
 
 def replicate(
-    model: Module, group: ProcessGroup, plan: Spec | Policy | str = "auto", accuracy: str = "safe"
+    model: Module,
+    group: ProcessGroup,
+    plan: Spec | Policy | str = "auto",
+    accuracy: str = "safe",
+    tls: TlsOption = None,
 ) -> "ModuleExchanges":
     """Average gradients between the replicas of HSDP with compressed exchanges. Call `fully_shard` with a 1-D mesh inside a node.
 
-    group: the ranks that hold the same shards on all nodes. All get the parameters of the group's first rank. plan and accuracy:
-    as for `compress`, with specs of any scheme. Returns and raises as `compress` does.
+    group: the ranks that hold the same shards on all nodes. All get the parameters of the group's first rank. plan, accuracy and
+    tls: as for `compress`, with specs of any scheme. Returns and raises as `compress` does.
 
     Example, for 2 nodes with 2 ranks each::
 
@@ -79,7 +88,7 @@ def replicate(
         fully_shard(model, mesh=mesh["inside"])
         gradwire.integrations.fsdp2.replicate(model, mesh["between"].get_group())
     """
-    exchanges = ModuleExchanges(model, plan, None, None, accuracy)
+    exchanges = ModuleExchanges(model, plan, None, None, accuracy, tls)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             shard = tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
@@ -94,7 +103,13 @@ class ModuleExchanges:
     another. A `Stateful` of torch.distributed.checkpoint: `dcp.save({"model": .., "gradwire": exchanges})`."""
 
     def __init__(
-        self, model: Module, plan: Spec | Policy | str, scheme: str | None, parameters: Spec | None, accuracy: str
+        self,
+        model: Module,
+        plan: Spec | Policy | str,
+        scheme: str | None,
+        parameters: Spec | None,
+        accuracy: str,
+        tls: TlsOption = None,
     ) -> None:
         self.modules: dict[str, Any] = {n or "model": m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
         """The modules that `fully_shard` was called on, by name."""
@@ -105,6 +120,7 @@ class ModuleExchanges:
         self._specs = ModuleSpecs(self.modules, plan, scheme, accuracy)
         # rounded to nearest: the weights of forward and backward are the same
         self._rounded = None if parameters is None else policy_for(parameters.under_feedback(), scheme)
+        self._tls = tls
         self._lanes: dict[tuple[int, ...], Lanes] = {}  # by the ranks of a group
         self._packs = {f"{what} of {module}": ModulePacks() for what in self._what() for module in self.modules}
 
@@ -124,7 +140,7 @@ class ModuleExchanges:
         def make() -> Exchange:
             first = next(iter(tensors.values()))
             if (lanes := self._lanes.get(pack.ranks)) is None:
-                lanes = self._lanes[pack.ranks] = Lanes(group)
+                lanes = self._lanes[pack.ranks] = Lanes(group, tls=self._tls)
                 specs = f"{self._specs!r} {self._rounded!r} {self._specs.state()}"
                 facts: dict[str, Any] = {"gradwire version": __version__, "specs": specs, "modules": [*self.modules]}
                 facts["steps of the state that was loaded"] = {name: packs.step for name, packs in self._packs.items()}

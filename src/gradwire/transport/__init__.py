@@ -14,6 +14,7 @@ from gradwire.transport.operations import Operations
 from gradwire.transport.queued import COMPLETE, QueuedStep
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark, Streams, streams_for
+from gradwire.transport.tls import TlsOption
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "QueuedStep",
     "SilentLink",
     "Streams",
+    "TlsOption",
     "Wire",
     "agree",
     "broadcast_bytes",

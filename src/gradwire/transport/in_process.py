@@ -6,7 +6,6 @@ heartbeats. The random state of torch is one for all ranks: draw from a generato
 """
 
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from gradwire.transport.grid import Grid
 from gradwire.transport.keys import KEY_BYTES, JobKey
 from gradwire.transport.link import Backend, Ends, Group
 from gradwire.transport.messages import REDUCTIONS, reduction
+from gradwire.transport.rendezvous import Mesh
 from gradwire.transport.wire import transfer
 
 __all__ = ["InProcessGroup", "run_ranks"]
@@ -146,11 +146,12 @@ class _MeetingOfThreads:
     key: JobKey
     nodes: list[str]
     gbps: list[float | None]
+    encrypts = False
 
     def connect(self, names: Sequence[str]) -> None:
         pass
 
-    def mesh(self, name: str) -> dict[int, socket.socket]:
+    def mesh(self, name: str) -> Mesh:
         return {}
 
     def why_no_wires(self) -> str:

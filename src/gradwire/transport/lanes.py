@@ -4,6 +4,8 @@ import hashlib
 import logging
 import queue
 import re
+import signal
+import socket
 import threading
 import time
 import weakref
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -30,6 +33,7 @@ from gradwire.transport.shared_lanes import LaneSet, a_user, known
 from gradwire.transport.slices import short_slices
 from gradwire.transport.staged_link import StagedLink
 from gradwire.transport.streams import DeviceStreams, Mark
+from gradwire.transport.tls import TlsError, TlsOption, wanted_tls
 from gradwire.transport.wire import DamagedError, LinkError, transfer
 from gradwire.transport.wires import HEARTBEATS, make_wires, meshes_of
 
@@ -74,6 +78,8 @@ class Lane:
 
 
 def _work(jobs: "queue.SimpleQueue[Any]", link: Link) -> None:
+    # OpenSSL writes to connections that may be closed; the error is enough
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
     link.streams.enter_thread()
     while (item := jobs.get()) is not None:
         job, future = item
@@ -130,10 +136,14 @@ class Lanes:
     Exchanges that use the same lanes run one after another. After a failure all of them raise it, until `mend`.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | Group | None, silence_s: float | None = None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | Group | None, silence_s: float | None = None, tls: TlsOption = None
+    ) -> None:
         """Connects the control lane. Collective. silence_s: after so long without a sign of life a machine counts as dead; None:
-        see `usual_silence_s`. Raises StepStateError without torch.distributed, PlanError on a rank that is not in the group."""
-        self.group = process_group if isinstance(process_group, Group) else Group.of(process_group)
+        see `usual_silence_s`. tls: whether connections between ranks are encrypted; None: as the environment says. Raises
+        StepStateError without torch.distributed, PlanError on a rank that is not in the group."""
+        tls = wanted_tls(tls)
+        self.group = process_group if isinstance(process_group, Group) else replace(Group.of(process_group), tls=tls)
         self.device = torch.device("cpu")
         """The device of the gradients."""
         self._silence_s = usual_silence_s(self.group.timeout.total_seconds()) if silence_s is None else silence_s
@@ -159,14 +169,18 @@ class Lanes:
 
     @classmethod
     def of_handle(
-        cls, process_group: dist.ProcessGroup | Group | None, silence_s: float | None, device: torch.device | None
+        cls,
+        process_group: dist.ProcessGroup | Group | None,
+        silence_s: float | None,
+        tls: TlsOption,
+        device: torch.device | None,
     ) -> "Lanes":
         """The lanes of a new handle with parameters on this device: those of the group's other handles, if every rank has them
         and may share them. Collective. Raises what the constructor does."""
         if isinstance(process_group, Group):
-            return cls(process_group, silence_s)
+            return cls(process_group, silence_s, tls)
         group = Group.of(process_group)
-        key = silence_s, device, group.node_name()
+        key = silence_s, wanted_tls(tls), device, group.node_name()
         of_group = known(group.process_group)
         of_group.handles += 1
         if of_group.handles > 1:  # else no rank has any
@@ -176,7 +190,7 @@ class Lanes:
             if shares:
                 assert user is not None
                 return user._for_another_handle()
-        made = cls(process_group, silence_s)
+        made = cls(process_group, silence_s, tls)
         made.shared.is_open = True
         of_group.sets.append((key, weakref.ref(made.shared)))
         return made
@@ -245,7 +259,8 @@ class Lanes:
     def _choose(self, device: torch.device) -> list[str]:
         """Choose the lanes that carry gradients of this device. Returns the names of their meshes."""
         self.device, self.offload = device, offload_lanes(device)
-        self.staged = self.group.stages(device) or (device.type == "cuda" and self._is_slow_between_nodes())
+        between = self._is_slow_between_nodes() or (self.group.met.encrypts and self.group.grid.nodes > 1)
+        self.staged = self.group.stages(device) or (device.type == "cuda" and between)
         names = self._lane_names() if self.staged or device.type == "cpu" else []
         return names + ([] if self.group.met.why_no_wires() else meshes_of(self._wire_count()))
 
@@ -271,7 +286,7 @@ class Lanes:
         for lane, wire in zip(self.data, made, strict=False):
             lane.link.wire = wire
         if self.group.world_size > 1:
-            beats = meeting.mesh(HEARTBEATS)
+            beats = {rank: each for rank, each in meeting.mesh(HEARTBEATS).items() if isinstance(each, socket.socket)}
             self._heartbeats = Heartbeats(beats, f"gradwire-{meeting.name}-heartbeats", self.shared.silence, self._silence_s)
         meeting.close()
         self._roll_call = RollCall(self.group, meeting.name)
@@ -606,6 +621,8 @@ def _begins(group: Group) -> Iterator[None]:
     try:
         yield
     except LinkError as error:
+        if isinstance(error.__cause__, TlsError):
+            raise CommunicationError(f"rank {group.global_ranks[group.rank]}: {error}. No rank begins.") from error
         raise CommunicationError(
             f"rank {group.global_ranks[group.rank]}: ranks could not begin: one died, stalled or did not make the same call; see "
             f"its log. (The backend said: {error})"

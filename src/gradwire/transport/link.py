@@ -9,7 +9,6 @@ another kind may bring another backend, as `gradwire.transport.in_process` does.
 import ctypes
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,8 +26,9 @@ from gradwire.transport.grid import Grid, node_name
 from gradwire.transport.keys import KEY_BYTES, JobKey
 from gradwire.transport.messages import Messages
 from gradwire.transport.pinned import PinnedRing
-from gradwire.transport.rendezvous import Rendezvous
+from gradwire.transport.rendezvous import Mesh, Rendezvous
 from gradwire.transport.streams import streams_for
+from gradwire.transport.tls import TlsOption
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 _NAME_BYTES = 8
@@ -140,11 +140,16 @@ class GroupMeeting(Protocol):
         """The speed of each rank's network adapters, as far as it is known."""
         ...
 
+    @property
+    def encrypts(self) -> bool:
+        """Whether connections are encrypted. The same on all ranks."""
+        ...
+
     def connect(self, names: Sequence[str]) -> None:
         """Make the meshes of these names at once. Collective. Raises LinkError."""
         ...
 
-    def mesh(self, name: str) -> dict[int, socket.socket]:
+    def mesh(self, name: str) -> Mesh:
         """The connections of this name, by rank. The caller closes them."""
         ...
 
@@ -175,6 +180,8 @@ class Group:
     """The ranks by node; a single node until ranks have met."""
     meeting: GroupMeeting | None = field(default=None, kw_only=True)
     """None until ranks have met."""
+    tls: TlsOption = field(default=None, kw_only=True)
+    """Whether connections between ranks are encrypted."""
     own_store: Any = field(default=None, kw_only=True)
     """A connection of its own to the rendezvous store, for a thread that connects while others do. None: the process's."""
 
@@ -229,7 +236,7 @@ class Group:
 
     def _meet(self, name: str, key: JobKey, timeout: timedelta, meshes: Sequence[str]) -> Self:
         place = self.rank, self.world_size, self.store(name), self.node_name()
-        return self._met(Rendezvous(name, key, *place, timeout, meshes))
+        return self._met(Rendezvous(name, key, *place, timeout, meshes, self.tls))
 
     def _met(self, meeting: GroupMeeting) -> Self:
         return replace(self, meeting=meeting, grid=Grid.of(meeting.nodes, self.rank))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.transport.tls import Connected
 from gradwire.transport.wire import LinkError
 
 _HEADER = struct.Struct("<QQ")
@@ -95,7 +96,7 @@ class _Receiving(_Moving):
 class _Peer:
     """The connection to another rank."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
+    def __init__(self, rank: int, connection: Connected) -> None:
         self.rank, self.connection, self.number = rank, connection, connection.fileno()
         self.sending: deque[_Sending] = deque()
         self.expected: defaultdict[int, deque[weakref.ref[_Receiving]]] = defaultdict(deque)
@@ -113,7 +114,7 @@ class _Peer:
 class Messages:
     """One end of a link. Used by one thread, but for `shut_down`."""
 
-    def __init__(self, connections: Mapping[int, socket.socket], rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, connections: Mapping[int, Connected], rank: int, world_size: int, timeout: timedelta) -> None:
         """`connections`: to each other rank; they are closed here."""
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout.total_seconds()
         self._peers = {peer: _Peer(peer, connection) for peer, connection in connections.items()}

@@ -26,16 +26,20 @@ from gradwire.kernels.cpu import available
 from gradwire.transport.adapters import adapter_gbps
 from gradwire.transport.addresses import own_address, why_too_few
 from gradwire.transport.keys import PROOF_BYTES, JobKey
+from gradwire.transport.tls import OFF, Connected, Tls, TlsError, TlsOption, tls_of
 from gradwire.transport.wire import LinkError
 
 log = logging.getLogger(__name__)
 
-Mesh = dict[int, socket.socket]
+Mesh = dict[int, Connected]
 """The connections of one purpose, by rank."""
+HEARTBEATS = "heartbeats"
+"""The mesh for heartbeats. It carries no bytes, so it is never encrypted."""
 _HELLO = struct.Struct("<I16s16s")
 """The rank that calls, the name of the mesh, and a nonce. A proof follows."""
 _FRAME = 5
-"""The version of what ranks connect and what a message looks like: 2 has checksums, 3 heartbeats, 4 rings, 5 proofs."""
+"""The version of what ranks connect and what a message looks like: 2 has checksums, 3 heartbeats, 4 rings, 5 proofs, 6
+encryption."""
 _PATIENCE_S, _PATIENCE_A_RANK_S = 30.0, 0.2
 """For connections once all cards are there; less than half of the group's own timeout."""
 _HELLO_S, _HURRIED_HELLO_S = 5.0, 0.5
@@ -65,6 +69,8 @@ class Card(msgspec.Struct):
     nonce: str = ""
     gbps: float | None = None
     """The speed of its network adapters; None if it is not known."""
+    tls: str = OFF
+    """How it encrypts connections."""
     no_wires: str = ""
     """Why it cannot run phases in C++."""
     problem: str = ""
@@ -84,11 +90,12 @@ class Rendezvous:
         node: str,
         timeout: timedelta,
         meshes: Sequence[str] = (),
+        tls: TlsOption = None,
     ) -> None:
         """Connects the `meshes` that all ranks want at once. Collective. `store`: with a prefix of this group's own.
 
-        Raises on all ranks: DisagreementError for versions that do not understand each other, CommunicationError where a rank
-        cannot connect at all. Raises LinkError where a rank did not come or is not reached.
+        Raises on all ranks: DisagreementError for versions that do not understand each other and where only some encrypt,
+        CommunicationError where a rank cannot connect at all. Raises LinkError where a rank did not come or is not reached.
         """
         self.name, self.key = name, key
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
@@ -97,15 +104,18 @@ class Rendezvous:
         """The names of the meshes that have all their connections."""
         self._nonce = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
+        self._tls: Tls | None = None
         card = Card(__version__, _FRAME, node, list(meshes), nonce=self._nonce.hex())
         card.gbps, card.no_wires = adapter_gbps(), why_no_wires()
         if world_size > 1:
             try:
                 self._listener = _listen(own_address(store))
                 card.host, card.port = self._listener.getsockname()[:2]
+                self._tls = tls_of(tls, key)
+                card.tls = self._tls.facts if self._tls is not None else OFF
             except OSError as error:
                 card.problem = str(error)
-            card.problem = card.problem or self.why_too_few(meshes) or _why_not_plain()
+            card.problem = card.problem or self.why_too_few(meshes)
         try:
             self._cards = self._exchange(card, store) if world_size > 1 else [card]
             self.connect([name for name in meshes if all(name in other.meshes for other in self._cards)])
@@ -122,6 +132,11 @@ class Rendezvous:
     def gbps(self) -> list[float | None]:
         """The speed of each rank's network adapters, as far as it is known."""
         return [card.gbps for card in self._cards]
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether connections are encrypted. The same on all ranks."""
+        return self._tls is not None
 
     def why_no_wires(self) -> str:
         """The ranks that cannot run phases in C++, and why; '' if all can. The same on all ranks."""
@@ -189,6 +204,11 @@ class Rendezvous:
             raise CommunicationError(f"no rank begins, since rank {unable[0]} says: {cards[unable[0]].problem}{more}.").about(
                 unable
             )
+        if unlike := [rank for rank, other in enumerate(cards) if other.tls != cards[0].tls]:
+            raise DisagreementError(
+                f"no rank begins, since ranks disagree on encryption: rank 0 has {cards[0].tls}, rank {unlike[0]} has "
+                f"{cards[unlike[0]].tls}. Give all ranks the same tls=, the same GRADWIRE_TLS and the same CA file."
+            ).about([0, *unlike])
         return cards
 
     # ---- handshakes
@@ -228,7 +248,7 @@ class Rendezvous:
         answer = yield from _read(connection, PROOF_BYTES)
         if not self.key.proves(answer, *self._parts(b"answer", nonce, peer, hello)):
             raise ConnectionError(f"whoever listens at {card.host} port {card.port} is no rank of this job")
-        self._keep(name, peer, connection)
+        yield from self._take(name, peer, connection, True)
 
     def _answer(self, connection: socket.socket) -> Steps:
         """Answer whoever called."""
@@ -240,7 +260,7 @@ class Rendezvous:
         if not (known and self._rank < peer < self._world_size and self._lacks(name, peer)):
             raise ConnectionError("this is no rank that has still to connect")
         connection.send(self._proof(b"answer", nonce, self._rank, hello))
-        self._keep(name, peer, connection)
+        yield from self._take(name, peer, connection, False)
 
     def _parts(self, what: bytes, nonce: bytes, listening: int, hello: bytes) -> tuple[bytes, ...]:
         return what, self.name.encode(), nonce, listening.to_bytes(4, "little"), hello
@@ -248,10 +268,27 @@ class Rendezvous:
     def _proof(self, what: bytes, nonce: bytes, listening: int, hello: bytes) -> bytes:
         return self.key.proof(*self._parts(what, nonce, listening, hello))
 
-    def _keep(self, name: str, peer: int, connection: socket.socket) -> None:
-        connection.setblocking(True)
+    def _take(self, name: str, peer: int, connection: socket.socket, calls: bool) -> Steps:
+        """Take a connection to a rank into its mesh, and encrypt it if ranks want that. `calls`: whether this rank called."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._meshes[name][peer] = connection
+        if self._tls is None or name == HEARTBEATS:
+            connection.setblocking(True)
+            self._meshes[name][peer] = connection
+            return
+        encrypted = self._tls.socket(connection, calls)
+        try:
+            yield from encrypted.handshake()
+            # the caller's handshake ends before the other end has looked at the caller's certificate, so it waits for this
+            proof = self.key.proof(b"tls", encrypted.exported())
+            if not calls:
+                encrypted.send(proof)
+            elif (yield from _read(encrypted, PROOF_BYTES)) != proof:
+                raise TlsError("somebody who does not know the job's key is in between")
+        except TlsError as error:
+            words = f"the connection with rank {peer} cannot be encrypted: {error}"
+            refused = TlsError(words)
+            raise LinkError(peer, refused) from refused
+        self._meshes[name][peer] = encrypted
 
 
 class _Handshakes:
@@ -352,7 +389,7 @@ class _Handshakes:
             self._selector.unregister(connection)
 
 
-def _read(connection: socket.socket, count: int) -> Generator[int, None, bytes]:
+def _read(connection: Connected, count: int) -> Generator[int, None, bytes]:
     """So many bytes."""
     got = b""
     while len(got) < count:
@@ -365,14 +402,6 @@ def _read(connection: socket.socket, count: int) -> Generator[int, None, bytes]:
             raise ConnectionResetError("Connection closed by peer")
         got += more
     return got
-
-
-def _why_not_plain() -> str:
-    """Why connections without encryption are not what the script wants; '' if they are."""
-    wanted = os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP")
-    if wanted != "TCP_TLS":
-        return ""
-    return "GLOO_DEVICE_TRANSPORT=TCP_TLS asks for encryption, and gradwire's connections have none: unset it, or use DDP"
 
 
 def _listen(host: str) -> socket.socket:

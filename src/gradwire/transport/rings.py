@@ -40,6 +40,7 @@ class Connection(ctypes.Structure):
     _fields_ = (
         *(("fd", c_int64), ("out", c_void_p), ("into", c_void_p)),
         *(("bell", c_int64), ("peer_bell", c_int64), ("capacity", c_int64)),
+        ("tls", c_void_p),
     )
 
 

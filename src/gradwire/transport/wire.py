@@ -19,6 +19,10 @@ from gradwire.core import native
 from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations, Outcome, refused
 from gradwire.transport.rings import Connection, Rings
+from gradwire.transport.tls import Connected, EncryptedSocket
+
+_RUNS_OF_A_KEY = 64
+"""After so many lists of operations a wire looks whether an encrypted connection needs a new key."""
 
 
 class LinkError(Exception):
@@ -47,7 +51,7 @@ def transfer(peer: int | None = None) -> Iterator[None]:
 class Wire:
     """Used by one thread, but for `shut_down`."""
 
-    def __init__(self, world_size: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
+    def __init__(self, world_size: int, sockets: Mapping[int, Connected], timeout_s: float) -> None:
         """`sockets`: of each other rank."""
         self._sockets, self._timeout_s = dict(sockets), timeout_s
         self._rings: dict[int, Rings] = {}
@@ -55,6 +59,10 @@ class Wire:
         self._is_shut = False
         for rank, each in enumerate(self._connections):
             each.fd = self._sockets[rank].fileno() if rank in self._sockets else -1
+        self._encrypted = {rank: each for rank, each in self._sockets.items() if isinstance(each, EncryptedSocket)}
+        for rank, encrypted in self._encrypted.items():
+            self._connections[rank].tls = ctypes.addressof(encrypted.session)
+        self._runs = 0
         _open.add(self)
 
     def share(self, peer: int, rings: Rings) -> None:
@@ -88,6 +96,10 @@ class Wire:
             if outcome.peer >= 0:
                 raise (DamagedError if outcome.damaged else LinkError)(outcome.peer, ConnectionError(words))
             raise refused(words)
+        self._runs += 1
+        if self._runs % _RUNS_OF_A_KEY == 0:
+            for each in self._encrypted.values():
+                each.renew_key()
         meter.codec_seconds += outcome.codec_seconds
         if meter.spans is not None and times is not None:
             meter.spans += operations.spans(list(times))

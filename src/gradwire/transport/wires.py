@@ -3,13 +3,13 @@
 import logging
 
 from gradwire.transport.link import Group, Link
+from gradwire.transport.rendezvous import HEARTBEATS
 from gradwire.transport.sharing import share_memory_of_nodes
 from gradwire.transport.wire import Wire
 
 log = logging.getLogger(__name__)
 
-HEARTBEATS = "heartbeats"
-"""The name of the mesh for heartbeats."""
+__all__ = ["HEARTBEATS", "make_wires", "meshes_of"]
 
 
 def meshes_of(lanes: int) -> list[str]:
