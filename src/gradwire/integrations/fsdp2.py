@@ -85,13 +85,13 @@ def replicate(
 def saved_states(checkpoint_id: str | os.PathLike[str], key: str = "gradwire") -> dict[str, bytes]:
     """Read the states of all ranks that saved exchanges with `dcp.save({key: exchanges}, checkpoint_id=...)`.
 
-    For `exchanges.load_state_dict` with another number of ranks. Raises ValueError if the checkpoint has none.
+    For `exchanges.load_state_dict` with another number of ranks. Collective. Raises ValueError if the checkpoint has none.
     """
     names = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
     states: dict[str, Any] = {name.removeprefix(f"{key}."): b"" for name in names if name.startswith(f"{key}.rank")}
     if not states:
         raise ValueError(f"{checkpoint_id} has no states under {key!r}: save them with dcp.save({{{key!r}: exchanges}}).")
-    load({key: states}, checkpoint_id=checkpoint_id, no_dist=True)
+    load({key: states}, checkpoint_id=checkpoint_id)
     return states
 
 

@@ -110,7 +110,7 @@ class ModulePacks:
             made = make()
             if self._others:
                 self._wholes, self._others = whole_residuals(self._others, group.rank(), group.size()), {}
-            self._cut(pack, len(tensors), place)
+            self._cut(pack, group, place)
             self._make_room(pack, [*tensors], made.group)
             if (saved := self._saved.pop(pack, None)) is not None:
                 made.load_state_dict(saved)
@@ -157,14 +157,14 @@ class ModulePacks:
                 for name, part in zip(pack.names, parts, strict=True):
                     self._kept[f"{what}/{tensors.index(tensor)}/{name}"] = part.clone()
 
-    def _cut(self, pack: Pack, count: int, place: int | None) -> None:
-        """Keep the shards of the whole residuals of the pack's parameters."""
-        for what, (name, numel) in product(
-            {key.partition("/")[0] for key in self._wholes}, zip(pack.names, pack.numels, strict=True)
-        ):
+    def _cut(self, pack: Pack, group: ProcessGroup, place: int | None) -> None:
+        """Keep a shard of the whole residuals of the pack's parameters. A reduce-scatter does not encode the shard of the rank
+        itself, so the rank takes the residuals of the shard before its own."""
+        at = (group.rank() - 1) % group.size() if place is None else 0
+        kinds, parts = {key.partition("/")[0] for key in self._wholes}, zip(pack.names, pack.numels, strict=True)
+        for what, (name, numel) in product(kinds, parts):
             if (whole := self._wholes.pop(f"{what}/{name}", None)) is not None:
-                for at in range(count):
-                    self._kept[f"{what}/{at}/{name}"] = shard_of(whole, at if place is None else place, numel)
+                self._kept[f"{what}/{at}/{name}"] = shard_of(whole, at if place is None else place, numel)
 
     def _take(self, pack: Pack, tensors: list[str], device: torch.device) -> dict[str, Tensor]:
         """Return the kept residuals of the pack's parameters, in the form of `Remembered.take_over`, and forget them here."""

@@ -23,16 +23,17 @@ _ALIKE = (SHARED, "energy")
 def whole_residuals(saved: Mapping[int, Mapping[str, Any]], rank: int, size: int) -> dict[str, Tensor]:
     """Return `{what}/{parameter}`: the residuals of a module that one rank of a group of `size` ranks takes, flat, with padding.
 
-    saved: the state of the module's packs on each global rank that saved. As in `gradwire.exchange.states`, the rank takes the
-    residuals of all whose position in the group that saved was rank, rank + size, .. : their sum is kept.
+    saved: the state of the module's packs on each global rank that saved. Between the replicas of HSDP, as in
+    `gradwire.exchange.states`, the rank takes the residuals of all whose position in the group that saved was rank, rank + size,
+    .. . Else each rank gets the sum of all, and takes the part of one shard. So the sum is kept.
     """
     groups = sorted({tuple(pack[2]) for state in saved.values() for pack, _ in state["packs"]})
     shards: dict[str, dict[int, Tensor]] = {}
     for other, state in saved.items():
         ranks = next((group for group in groups if other in group), (other,))
-        if ranks.index(other) % size != rank:
-            continue
         for key, at, part in _parts(state):
+            if at is None and ranks.index(other) % size != rank:
+                continue
             place = at if at is not None else groups.index(ranks)
             found = shards.setdefault(key, {})
             found[place] = found[place] + part if place in found else part.clone()
