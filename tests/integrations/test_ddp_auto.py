@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Worlds, digest
 
 import gradwire as gw
-from gradwire.integrations import ddp_auto
+from gradwire.integrations import ddp_plans
 
 DECIDED = 20
 """Steps after which auto has decided."""
@@ -161,7 +161,7 @@ def test_ranks_with_other_settings_are_named(worlds: Worlds) -> None:
 def advised(ddp: dict[str, Any]) -> list[str]:
     torch.manual_seed(3)
     run, _state = wrapped(deep(), **ddp)
-    with mock.patch.object(ddp_auto, "say") as say:
+    with mock.patch.object(ddp_plans, "say") as say:
         train(run, range(DECIDED))
     return [call.args[0] for call in say.call_args_list]
 

@@ -415,3 +415,51 @@ def compressed_again() -> tuple[bool, bool]:
 
 def test_a_second_call_replaces_the_first_one(worlds: Worlds) -> None:
     assert worlds.run(2, compressed_again) == [(True, False)] * 2
+
+
+FIFTHS = gw.ErrorFeedback(gw.TopK(0.2))
+
+
+def begun(folder: str, replicas: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The exact gradients of one step, and those that arrived with residuals left, which are saved."""
+    plain, ours = (on_replicas(replicas, spec) for spec in (None, FIFTHS))
+    for run in (plain, ours):
+        run.step(0, 0, scale=30.0)
+    dcp.save({"gradwire": ours.exchanges}, checkpoint_id=folder)
+    ours.exchanges.close()
+    return plain.sums, ours.sums
+
+
+def ended(folder: str, replicas: int) -> dict[str, torch.Tensor]:
+    """The gradients of later steps, which have none of their own."""
+    run = on_replicas(replicas, FIFTHS)
+    with pytest.raises(ValueError, match="saved_states"):
+        run.exchanges.load_state_dict({"rank0": fsdp2.saved_states(folder)["rank0"]})
+    run.exchanges.load_state_dict(fsdp2.saved_states(folder))
+    for step in range(12):
+        run.step(step, 0, scale=0.0)
+    run.exchanges.close()
+    return run.sums
+
+
+def on_replicas(replicas: int, spec: gw.Spec | None) -> Fsdp:
+    """FSDP2 on all ranks, or with so many replicas HSDP."""
+    if not replicas:
+        return Fsdp((5,), spec, None)
+    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("between", "inside"))
+    run = Fsdp((5,), None, None, mesh=mesh["inside"] if spec is not None else mesh)
+    if spec is not None:
+        run.exchanges = fsdp2.replicate(run.model, mesh["between"].get_group(), spec)
+    return run
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 0), (3, 0)), ((4, 2), (2, 2)), ((2, 2), (4, 2))], ids=str)
+def test_residuals_survive_another_number_of_ranks(
+    worlds: Worlds, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """What was not sent of a gradient is sent by the ranks that go on: the sum over all steps is the exact gradient."""
+    exact, first = worlds.run(before[0], begun, str(tmp_path / "saved"), before[1])[0]
+    later = worlds.run(after[0], ended, str(tmp_path / "saved"), after[1])[0]
+    for name, whole in exact.items():
+        missing, left = ((whole - each).norm() / whole.norm() for each in (first[name], first[name] + later[name]))
+        assert missing > 0.01 and left < 1e-5, name

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.record.run import Run
+from gradwire.report.page import write_report
 
 lightning = pytest.importorskip("lightning", reason="gradwire's extra lightning is not installed")
 pytestmark = pytest.mark.slow
@@ -182,11 +184,51 @@ def test_the_strategy_by_its_name_decides_and_logs(framework_worlds: Worlds, tmp
         assert [name for name in names if name.startswith("gradwire_")] == [
             "gradwire_decisions",
             "gradwire_exposed_ms",
+            "gradwire_predicted_ms",
             "gradwire_sent_mb",
+            "gradwire_step_ms",
         ]
         assert "ms" in decision
     (written,) = tmp_path.rglob("metrics.csv")
     assert "gradwire_sent_mb" in written.read_text().splitlines()[0]
+
+
+def tracked(folder: str) -> list[str]:
+    """The lines above the progress bar of a Trainer with TensorBoard, whose training is recorded."""
+    from lightning.pytorch.callbacks import ProgressBar
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    from gradwire.integrations.lightning import GradwireStrategy
+
+    lines: list[str] = []
+
+    class Bar(ProgressBar):
+        def print(self, *texts: Any, **named: Any) -> None:
+            lines.extend(texts)
+
+        def disable(self) -> None: ...
+
+    logger, strategy = TensorBoardLogger(folder, name="", version="events"), GradwireStrategy(record=f"{folder}/run")
+    settings: dict[str, Any] = {"logger": logger, "callbacks": [Bar()], "enable_progress_bar": True, "log_every_n_steps": 4}
+    trainer = trainer_of(folder, None, strategy=strategy, max_steps=60, **settings)
+    torch.manual_seed(3)
+    trainer.fit(Classifier(), data(2048, 1))
+    return [line for line in lines if line.startswith("gradwire: ")]
+
+
+def test_a_tracker_file_has_bytes_step_times_and_the_decision(framework_worlds: Worlds, tmp_path: Path) -> None:
+    reading = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="gradwire's extra report is not installed"
+    )
+    lines, _ = framework_worlds.run(2, tracked, str(tmp_path), deadline_s=300.0)
+    assert len([line for line in lines if "plan='auto' runs" in line]) == 1
+    found = reading.EventAccumulator(str(tmp_path / "events"))
+    found.Reload()
+    assert {f"gradwire_{name}" for name in ("sent_mb", "step_ms", "exposed_ms", "predicted_ms")} <= {*found.Tags()["scalars"]}
+    assert any(b"plan='auto' runs" in path.read_bytes() for path in (tmp_path / "events").iterdir() if path.is_file())
+    run = Run.read(tmp_path / "run")
+    assert run.model == "Classifier" and len(run.steps) == 60 and all(step.loss is not None for step in run.steps)
+    assert "A step takes" in write_report(tmp_path / "run")
 
 
 def test_options_of_ddp_are_refused() -> None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from worlds import Worlds, digest, gradwire_threads, seeded
 
 import gradwire as gw
+from gradwire.record.run import Run
+from gradwire.report.page import write_report
 
 pytest.importorskip("transformers", reason="gradwire's extra transformers is not installed")
 pytestmark = pytest.mark.slow
@@ -183,6 +185,54 @@ def decided(folder: str) -> tuple[str, int]:
 def test_decisions_of_auto_are_in_the_log(framework_worlds: Worlds, tmp_path: Path) -> None:
     for text, count in framework_worlds.run(2, decided, str(tmp_path), deadline_s=300.0):
         assert "ms" in text and count >= 1
+
+
+def tracked(folder: str) -> list[str]:
+    """The lines above the progress bar of a Trainer with TensorBoard, whose training is recorded."""
+    from transformers.trainer_callback import ProgressCallback
+
+    from gradwire.integrations.transformers import use
+
+    os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/events"
+    trainer = trainer_of(folder, max_steps=40, disable_tqdm=False, report_to=["tensorboard"] * (dist.get_rank() == 0))
+    (bar,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, ProgressCallback))
+    lines: list[str] = []
+
+    class Bar:
+        def write(self, line: str, **named: Any) -> None:
+            lines.append(line)
+
+        def update(self, count: int) -> None: ...
+        def close(self) -> None: ...
+
+    plain = bar.on_train_begin
+
+    def begin(*args: Any, **named: Any) -> None:
+        plain(*args, **named)
+        bar.training_bar = Bar()
+
+    bar.on_train_begin = begin
+    use(trainer, record=f"{folder}/run")
+    trainer.train()
+    return [line for line in lines if line.startswith("gradwire: ")]
+
+
+def test_a_tracker_file_has_bytes_step_times_and_the_decision(framework_worlds: Worlds, tmp_path: Path) -> None:
+    reading = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="gradwire's extra report is not installed"
+    )
+    lines, _ = framework_worlds.run(2, tracked, str(tmp_path), deadline_s=300.0)
+    assert len([line for line in lines if "plan='auto' runs" in line]) == 1
+    found = reading.EventAccumulator(str(tmp_path / "events"))
+    found.Reload()
+    assert {f"train/gradwire_{name}" for name in ("sent_mb", "step_ms", "exposed_ms", "predicted_ms")} <= {
+        *found.Tags()["scalars"]
+    }
+    (text,) = found.Tensors("train/gradwire_decision/text_summary")
+    assert b"plan='auto' runs" in text.tensor_proto.string_val[0]
+    run = Run.read(tmp_path / "run")
+    assert run.model == "GPT2LMHeadModel" and len(run.steps) == 40 and any(step.loss for step in run.steps)
+    assert run.decision.by.startswith("plan='auto'") and "A step takes" in write_report(tmp_path / "run")
 
 
 def another_accelerator(folder: str) -> str:

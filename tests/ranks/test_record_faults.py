@@ -137,7 +137,7 @@ def broken(folder: str) -> tuple[str, list[str]]:
         try:
             with loop.handle.record(folder) as recording:
                 loop.step()
-                recording._losses[0] = "what cannot be saved"
+                recording._kept._losses[0] = "what cannot be saved"
                 raise KeyError("the script's own")
         except KeyError as error:
             return str(error), [str(each.message) for each in told]
@@ -221,16 +221,15 @@ def test_a_folder_that_is_gone_is_one_warning_and_no_error(worlds: Worlds, tmp_p
 ONE_OF_TWO: Any = SimpleNamespace(world_size=2, rank=0)
 
 
-def in_use(bits: int, numel: int) -> Any:
-    """An exchange of one tensor, as far as records look at it."""
-    plan = gw.Uniform(gw.QSGD(bits=bits)).plan([TensorInfo("weight", (numel, 1), "float32")])
-    slot = SimpleNamespace(name="weight", view=torch.zeros(1).expand(numel))
-    return SimpleNamespace(plan=plan, slots={"weight": slot})
+def use(tensors: Tensors, bits: int, numel: int, step: int) -> None:
+    """Another exchange of one tensor is in use."""
+    infos = [TensorInfo("weight", (numel, 1), "float32")]
+    tensors.use(object(), gw.Uniform(gw.QSGD(bits=bits)).plan(infos), infos, step)
 
 
 def test_measuring_a_large_tensor_takes_little_memory() -> None:
     tensors, numel = Tensors(ONE_OF_TWO), 7 * MOST_ELEMENTS + 3
-    tensors.use(in_use(4, numel), 0)
+    use(tensors, 4, numel, 0)
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         for step in range(4):
@@ -245,6 +244,6 @@ def test_measuring_a_large_tensor_takes_little_memory() -> None:
 def test_changes_of_bits_are_thinned_and_the_last_is_kept() -> None:
     tensors = Tensors(ONE_OF_TWO)
     for step in range(1001):
-        tensors.use(in_use(2 + step % 2, 1000), step)
+        use(tensors, 2 + step % 2, 1000, step)
     (record,) = tensors.records()
     assert len(record.bits) <= MOST_POINTS and record.bits[0][0] == 0 and record.bits[-1][0] == 1000

@@ -1,21 +1,16 @@
 """The handle, which `parallelize` returns and which keeps a model synchronised."""
 
 import os
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields
 from typing import Any
 
-import msgspec
 import torch
 
 from gradwire.core import Plan, Spec
 from gradwire.engine import (
     REGISTRY,
     ClipsGradients,
-    CopiesWeights,
-    Corrects,
     Session,
     ShardsOptimizer,
     load_state,
@@ -113,22 +108,7 @@ class Handle:
 
     def stats(self) -> Stats:
         """Return statistics of this rank so far. Needs no other rank."""
-        session = self.session
-        exchange, reports = session.exchange, list(session.reports)
-        schedule = session.schedule
-        correcting, part = schedule.correcting() if isinstance(schedule, Corrects) else (None, 0.0)
-        of_buckets = exchange.bucket_stats(correcting, part)
-        codec_us = 1e6 * statistics.median([r.codec_s for r in reports]) if reports else 0.0
-        of_exchange = exchange.stats_of_steps(session.reducer.step, of_buckets, codec_us)
-        weights = schedule.weight_bytes() if isinstance(schedule, CopiesWeights) else 0
-        memory = msgspec.structs.replace(of_exchange.memory, weight_bytes=weights)
-        return Stats(
-            **{field.name: getattr(of_exchange, field.name) for field in fields(of_exchange)} | {"memory": memory},
-            exposed_us=1e6 * statistics.median([r.exposed_s for r in reports]) if reports else 0.0,
-            before_first_gradient=session.first_gradient.median,
-            decisions=self.decisions,
-            decided=session.driver.decisions.total if session.driver is not None else 0,
-        )
+        return self.session.stats()
 
     def time_codec(self, repeats: int = 5) -> float:
         """Measure the CPU seconds of one step's encodes and decodes when nothing else runs. Returns the median of `repeats`.
@@ -159,10 +139,7 @@ class Handle:
 
         decision: the origin of the plan, if the caller knows more than gradwire does.
         """
-        driver, policy = self.session.driver, self.session.policy
-        given = "a plan that was given" if policy is None else f"a policy with {policy.default!r} as default"
-        decided = decision or (driver.recorded if driver is not None else Decision(by=given))
-        self._recording = Recording(self.session, self.stats, folder, error_steps, decided)
+        self._recording = Recording(self.session, folder, error_steps, decision)
         return self._recording
 
     def timeline(self) -> Timeline:

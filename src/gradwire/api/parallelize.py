@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.api.handle import Handle
-from gradwire.auto import AdaptiveBitsDriver, Auto, CorrectionPeriods, Tuning, check_schedules
+from gradwire.auto import AdaptiveBitsDriver, Auto, CorrectionPeriods, Tuning, is_auto
 from gradwire.core import Plan, Spec, as_schedule, number, show, whole
 from gradwire.engine import REGISTRY, Driver, Session, check_optimizers, facts, prepare
 from gradwire.errors import PlanError
@@ -128,13 +128,8 @@ def _driver_of(
 ) -> Driver | None:
     """Return the driver that changes the plan in a running job, None if it stays. Raises PlanError for arguments without
     effect."""
-    if isinstance(plan, str) and plan == "auto":
+    if is_auto(plan, accuracy, schedules):
         return Auto(accuracy, schedules, ranks)
-    if (accuracy, *check_schedules(schedules)) != ("safe", "backward"):
-        raise PlanError(
-            f"plan is {show(plan)}, and accuracy={accuracy!r}, schedules={schedules!r} say what plan='auto' may choose from: "
-            "they would have no effect. Leave out plan=, or accuracy= and schedules=."
-        )
     if isinstance(plan, AdaptiveBits):
         return AdaptiveBitsDriver(plan)
     if isinstance(plan, Tuned):

@@ -1,8 +1,8 @@
 """Drivers that choose a handle's plan: they measure the job, try plans, keep the fastest, and decide again after a change."""
 
-from gradwire.auto.accuracy import check_accuracy, check_schedules
+from gradwire.auto.accuracy import is_auto
 from gradwire.auto.adaptive_bits import AdaptiveBitsDriver
-from gradwire.auto.alone import ChosenSpecs, choose_alone
+from gradwire.auto.alone import ChosenSpecs, choose_alone, counted
 from gradwire.auto.correcting import CorrectionPeriods
 from gradwire.auto.decision import AutoDecision, say
 from gradwire.auto.driver import Auto
@@ -17,8 +17,8 @@ __all__ = [
     "ChosenSpecs",
     "CorrectionPeriods",
     "Tuning",
-    "check_accuracy",
-    "check_schedules",
     "choose_alone",
+    "counted",
+    "is_auto",
     "say",
 ]

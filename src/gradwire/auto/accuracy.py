@@ -15,6 +15,7 @@ from gradwire.core import (
     Spec,
     TensorInfo,
     TopK,
+    show,
     word,
 )
 from gradwire.errors import PlanError
@@ -64,6 +65,24 @@ def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
             f"it. Write schedules={('backward', *words)!r}, or pass a policy with the schedule that you want."
         )
     return words
+
+
+def is_auto(plan: object, accuracy: str = "safe", schedules: Sequence[str] = ("backward",)) -> bool:
+    """Return whether the plan is "auto", for which alone the accuracy class and the schedules say what may be chosen.
+
+    Raises PlanError for an unknown class or schedule, and for any but the default ones with another plan.
+    """
+    check_accuracy(accuracy)
+    words = check_schedules(schedules)
+    if isinstance(plan, str) and plan == "auto":
+        return True
+    given = [f"accuracy={accuracy!r}"] * (accuracy != "safe") + [f"schedules={words!r}"] * (words != ("backward",))
+    if given:
+        raise PlanError(
+            f"plan is {show(plan)}, and {' and '.join(given)} would have no effect: plan='auto' alone chooses from what they "
+            "allow. Leave out plan=, or leave them out."
+        )
+    return False
 
 
 def schedules_of(accuracy: str, words: Sequence[str], ranks: int) -> tuple[Schedule, ...]:

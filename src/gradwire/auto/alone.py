@@ -4,7 +4,8 @@ So it is under FSDP2 on the CPU, whose backward waits for the exchange of each m
 is shortest if the exchange of each tensor is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -31,6 +32,8 @@ class ChosenSpecs(NamedTuple):
     """Predicted time of all exchanges of a step, one after another."""
     plain_us: float
     """Predicted time without compression."""
+    module_us: Mapping[str, float] = MappingProxyType({})
+    """Predicted time of the exchange of each tensor."""
 
     def __str__(self) -> str:
         """One line of text.
@@ -38,15 +41,21 @@ class ChosenSpecs(NamedTuple):
         >>> str(ChosenSpecs({"a": Identity(), "b": Identity()}, 2000.0, 2000.0))
         "plan='auto' sends 2 modules uncompressed: exchanges take 2.0 ms a step by prediction, 2.0 ms uncompressed."
         """
-        counts: dict[str, int] = {}
-        for spec in self.specs.values():
-            name = repr(spec) if spec.encodes else "uncompressed"
-            counts[name] = counts.get(name, 0) + 1
-        parts = [
-            f"{count} module{'s' * (count > 1)} {'with ' * (name != 'uncompressed')}{name}" for name, count in counts.items()
-        ]
         took = f"exchanges take {self.us / 1e3:.1f} ms a step by prediction, {self.plain_us / 1e3:.1f} ms uncompressed."
-        return f"plan='auto' sends {', '.join(parts)}: {took}"
+        return f"plan='auto' sends {counted(self.specs)}: {took}"
+
+
+def counted(specs: Mapping[str, Spec]) -> str:
+    """Say how many modules have each compressor.
+
+    >>> counted({"a": QSGD(bits=4), "b": Identity(), "c": QSGD(bits=4)})
+    '2 modules with QSGD(bits=4, block=128), 1 module uncompressed'
+    """
+    counts: dict[str, int] = {}
+    for spec in specs.values():
+        name = f"with {spec!r}" if spec.encodes else "uncompressed"
+        counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{count} module{'s' * (count > 1)} {name}" for name, count in counts.items())
 
 
 def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str, scheme: str | None = None) -> ChosenSpecs:
@@ -70,8 +79,8 @@ def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str, 
     # the most accurate one of those that are close to the best
     places = [next(place for place, us in enumerate(row) if us <= CLOSE * min(row)) for row in rows]
     chosen = {tensor.name: specs[place] for tensor, place in zip(tensors, places, strict=True)}
-    us = sum(row[place] for row, place in zip(rows, places, strict=True))
-    return ChosenSpecs(chosen, us, sum(row[0] for row in rows))
+    each_us = {tensor.name: row[place] for tensor, row, place in zip(tensors, rows, places, strict=True)}
+    return ChosenSpecs(chosen, sum(each_us.values()), sum(row[0] for row in rows), each_us)
 
 
 def _us_of(

@@ -44,7 +44,7 @@ from gradwire.auto.local import EXPOSED, local_offer, worth
 from gradwire.auto.measuring import CODECS_SECONDS, LONG_STEP_US, LOOK_STEPS, Look, cluster_of, codecs_of, scaled
 from gradwire.auto.planning import Offer, Seen, foreseen, offers
 from gradwire.auto.trial import Candidate, Trial
-from gradwire.core import Backward, Costs, Identity, Latest, LocalSteps, Plan, Profile, TensorInfo
+from gradwire.core import Backward, Costs, Document, Identity, Latest, LocalSteps, Plan, Profile, TensorInfo
 from gradwire.engine import Driver
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
@@ -105,6 +105,13 @@ class Auto(Driver):
             return Recorded(by="plan='auto', which had not decided yet", words=(words,))
         words = "auto kept a saved plan, or plain all-reduce because it could not plan or has one rank."
         return Recorded(by="plan='auto'", words=(words,))
+
+    def measurements(self) -> dict[str, Document] | None:
+        """The profile, the cluster and the costs of the last decision, on rank 0."""
+        profile, cluster, costs = self._profile, self._watch.cluster, self._costs
+        if profile is None or cluster is None or costs is None:
+            return None
+        return {"profile": profile, "cluster": cluster, "costs": costs}
 
     def refuses(self, plan: Plan, own: Plan) -> str:
         """Return why the schedule or the specs of a saved plan are not allowed; '' if they are."""

@@ -1,13 +1,13 @@
 """The engine: executes plans for models and decides nothing."""
 
 from gradwire.engine.prepare import facts, prepare
-from gradwire.engine.reducer import Observer, reset
+from gradwire.engine.reducer import Observer, Observers, reset
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.saving import SET, load_state, state_of, state_of_decision
 from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
 from gradwire.engine.schedules.local import OuterOptimizer
-from gradwire.engine.session import Driver, GradientWatcher, Session, compiled
+from gradwire.engine.session import Driver, GradientWatcher, Session, ValueWatcher, compiled
 from gradwire.engine.torch_hooks.hooks import (
     GradientHooks,
     ModelHook,
@@ -29,10 +29,12 @@ __all__ = [
     "GradientWatcher",
     "ModelHook",
     "Observer",
+    "Observers",
     "OuterOptimizer",
     "Patch",
     "Session",
     "ShardsOptimizer",
+    "ValueWatcher",
     "check_optimizers",
     "compiled",
     "facts",

@@ -6,21 +6,24 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
-from gradwire.core import Latest, Plan, Spec, TensorInfo
+from gradwire.core import Document, Latest, Plan, Spec, TensorInfo
 from gradwire.engine.buffers import ModelBuffers, shared_tensors
 from gradwire.engine.control import OwnSteps
 from gradwire.engine.crossing import CROSSING, Whereabouts
 from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
-from gradwire.engine.reducer import Observer, Reducer, announce_change, taken_in_backward
+from gradwire.engine.reducer import Observer, Observers, Reducer, announce_change, taken_in_backward
 from gradwire.engine.registry import REGISTRY
-from gradwire.engine.schedules.base import PutsOff, ShardsOptimizer, TrainingJob
+from gradwire.engine.schedules.base import CopiesWeights, Corrects, PutsOff, ShardsOptimizer, TrainingJob
 from gradwire.engine.schedules.factory import make_schedule, why_not, why_not_weighed
 from gradwire.engine.torch_hooks.hooks import (
     GradientHooks,
@@ -34,9 +37,9 @@ from gradwire.engine.torch_hooks.lazy_tensors import looking
 from gradwire.engine.torch_hooks.optimizer_step import hear, hear_no_more
 from gradwire.engine.torch_hooks.splitting import compiled_frames
 from gradwire.errors import GradwireError, PlanError, StepStateError
-from gradwire.exchange import Exchange, Saved, StepReport
+from gradwire.exchange import Exchange, Saved, Stats, StepReport
 from gradwire.plan import Policy
-from gradwire.transport import Lanes, Link, LinkError, MergedValues, agree, broadcast_bytes
+from gradwire.transport import Lanes, LanesObserver, Link, LinkError, MergedValues, agree, broadcast_bytes
 
 _WATCHED_STEPS = 20
 _MOST_BEFORE = 0.8
@@ -167,6 +170,10 @@ class Driver(ABC):
     def recorded(self) -> Any:
         """The last decision, as the `Decision` of a recorded run."""
 
+    def measurements(self) -> Mapping[str, Document] | None:
+        """The profile, the cluster and the costs that it measured, by the names of their files; None if it measured none."""
+        return None
+
     @abstractmethod
     def refuses(self, plan: Plan, own: Plan) -> str:
         """Why it would not go on under a plan that was saved; '' if it would. own: what the policy it begins with makes."""
@@ -190,6 +197,18 @@ class GradientWatcher(Protocol):
 
     def ready(self, index: int) -> None:
         """The gradient of the parameter with this number is ready."""
+        ...
+
+
+class ValueWatcher(GradientWatcher, Protocol):
+    """Is called for each gradient, and gets this rank's value."""
+
+    def coming(self, index: int, gradient: torch.Tensor | None) -> None:
+        """The gradient of the parameter with this number has this value, before it is exchanged."""
+        ...
+
+    def resumed(self, index: int) -> None:
+        """Backward goes on after it waited for the exchange of this gradient."""
         ...
 
 
@@ -261,6 +280,21 @@ class Session(Observer):
         return self.reducer.step
 
     @property
+    def next_step(self) -> int:
+        """The number of the step of the next forward."""
+        return self.reducer.next_step
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether the next backward sends gradients."""
+        return self.reducer.synchronise
+
+    @property
+    def observers(self) -> Observers:
+        """The observers of its steps."""
+        return self.reducer.observers
+
+    @property
     def active(self) -> list[int]:
         """The ranks that had a batch in the last step."""
         return self.reducer.active
@@ -274,6 +308,19 @@ class Session(Observer):
         """Call watcher.ready(index) when the gradient of a parameter, numbered as `tensors` are, becomes ready, as long as the
         watcher lives. Returns what ends this."""
         return GradientHooks(watcher, None, lambda each, index, *_: each.ready(index), self.parameters.values()).remove
+
+    def watch_values(self, watcher: "ValueWatcher") -> Callable[[], None]:
+        """Call the watcher as `watch_gradients` does, and with this rank's value before that."""
+
+        def coming(each: ValueWatcher, index: int, parameter: torch.nn.Parameter) -> None:
+            each.coming(index, parameter.grad)
+
+        return GradientHooks(watcher, coming, lambda each, index, *_: each.ready(index), self.parameters.values()).remove
+
+    def watch_tasks(self, observer: LanesObserver) -> Callable[[], None]:
+        """Give the observer the times of the lanes' tasks. Returns what ends this."""
+        self.lanes.observe(observer)
+        return partial(self.lanes.observe, observer, on=False)
 
     def settle(self) -> None:
         """Wait until nothing is under way and all that a script can see is as it should be. Launches nothing."""
@@ -410,6 +457,40 @@ class Session(Observer):
     def ride(self, values: MergedValues) -> Callable[[], MergedValues | None]:
         """See `RidesControl`."""
         return self.reducer.control.ride(values)
+
+    # ---- what recordings read
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model's class."""
+        return type(self._model()).__name__
+
+    @property
+    def records(self) -> bool:
+        """Whether this rank writes records."""
+        return self.group.rank == 0
+
+    running = True
+    """There is always a plan and an exchange."""
+    predicted_us: Mapping[str, float] = MappingProxyType({})
+    """No exchange is predicted alone: buckets overlap."""
+
+    def stats(self) -> Stats:
+        """Return statistics of this rank so far. Needs no other rank."""
+        exchange, reports, schedule, driver = self.exchange, list(self.reports), self.schedule, self.driver
+        correcting, part = schedule.correcting() if isinstance(schedule, Corrects) else (None, 0.0)
+        of_buckets = exchange.bucket_stats(correcting, part)
+        codec_us = 1e6 * statistics.median([r.codec_s for r in reports]) if reports else 0.0
+        of_exchange = exchange.stats_of_steps(self.reducer.step, of_buckets, codec_us)
+        weights = schedule.weight_bytes() if isinstance(schedule, CopiesWeights) else 0
+        memory = msgspec.structs.replace(of_exchange.memory, weight_bytes=weights)
+        return Stats(
+            **{field.name: getattr(of_exchange, field.name) for field in fields(of_exchange)} | {"memory": memory},
+            exposed_us=1e6 * statistics.median([r.exposed_s for r in reports]) if reports else 0.0,
+            before_first_gradient=self.first_gradient.median,
+            decisions=tuple(driver.decisions) if driver is not None else (),
+            decided=driver.decisions.total if driver is not None else 0,
+        )
 
     # ---- after a step
 

@@ -3,8 +3,8 @@
 DDP calls the hook for each bucket, in the same order on all ranks. One exchange holds the gradients of all parameters by name.
 Its lanes work while backward runs, and the hook of the last bucket waits for them."""
 
+import os
 import time
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,14 +12,16 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from gradwire.auto import Auto, AutoDecision, check_accuracy
-from gradwire.core import Plan, Spec, TensorInfo, show
+from gradwire.auto import Auto, AutoDecision, is_auto
+from gradwire.core import Plan, Spec, TensorInfo
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of, info_of, plan_for, read_state
-from gradwire.integrations.ddp_auto import DDPJob
+from gradwire.integrations.ddp_job import DDPJob
 from gradwire.integrations.ddp_plans import ONE_EACH, PlanForDDP, averaged, bucket_sizes, checked, model_of
 from gradwire.integrations.handles import resume_together
 from gradwire.plan import Policy
+from gradwire.record import Decision
+from gradwire.record.recording import Recording
 from gradwire.transport import Group, TlsOption
 
 __all__ = ["DDPState", "bucket_sizes", "ddp_hook"]
@@ -47,18 +49,11 @@ class DDPState:
     """
 
     def __init__(self, plan: PlanForDDP = "auto", accuracy: str = "safe", tls: TlsOption = None) -> None:
-        self.plan: Plan | Policy | Spec | None = None if plan == "auto" else checked(plan)
+        self.plan: Plan | Policy | Spec | None = None if is_auto(plan, accuracy) else checked(plan)
         """None: gradwire chooses."""
         self.accuracy, self.tls = accuracy, tls
-        if self.plan is None:
-            check_accuracy(accuracy)
-        elif accuracy != "safe":
-            raise PlanError(
-                f"accuracy={accuracy!r} says what plan='auto' may choose from, and plan is {show(plan)}: leave one out."
-            )
-        self._job: DDPJob | None = None
+        self._job: DDPJob | None = None  # once the model is found
         self._group: Any = None  # DDP's group, once the model is found
-        self._model: Any = None  # a weak reference
         self._parameters: dict[str, torch.nn.Parameter] = {}  # by name, in the order of registration
         self._names: dict[torch.Tensor, str] = {}
         self._infos: dict[str, TensorInfo] = {}
@@ -75,33 +70,36 @@ class DDPState:
         """Exchange one of DDP's buckets. The future gets the buffer, with mean gradients, after the step's last bucket."""
         if bucket.index() == 0:
             self._begin(bucket)
-        exchange, buffer = self._exchange, bucket.buffer()
-        if exchange is None or buffer.is_sparse:
+        job, exchange, buffer = self._job, self._exchange, bucket.buffer()
+        if job is None or exchange is None or buffer.is_sparse:
             done = allreduce_hook(self._group, bucket)
         else:
             names = [self._names[parameter] for parameter in bucket.parameters()]
-            if self._job is not None:
-                self._job.came(names, buffer.nbytes)
-            exchange.ready_all(dict(zip(names, bucket.gradients(), strict=True)))
+            gradients = bucket.gradients()
+            job.came(names, gradients, buffer.nbytes)
+            exchange.ready_all(dict(zip(names, gradients, strict=True)))
             self._came[-1] += names
             done = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
             self._waiting.append((done, buffer))
-        if bucket.is_last() and exchange is not None:
+        if bucket.is_last() and job is not None and exchange is not None:
             began_s = time.perf_counter()
             exchange.wait()
             for future, means in self._waiting:
                 future.set_result(means)
             self._waiting = []
-            if self._job is not None:
-                self._job.ended(time.perf_counter() - began_s)
-            else:
-                self._learn_order()
+            job.ended(time.perf_counter() - began_s)
+            self._learn_order()
         return done
 
     @property
     def decision(self) -> AutoDecision | None:
         """The last decision of plan="auto"; its str() is one line of text. None before the first, and for any other plan."""
-        return next(reversed(self._job.driver.decisions), None) if self._job is not None else None
+        driver = self._job.driver if self._job is not None else None
+        return next(reversed(driver.decisions), None) if driver is not None else None
+
+    def record(self, folder: str | os.PathLike[str], error_steps: int = 20, decision: Decision | None = None) -> Recording:
+        """Record a training loop for `gradwire report`, as `Handle.record` does. Call it after `register_comm_hook`."""
+        return Recording(self._find_job(), folder, error_steps, decision)
 
     def stats(self) -> ExchangeStats:
         """Statistics of this rank's exchange so far. Raises StepStateError before the first step."""
@@ -124,7 +122,7 @@ class DDPState:
         """Load what `state_dict` returned: this rank's own state, or, with another number of ranks, the states of all ranks that
         saved, in one dictionary. Call it between steps, on every rank, after `register_comm_hook`; it sends nothing. Raises
         ValueError that names the mistake in the state; if it does not fit the plan, the next step raises ValueError."""
-        self._find_model()
+        self._find_job()
         group = Group.of(self._group)
         saved, names = read_state(state, group) if state else None, list(self._parameters)
         order = saved.order if saved is not None else []
@@ -136,16 +134,12 @@ class DDPState:
         decided = saved.decided if saved is not None and self.plan is None else None
         if decided and (why := Auto(self.accuracy, ("backward",), group.world_size).refuses(decided, decided)):
             raise ValueError(f"the state was saved under a plan that this hook does not run: {why}")
-        if self._exchange is not None:
-            self._exchange.close()
-        if self._job is not None:
-            self._job.close()
-        self._exchange, self._job, self._came, self._saved = None, None, [], dict(state)
+        self._find_job().stop()
+        self._exchange, self._came, self._saved = None, [], dict(state)
         self._order, self._order_known = [names[at] for at in order], bool(order)
 
     def _begin(self, bucket: GradBucket) -> None:
-        self._find_model()
-        buffer, parameters = bucket.buffer(), bucket.parameters()
+        job, buffer, parameters = self._find_job(), bucket.buffer(), bucket.parameters()
         if not buffer.is_sparse and any(each not in self._names for each in parameters):
             raise StepStateError(f"this DDPState averages gradients of another DDP model. {ONE_EACH}")
         if buffer.dtype != parameters[0].dtype:
@@ -158,6 +152,7 @@ class DDPState:
             self._start()
         self._came = [*self._came[-1:], []]
         if self._exchange is not None:
+            job.observers.begins()
             self._exchange.begin()
 
     def _start(self) -> None:
@@ -170,10 +165,10 @@ class DDPState:
         made = Exchange(metas, plan, self._group, self.tls)
         resume_together(made, self._saved, {"gw.DDPState and its state": f"{driver!r}, {bool(saved and saved.own)}"})
         self._exchange, self._saved = made, {}
-        if driver is not None:
-            self._job = DDPJob(self._model(), [*self._infos.values()], made, driver)
-            if saved is not None:
-                driver.resumed(self._job, saved)
+        job = self._find_job()
+        job.run(made, driver)
+        if driver is not None and saved is not None:
+            driver.resumed(job, saved)
 
     def _learn_order(self) -> None:
         """Plan again in gradient-ready order, which is the second order of DDP's buckets and the same on all ranks."""
@@ -184,14 +179,16 @@ class DDPState:
         infos, group = [self._infos[name] for name in came], exchange.group
         exchange.change_to(plan_for(self.plan, infos, group.world_size, group.grid.ranks_per_node_if_even)[0])
 
-    def _find_model(self) -> None:
-        if self._group is None:
+    def _find_job(self) -> DDPJob:
+        if self._job is None:
             model = model_of(self)
-            self._group, self._model = model.process_group, weakref.ref(model)
+            self._group = model.process_group
             self._parameters = averaged(model.module, model.parameters_to_ignore)
             self._names = {parameter: name for name, parameter in self._parameters.items()}
             embeddings = embeddings_of(model.module)
             self._infos = {name: info_of(name, each, id(each) in embeddings) for name, each in self._parameters.items()}
+            self._job = DDPJob(model, self._parameters, [*self._infos.values()], self.plan)
+        return self._job
 
 
 def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

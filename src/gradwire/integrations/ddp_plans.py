@@ -1,21 +1,24 @@
 """A DDP model as its hook sees it: the plans that it can run, the parameters, and the sizes of DDP's buckets that fit a plan."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.auto import say
 from gradwire.core import Backward, Plan, Spec, show
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import embeddings_of, info_of, plan_for
 from gradwire.integrations.handles import all_objects
 from gradwire.plan import Policy
 
-__all__ = ["ONE_EACH", "PlanForDDP", "averaged", "bucket_sizes", "checked", "model_of"]
+__all__ = ["ONE_EACH", "PlanForDDP", "advise", "averaged", "bucket_sizes", "checked", "model_of"]
 ONE_EACH = "Call model.register_comm_hook(gw.DDPState(plan), gw.ddp_hook) once, with a state of its own for each model."
+_MOST_BYTES = 2**21
+"""A bucket of DDP with more bytes, and with more than half of all gradients, leaves little to overlap."""
 PlanForDDP: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str]
 
 
@@ -46,6 +49,16 @@ def checked(plan: Any) -> Plan | Policy | Spec:
             "decides when gradients are sent. Else write handle = gw.parallelize(model, optimizer, plan=...) in place of DDP."
         )
     return plan
+
+
+def advise(bucket_bytes: Sequence[int]) -> None:
+    """Log a line if DDP hands over most of all gradients in one bucket."""
+    largest, total = max(bucket_bytes), sum(bucket_bytes)
+    if largest > max(_MOST_BYTES, total / 2):
+        say(
+            f"DDP hands over {largest / 1e6:.1f} of {total / 1e6:.1f} MB of gradients in one bucket, and nothing of a bucket "
+            "is sent before it is full. DistributedDataParallel(model, bucket_cap_mb=1) lets sending begin earlier."
+        )
 
 
 def averaged(model: torch.nn.Module, ignored: Collection[str]) -> dict[str, torch.nn.Parameter]:

@@ -8,15 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.auto import AllRanks, ChosenSpecs, check_accuracy, choose_alone, say
-from gradwire.core import Spec, TensorInfo, show
+from gradwire.auto import AllRanks, ChosenSpecs, choose_alone, counted, is_auto, say
+from gradwire.core import Plan, Spec, TensorInfo, fingerprint, show
 from gradwire.errors import PlanError
 from gradwire.exchange import info_of, warn_of_embeddings
 from gradwire.integrations.packs import packed_embeddings
 from gradwire.plan import Policy
 from gradwire.transport import Lanes
 
-__all__ = ["ModuleSpecs", "policy_for"]
+__all__ = ["WHOLE", "ModuleSpecs", "policy_for"]
+WHOLE = ".parameters"
+"""The end of the name of a module's parameters, which are one tensor in records."""
 _ALL, _LAST_STEP = 2**62, 2**61
 
 
@@ -34,17 +36,15 @@ class ModuleSpecs:
         self._specs: dict[str, Spec] = {}
         embeddings = packed_embeddings(modules)
         sizes = {name: _size_of(module) for name, module in modules.items()}
-        self._infos = [TensorInfo(name, (n,), "float32", embedding=name in embeddings) for name, n in sizes.items() if n]
-        if plan == "auto":
-            check_accuracy(accuracy)
-        elif accuracy != "safe":
-            raise PlanError(f"accuracy={accuracy!r} is for plan='auto' alone, and plan is {show(plan)}: leave one of them out.")
-        elif isinstance(plan, (Policy, Spec)):
+        self.infos = [TensorInfo(name, (n,), "float32", embedding=name in embeddings) for name, n in sizes.items() if n]
+        if is_auto(plan, accuracy):
+            return
+        if isinstance(plan, (Policy, Spec)):
             given = Policy(default=plan) if isinstance(plan, Spec) else plan
             policy = msgspec.structs.replace(given, exempt_vectors=False)
-            made = policy.plan(self._infos)
+            made = policy.plan(self.infos)
             self._set({name: bucket.spec_of(name) for bucket in made.buckets for name in bucket.tensors})
-            warn_of_embeddings(self._infos, made, policy)
+            warn_of_embeddings(self.infos, made, policy)
         else:
             self._set({"model": plan})
 
@@ -55,12 +55,31 @@ class ModuleSpecs:
         """The policy of a module's buffer, of which this is a part. Collective where auto has not chosen yet."""
         if not self._specs:
             kind = info_of(module, buffer)
-            infos = [msgspec.structs.replace(info, dtype=kind.dtype, device=kind.device) for info in self._infos]
+            infos = [msgspec.structs.replace(info, dtype=kind.dtype, device=kind.device) for info in self.infos]
             self.chosen = choose_alone(AllRanks(lanes, buffer.device), infos, self._accuracy, self._scheme)
             self._specs = self.chosen.specs
             if dist.get_rank() == 0:
                 say(str(self.chosen))
         return policy_for(self._specs[module], self._scheme)
+
+    @property
+    def wholes(self) -> list[TensorInfo]:
+        """All parameters of each module as one tensor."""
+        return [msgspec.structs.replace(info, name=info.name + WHOLE) for info in self.infos]
+
+    def plan_of_all(self, ranks: int, ranks_per_node: int) -> Plan:
+        """The plan of all modules' gradients with a bucket for each, in the order of backward: for records."""
+        infos = self.wholes[::-1]
+        policies = [policy_for(self._specs[info.name.removesuffix(WHOLE)], self._scheme) for info in infos]
+        buckets = [each.plan([info], ranks, ranks_per_node).buckets[0] for each, info in zip(policies, infos, strict=True)]
+        launch = [(at, task) for at, bucket in enumerate(buckets) for task in bucket.link_tasks]
+        return Plan(fingerprint=fingerprint(infos), buckets=tuple(buckets), launch=tuple(launch))
+
+    def describe(self) -> str:
+        """What is compressed, without the end of the sentence."""
+        if not self._specs:
+            return "FSDP2's gradients: auto chooses in the first backward"
+        return f"FSDP2's gradients: {counted(self._specs)}"
 
     def state(self) -> dict[str, str]:
         """Return the choice of auto, for `load`."""

@@ -1,4 +1,4 @@
-"""Helpers for handles inside frameworks: the model's `no_sync`, numbers for the log, and all ranks' states in checkpoints."""
+"""Helpers for handles inside frameworks: the model's `no_sync`, and all ranks' states in checkpoints."""
 
 import gc
 import io
@@ -21,7 +21,7 @@ from gradwire.exchange import Exchange
 from gradwire.transport import agree
 
 __all__ = [
-    "NoSync", "all_objects", "facts", "from_bytes", "gather_states", "load_handle", "resume_together", "save_handle", "to_bytes",
+    "NoSync", "all_objects", "from_bytes", "gather_states", "load_handle", "resume_together", "save_handle", "to_bytes",
 ]  # fmt: skip
 
 
@@ -36,17 +36,6 @@ class NoSync(Patch):
 
     def before_copy(self) -> None:
         """Do nothing."""
-
-
-def facts(handle: Handle) -> dict[str, float]:
-    """Numbers for a framework's log: megabytes that this rank sends in a step, milliseconds that the end of backward waits for
-    gradients, and the number of decisions so far."""
-    stats = handle.stats()
-    return {
-        "gradwire_sent_mb": stats.wire_bytes / 1e6,
-        "gradwire_exposed_ms": stats.exposed_us / 1e3,
-        "gradwire_decisions": float(stats.decided),
-    }
 
 
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:

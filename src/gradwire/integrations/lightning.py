@@ -4,8 +4,11 @@ Importing this module registers the strategy's name, so that `Trainer(strategy="
 `gw.parallelize` is called on it when Lightning has made its optimizers.
 """
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +18,9 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from gradwire.api import Handle, parallelize
 from gradwire.engine import load_state
 from gradwire.errors import PlanError
-from gradwire.integrations.handles import facts, gather_states
+from gradwire.integrations.handles import gather_states
+from gradwire.integrations.trackers import Tracked, lines_to
+from gradwire.record.recording import Recording
 
 __all__ = ["GradwireStrategy"]
 
@@ -27,11 +32,13 @@ class GradwireStrategy(DDPStrategy):
 
     plan and options: `plan` and the other arguments of `gw.parallelize`, as `options={"accuracy": "exact"}`. Other arguments are
     arguments of Lightning's DDPStrategy that are not passed on to DDP, such as `timeout` and `process_group_backend`. The handle
-    is `trainer.strategy.handle`, while the Trainer fits and after.
+    is `trainer.strategy.handle`, while the Trainer fits and after. record: a folder for the record of the training, for
+    `gradwire report`.
 
     Accumulation, clipping, manual optimization and mixed precision work as with DDP. A checkpoint holds the states of all ranks
-    under the key "gradwire", and `trainer.fit(ckpt_path=...)` continues bit for bit. The log gets `gradwire_sent_mb`,
-    `gradwire_exposed_ms` and `gradwire_decisions` every `log_every_n_steps` steps.
+    under the key "gradwire", and `trainer.fit(ckpt_path=...)` continues bit for bit. Every `log_every_n_steps` steps the log gets
+    the numbers of `Tracked.facts`. Each logger gets the text of a decision as the hyperparameter `gradwire_decision_{step}`. A
+    decision is also a line above the progress bar.
 
     Raises PlanError for options of DDP. `fit` raises the errors of `gw.parallelize`.
 
@@ -42,7 +49,13 @@ class GradwireStrategy(DDPStrategy):
 
     strategy_name = "gradwire"
 
-    def __init__(self, plan: Any = "auto", options: Mapping[str, Any] | None = None, **strategy: Any) -> None:
+    def __init__(
+        self,
+        plan: Any = "auto",
+        options: Mapping[str, Any] | None = None,
+        record: str | os.PathLike[str] = "",
+        **strategy: Any,
+    ) -> None:
         super().__init__(**strategy)
         if wrong := sorted(self._ddp_kwargs) or [name for name in strategy if name.startswith("ddp_comm")]:
             raise PlanError(
@@ -50,8 +63,10 @@ class GradwireStrategy(DDPStrategy):
                 "unused parameters or bucket sizes. Arguments of gw.parallelize go into options={...}."
             )
         self.handle: Handle | None = None
-        self._plan, self._options = plan, dict(options or {})
-        self._attached = False
+        self._plan, self._options, self._folder = plan, dict(options or {}), record
+        self._tracked: Tracked | None = None
+        self._recording: Recording | None = None
+        self._training = ExitStack()
         self._saved: dict[str, torch.Tensor] = {}
 
     def configure_ddp(self) -> None:
@@ -62,15 +77,23 @@ class GradwireStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         self._detach()
         self.handle = parallelize(self.model, self.optimizers or None, plan=self._plan, **self._options)
-        self._attached = True
+        self._tracked = Tracked(self.handle)
+        self._training.callback(self.handle.detach)
+        self._training.callback(lines_to(partial(_write, trainer)))
         device, saved = self.handle.session.device, self._saved
         load_state(self.handle.session, lambda: {k: v.to(device) for k, v in saved.items()} if saved else None)
         self._saved = {}
+        if self._folder:
+            self._recording = self._training.enter_context(self.handle.record(self._folder))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own training step inside a call of the module, which marks the begin of a step for gradwire."""
         with self.precision_plugin.train_step_context():
-            return self._forward_redirection(self.model, self.lightning_module, "training_step", *args, **kwargs)
+            outputs = self._forward_redirection(self.model, self.lightning_module, "training_step", *args, **kwargs)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self._recording is not None and isinstance(loss, torch.Tensor):
+            self._recording.log(loss)
+        return outputs
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -80,15 +103,18 @@ class GradwireStrategy(DDPStrategy):
             yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Write gradwire's numbers into the log."""
+        """Write gradwire's numbers and decisions into the log."""
         trainer = self.lightning_module.trainer
         every = trainer.log_every_n_steps  # 0: never, as with barebones=True
-        if self.handle is not None and every and (trainer.global_step + 1) % every == 0:
-            self.lightning_module.log_dict(facts(self.handle))
+        if self._tracked is not None and every and (trainer.global_step + 1) % every == 0:
+            self.lightning_module.log_dict(self._tracked.facts())
+            if decision := self._tracked.new_decision():
+                for logger in trainer.loggers:
+                    logger.log_hyperparams({f"gradwire_decision_{trainer.global_step}": decision})
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save Lightning's checkpoint, with the states of all ranks if the checkpoint has optimizer states."""
-        if self._attached and self.handle is not None and "optimizer_states" in checkpoint:
+        if self._tracked is not None and self.handle is not None and "optimizer_states" in checkpoint:
             checkpoint[_KEY] = gather_states(self.handle)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -105,9 +131,14 @@ class GradwireStrategy(DDPStrategy):
         super().teardown()
 
     def _detach(self) -> None:
-        if self._attached and self.handle is not None:
-            self.handle.detach()
-        self._attached = False
+        self._training.close()
+        self._tracked = self._recording = None
+
+
+def _write(trainer: Trainer, line: str) -> None:
+    """Write a line above the Trainer's progress bar."""
+    bar = trainer.progress_bar_callback
+    bar.print(line) if bar is not None else print(line, file=sys.stderr)
 
 
 StrategyRegistry.register("gradwire", GradwireStrategy, description="gradwire's exchange of gradients in place of DDP's")

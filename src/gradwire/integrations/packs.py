@@ -7,6 +7,7 @@ step: heads that are used in turns, layers that are frozen or thawed.
 import sys
 from collections.abc import Callable, Mapping
 from itertools import product
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,10 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from gradwire.errors import PlanError
 from gradwire.exchange import SHARED, Exchange, State, added_up, looks_up_rows, read_state
+from gradwire.integrations.resharding import whole_residuals
 from gradwire.transport import Group
 
-__all__ = ["ModulePacks", "Pack", "pack_of", "packed_embeddings"]
+__all__ = ["ModulePacks", "Pack", "only_viewed", "pack_of", "packed_embeddings", "shard_number"]
 
 _PACKERS = ("foreach_reduce", "foreach_all_gather")
 
@@ -42,9 +44,7 @@ def pack_of(shard: Tensor, group: ProcessGroup) -> Pack:
 
     FSDP2 passes a buffer without names. The function of FSDP2 that fills the buffer has the list of parameters.
     """
-    frame = sys._getframe(1)
-    while frame.f_code.co_name not in _PACKERS and frame.f_back is not None:
-        frame = frame.f_back
+    frame = _packer(sys._getframe(1)) or sys._getframe(1)
     parameters: list[Any] = frame.f_locals.get("fsdp_params", [])
     numels = tuple(each.padded_sharded_param_size.numel() for each in parameters)
     if frame.f_code.co_name == "foreach_reduce" and sum(numels) != shard.numel():
@@ -54,6 +54,31 @@ def pack_of(shard: Tensor, group: ProcessGroup) -> Pack:
         )
     names = tuple(each._param_fqn or each._module_info.param_name for each in parameters)
     return Pack(names, numels, tuple(get_process_group_ranks(group)), str(shard.dtype).removeprefix("torch."))
+
+
+def only_viewed() -> bool:
+    """Whether FSDP2 only makes views of the buffer that it asks to reduce now, and reads it when backward is over: no other
+    dtype, no factor, no all-reduce of its own, no gradient to add to, no hook of the script on a gradient, no copy elsewhere."""
+    found = _packer(sys._getframe(1))
+    local = found.f_locals if found is not None and found.f_code.co_name == "foreach_reduce" else {}
+    parameters = local.get("fsdp_params", ())
+    known = {"orig_dtype", "reduce_dtype", "postdivide_factor", "all_reduce_group", "fsdp_params"} <= local.keys()
+    return (
+        known
+        and local["orig_dtype"] in (None, local["reduce_dtype"])
+        and local["postdivide_factor"] in (None, 1)
+        and local["all_reduce_group"] is None
+        and not any(each.offload_to_cpu or each.sharded_param.grad is not None for each in parameters)
+        and not any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in parameters)
+    )
+
+
+def _packer(frame: FrameType) -> FrameType | None:
+    """The function of FSDP2 that fills the buffer, outwards from a frame."""
+    found: FrameType | None = frame
+    while found is not None and found.f_code.co_name not in _PACKERS:
+        found = found.f_back
+    return found
 
 
 class ModulePacks:
@@ -70,11 +95,22 @@ class ModulePacks:
         """`{what}/{at}/{parameter}`, the parameter's part of the exchange's tensor number `at`."""
         self._saved: dict[Pack, dict[str, Tensor]] = {}
         """States of exchanges that are not made yet."""
+        self._others: Mapping[int, Mapping[str, Any]] = {}
+        """States of another number of ranks, until there is a group."""
+        self._wholes: dict[str, Tensor] = {}
+        """`{what}/{parameter}`: residuals from these states, not cut into shards yet."""
 
-    def exchange_of(self, pack: Pack, tensors: Mapping[str, Tensor], make: Callable[[], Exchange]) -> Exchange:
-        """The exchange of a pack, which begins its next step. All ranks ask for the same packs in the same order."""
+    def exchange_of(
+        self, pack: Pack, tensors: Mapping[str, Tensor], make: Callable[[], Exchange], group: ProcessGroup, place: int | None
+    ) -> Exchange:
+        """The exchange of a pack, which begins its next step. All ranks ask for the same packs in the same order.
+
+        place: the number of this rank's shard, if the exchange has only that; None: the exchange has all shards."""
         if pack not in self.exchanges:
             made = make()
+            if self._others:
+                self._wholes, self._others = whole_residuals(self._others, group.rank(), group.size()), {}
+            self._cut(pack, group, place)
             self._make_room(pack, [*tensors], made.group)
             if (saved := self._saved.pop(pack, None)) is not None:
                 made.load_state_dict(saved)
@@ -101,6 +137,11 @@ class ModulePacks:
                 "Leave it out; residuals then begin at zero."
             ) from error
 
+    def load_others(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Begin with the residuals that another number of ranks saved, by global rank."""
+        self._others = saved
+        self.step = max((int(state["step"]) for state in saved.values()), default=0)
+
     def _make_room(self, pack: Pack, tensors: list[str], group: Group) -> None:
         """Keep by parameter what the packs that overlap with this one remember."""
         for other in [each for each in self.exchanges if each.overlaps(pack)]:
@@ -116,6 +157,15 @@ class ModulePacks:
                 for name, part in zip(pack.names, parts, strict=True):
                     self._kept[f"{what}/{tensors.index(tensor)}/{name}"] = part.clone()
 
+    def _cut(self, pack: Pack, group: ProcessGroup, place: int | None) -> None:
+        """Keep a shard of the whole residuals of the pack's parameters. A reduce-scatter does not encode the shard of the rank
+        itself, so the rank takes the residuals of the shard before its own."""
+        at = (group.rank() - 1) % group.size() if place is None else 0
+        kinds, parts = {key.partition("/")[0] for key in self._wholes}, zip(pack.names, pack.numels, strict=True)
+        for what, (name, numel) in product(kinds, parts):
+            if (whole := self._wholes.pop(f"{what}/{name}", None)) is not None:
+                self._kept[f"{what}/{at}/{name}"] = shard_of(whole, at if place is None else place, numel)
+
     def _take(self, pack: Pack, tensors: list[str], device: torch.device) -> dict[str, Tensor]:
         """Return the kept residuals of the pack's parameters, in the form of `Remembered.take_over`, and forget them here."""
         taken: dict[str, Tensor] = {}
@@ -126,6 +176,17 @@ class ModulePacks:
                 filled = [torch.zeros(n, device=device) if p is None else p.to(device) for p, n in pairs]
                 taken[f"{what}/{tensor}"] = torch.cat(filled)
         return taken
+
+
+def shard_number(module: Any) -> int:
+    """The number of this rank's shard of a module's parameters."""
+    return int(module._get_fsdp_state()._fsdp_param_group.mesh_info.shard_mesh_rank)
+
+
+def shard_of(whole: Tensor, place: int, numel: int) -> Tensor:
+    """Return the shard with this number, of so many elements, padded with zeros."""
+    part = whole[place * numel : (place + 1) * numel]
+    return torch.nn.functional.pad(part, (0, numel - part.numel()))
 
 
 def packed_embeddings(modules: Mapping[str, Any]) -> set[str]:

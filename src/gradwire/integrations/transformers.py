@@ -5,29 +5,35 @@ accumulation, clipping, mixed precision, evaluation and checkpoints are the Trai
 """
 
 import os
+import sys
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from gradwire.api import Handle, parallelize
 from gradwire.errors import PlanError, StepStateError
-from gradwire.integrations.handles import NoSync, facts, load_handle, save_handle
+from gradwire.integrations.handles import NoSync, load_handle, save_handle
+from gradwire.integrations.trackers import Tracked, lines_to
+from gradwire.record.recording import Recording
 
 __all__ = ["GradwireCallback", "use"]
 
 
-def use(trainer: Trainer, plan: Any = "auto", **options: Any) -> "GradwireCallback":
+def use(trainer: Trainer, plan: Any = "auto", record: str | os.PathLike[str] = "", **options: Any) -> "GradwireCallback":
     """Let gradwire average the gradients of a Trainer's model, in every `trainer.train()` from now on.
 
-    plan and options: as in `gw.parallelize`. Call it after the Trainer is made, on every rank. Returns the callback that it adds
-    to the Trainer. The callback has the `handle`, while the Trainer trains and after.
+    plan and options: as in `gw.parallelize`. record: a folder for the record of the training, for `gradwire report`. Call it
+    after the Trainer is made, on every rank. Returns the callback that it adds to the Trainer. The callback has the `handle`,
+    while the Trainer trains and after.
 
     Each checkpoint gets a file `gradwire-rank{r}.pt` of every rank. `trainer.train(resume_from_checkpoint=...)` reads these
-    files, and continues bit for bit. The Trainer's log gets `gradwire_sent_mb`, `gradwire_exposed_ms` and `gradwire_decisions`;
-    the text of a decision is in `trainer.state.log_history`.
+    files, and continues bit for bit. The Trainer's log, and so each tracker, gets the numbers of `Tracked.facts` and the text of
+    each decision, `gradwire_decision`. A decision is also a line above the progress bar.
 
     A Trainer of one process, started without torchrun, trains as without gradwire. Raises PlanError for a Trainer with DeepSpeed
     or FSDP, and if it was called for this Trainer before. `train()` raises the errors of `gw.parallelize`.
@@ -45,7 +51,7 @@ def use(trainer: Trainer, plan: Any = "auto", **options: Any) -> "GradwireCallba
         )
     if any(isinstance(each, GradwireCallback) for each in trainer.callback_handler.callbacks):
         raise PlanError("use() was called on this Trainer already: one plan averages its gradients. Call it once.")
-    callback = GradwireCallback(trainer, plan, options)
+    callback = GradwireCallback(trainer, plan, options, record)
     trainer.add_callback(callback)
     return callback
 
@@ -53,13 +59,15 @@ def use(trainer: Trainer, plan: Any = "auto", **options: Any) -> "GradwireCallba
 class GradwireCallback(TrainerCallback):
     """Parallelizes a Trainer's model when it trains, and saves and loads the handle with the Trainer's checkpoints."""
 
-    def __init__(self, trainer: Trainer, plan: Any, options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, plan: Any, options: dict[str, Any], record: str | os.PathLike[str] = "") -> None:
         self.handle: Handle | None = None
         """The handle of the current training, or else of the last one."""
-        self._trainer, self._plan, self._options = trainer, plan, options
+        self._trainer, self._plan, self._options, self._folder = trainer, plan, options, record
         self._model: Any = None
         self._checkpoint: str | None = None
-        self._decision: Any = None
+        self._tracked: Tracked | None = None
+        self._recording: Recording | None = None
+        self._training = ExitStack()
         self._plain_prepare = trainer.accelerator.prepare_model
         self._plain_train, self._plain_log = trainer.train, trainer.log
         trainer.accelerator.prepare_model = self._prepare_model
@@ -68,10 +76,16 @@ class GradwireCallback(TrainerCallback):
     def _train(self, resume_from_checkpoint: Any = None, *rest: Any, **named: Any) -> Any:
         folder = self._trainer.args.output_dir
         self._checkpoint = get_last_checkpoint(folder) if resume_from_checkpoint is True else resume_from_checkpoint
-        try:
+        with self._training:
+            self._training.callback(self._detach)  # after an error, too: another Trainer may train the model
+            self._training.callback(lines_to(self._write))
             return self._plain_train(resume_from_checkpoint, *rest, **named)
-        finally:
-            self._detach()  # after an error, too: another Trainer may train the model
+
+    def _write(self, line: str) -> None:
+        """Write a line above the Trainer's progress bar."""
+        callbacks = self._trainer.callback_handler.callbacks
+        bars = [each.training_bar for each in callbacks if isinstance(each, ProgressCallback) and each.training_bar is not None]
+        bars[0].write(line, file=sys.stderr) if bars else print(line, file=sys.stderr)
 
     def _prepare_model(self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Replaces Accelerate's method, which wraps a model that trains in DDP."""
@@ -81,7 +95,7 @@ class GradwireCallback(TrainerCallback):
             optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
             self.handle, self._model = parallelize(prepared, optimizer, plan=self._plan, **self._options), prepared
             prepared.no_sync = NoSync(self.handle)  # Accelerate calls it while gradients are accumulated
-            self._decision = None
+            self._tracked = Tracked(self.handle)
         return prepared
 
     def _detach(self) -> None:
@@ -91,16 +105,16 @@ class GradwireCallback(TrainerCallback):
         self._model = None
 
     def _log(self, logs: dict[str, Any], *rest: Any, **named: Any) -> None:
-        if "loss" in logs and self.handle is not None:
-            logs.update(facts(self.handle))
+        if self._tracked is not None and not logs.keys().isdisjoint({"loss", "train_loss"}):
+            logs.update(self._tracked.facts())
+            if decision := self._tracked.new_decision():
+                logs["gradwire_decision"] = decision
+        if self._recording is not None and "loss" in logs:
+            self._recording.log(logs["loss"])
         self._plain_log(logs, *rest, **named)
-        decision = self.handle.decision if self.handle is not None else None
-        if decision is not None and decision is not self._decision:
-            self._decision = decision
-            self._trainer.state.log_history[-1]["gradwire_decision"] = str(decision)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Load the states that ranks saved with the checkpoint from which the Trainer resumes."""
+        """Load the states that ranks saved with the checkpoint from which the Trainer resumes, and begin the record."""
         if dist.is_initialized() and self._model is None:
             raise StepStateError(
                 "the Trainer made another Accelerator after gradwire was put in, so DDP averages the gradients. Make the Trainer "
@@ -108,6 +122,8 @@ class GradwireCallback(TrainerCallback):
             )
         if self._checkpoint and self.handle is not None:
             load_handle(self.handle, self._checkpoint)
+        if self._folder and self.handle is not None:
+            self._recording = self._training.enter_context(self.handle.record(self._folder))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Write this rank's state into the folder of the Trainer's checkpoint."""
@@ -115,5 +131,6 @@ class GradwireCallback(TrainerCallback):
             save_handle(self.handle, os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Detach gradwire from the model."""
-        self._detach()
+        """End the record, and detach gradwire from the model."""
+        self._recording = None
+        self._training.close()

@@ -1,44 +1,124 @@
 """Records a training loop, for `handle.record`."""
 
-import contextlib
-import math
 import os
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from statistics import median
+from typing import Any, NamedTuple, Protocol, Self
 
-import msgspec
 import torch
 
-from gradwire.core import Made, make_folder, show, whole
-from gradwire.engine import GradientHooks, Observer, Session, tensors_in
+from gradwire.core import Document, Made, Plan, TensorInfo, make_folder, whole
+from gradwire.engine import Observer, Observers, ValueWatcher, tensors_in
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import Stats, StepReport, TaskTimes
+from gradwire.exchange import ExchangeStats, StepReport, TaskTimes
+from gradwire.plan import Policy
+from gradwire.record.kept import KeptSteps
 from gradwire.record.run import FILE, BucketRecord, Decision, Run, StepRecord
 from gradwire.record.tensors import Tensors
 from gradwire.record.timeline import LaneTask, Moments, measured_timeline
 from gradwire.sim import Timeline
-from gradwire.transport import LanesObserver
+from gradwire.transport import Group, LanesObserver
 
-MOST_STEPS = 2000
-"""The most recorded steps. Beyond, every second step is dropped, and only every second new step is kept."""
 TIMELINE_STEPS = 20
 """Number of last steps from which the timeline shows the one of median length."""
 SAVE_EVERY_S = 60.0
+_BYTES = ("numel", "chunks", "gradient_bytes", "wire_bytes", "intra_bytes", "inter_bytes")
+
+
+class DecidesPlan(Protocol):
+    """What a recording reads of a driver, which decides the plan of a job."""
+
+    def recorded(self) -> Any: ...
+    def measurements(self) -> Mapping[str, Document] | None: ...
+
+
+class RecordedJob(Protocol):
+    """A model in training whose steps can be recorded: that of a handle, of DDP's hook, or of FSDP2."""
+
+    @property
+    def model(self) -> torch.nn.Module | None: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def group(self) -> Group: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def records(self) -> bool:
+        """Whether this rank writes the record."""
+        ...
+
+    @property
+    def driver(self) -> DecidesPlan | None: ...
+    @property
+    def policy(self) -> Policy | None: ...
+    @property
+    def observers(self) -> Observers: ...
+    @property
+    def tensors(self) -> Sequence[TensorInfo]:
+        """The tensors that are exchanged, in registration order."""
+        ...
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a plan and an exchange. Before the first backward of a hook there is none."""
+        ...
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def exchange(self) -> object:
+        """The exchange that runs; another object after each change of the plan or of its specs."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """The number of steps that counted so far."""
+        ...
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step of the next forward."""
+        ...
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether the next backward sends gradients."""
+        ...
+
+    @property
+    def predicted_us(self) -> Mapping[str, float]:
+        """The predicted time of the exchange of each tensor that is exchanged alone."""
+        ...
+
+    def stats(self) -> ExchangeStats: ...
+
+    def watch_values(self, watcher: ValueWatcher) -> Callable[[], None]:
+        """Call the watcher for each gradient as long as it lives. Returns what ends this."""
+        ...
+
+    def watch_tasks(self, observer: LanesObserver) -> Callable[[], None]:
+        """Give the observer the times of the lanes' tasks. Returns what ends this."""
+        ...
 
 
 class Recording(Observer, LanesObserver):
     """A context that records the training loop inside. Rank 0 writes `run.json` into the folder, for `gradwire report`.
 
-    `handle.record(folder)` makes this context. On other ranks the context does nothing. A recording sends nothing and changes no
-    tensor. The file is written every minute and at the end, also after an error; a failure gives one warning. Every `error_steps`
-    steps (0: never) the recording encodes some tensors once more to measure the error. Step times exclude this work.
+    `record(folder)` of a handle, of a `gw.DDPState` and of FSDP2's exchanges makes this context. On other ranks the context does
+    nothing. A recording sends nothing and changes no tensor. The file is written every minute and at the end, also after an
+    error; a failure gives one warning. Every `error_steps` steps (0: never) the recording encodes some tensors once more to
+    measure the error. Step times exclude this work.
 
     Only CPUs have a timeline: lanes of an accelerator queue their work and do not see its end.
+
+    Under plan="auto" the folder also gets the measurements of the last decision: `profile.json`, `cluster.json`, `costs.json`.
+    The report predicts the step from these files.
 
     Example::
 
@@ -49,28 +129,20 @@ class Recording(Observer, LanesObserver):
     """
 
     def __init__(
-        self,
-        session: Session,
-        stats: Callable[[], Stats],
-        folder: str | os.PathLike[str],
-        error_steps: int,
-        decision: Decision | Callable[[], Decision],
+        self, job: RecordedJob, folder: str | os.PathLike[str], error_steps: int, decision: Decision | None = None
     ) -> None:
+        """decision: the origin of the plan, if the caller knows more than gradwire does."""
         whole("error_steps", error_steps, "steps between measurements of errors, 0 for none", error=PlanError)
-        model = session.model
+        model = job.model
         assert model is not None
-        self._model, self._name = weakref.ref(model), type(model).__name__
-        self._session, self._reducer, self._lanes = session, session.reducer, session.lanes
-        self._group, self._stats = session.group, stats
+        self._model, self._job = weakref.ref(model), job
         self._path, self._error_steps, self._decision = Path(folder) / FILE, error_steps, decision
-        self._device = session.device
-        self._names = list(session.parameters)
-        self._steps: list[StepRecord] = []
-        self._losses: dict[int, Any] = {}
-        self._seen, self._every = 0, 1
+        self._cpu = job.device.type == "cpu"
+        self._names = [tensor.name for tensor in job.tensors]
+        self._kept = KeptSteps()
         self._number = self._newest = 0
-        """`_number` is the step of the last forward, `_newest` the engine's count after the last recorded step."""
-        self._tensors = Tensors(session.group)
+        """`_number` is the step of the last forward, `_newest` the job's count after the last recorded step."""
+        self._tensors = Tensors(job.group)
         self._watched: deque[Watched] = deque(maxlen=TIMELINE_STEPS)
         self._times: list[TaskTimes] = []
         self._times_now: list[TaskTimes] | None = None
@@ -82,40 +154,40 @@ class Recording(Observer, LanesObserver):
         """The start of the last forward; None before the first."""
         self._open = False
         """Whether a forward has begun and the exchange of its step has not ended."""
+        self._looked = False
+        """Whether the plan of this step is noted."""
         self._in_backward: float = 0.0
         self._ready: list[tuple[str, float]] = []
+        self._resumed: dict[str, float] = {}
         self._ended: float | None = None
         """The end of the last exchange and of the measurements after it."""
         self._finished_s = 0.0
         self._aside_s = 0.0
         """The time of measurements in the last step."""
-        self._hooks: list[Any] = []
+        self._ends: list[Callable[[], None]] = []
         self._warned = False
         """Whether a warning has reported that the record cannot be written."""
 
     def __enter__(self) -> Self:
         model = self._model()
-        if self._group.rank == 0 and model is not None:
+        if self._job.records and model is not None:
             make_folder(self._path.parent)
-            self._reducer.observers.add(self)
-            self._lanes.observe(self)
-            parameters = self._session.parameters.values()
-            self._gradients = GradientHooks(self, Recording._coming, Recording._became_ready, parameters)
-            self._hooks = [
-                model.register_forward_pre_hook(self._before_forward),
-                model.register_forward_hook(self._after_forward),
+            self._job.observers.add(self)
+            self._ends = [
+                lambda: self._job.observers.remove(self),
+                self._job.watch_tasks(self),
+                self._job.watch_values(self),
+                model.register_forward_pre_hook(self._before_forward).remove,
+                model.register_forward_hook(self._after_forward).remove,
             ]
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self._hooks:
+        if not self._ends:
             return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._gradients.remove()
-        self._reducer.observers.remove(self)
-        self._lanes.observe(self, on=False)
+        for end in self._ends:
+            end()
+        self._ends = []
         if self._forward is None and error is None:
             warnings.warn(
                 f"nothing was recorded in {self._path.parent}: the model was not called inside record(). A step begins with a "
@@ -129,22 +201,11 @@ class Recording(Observer, LanesObserver):
 
         Raises StepStateError before the first step, ValueError for any other value.
         """
-        if self._group.rank != 0:
+        if not self._job.records:
             return
         if self._forward is None:
             raise StepStateError("loss was logged before the first forward inside record(). Log the loss after a forward.")
-        if isinstance(loss, torch.Tensor):
-            if loss.numel() != 1:
-                raise ValueError(f"loss has shape {tuple(loss.shape)}: log one number a step, such as loss.mean().")
-            if loss.is_complex():
-                raise ValueError(f"loss is a tensor of {loss.dtype}: log a real number.")
-            loss = loss.detach().clone()  # the script may overwrite its memory
-        else:
-            loss = _number(loss)
-        self._losses[self._number] = loss
-        if len(self._losses) > 2 * MOST_STEPS:
-            kept = {each.step for each in self._steps} | {self._number}
-            self._losses = {at: each for at, each in self._losses.items() if at in kept}
+        self._kept.log(self._number, loss)
 
     def timeline(self) -> Timeline:
         """Return the measured step of median length among the last steps. The first step counts only if it is the only one.
@@ -155,70 +216,98 @@ class Recording(Observer, LanesObserver):
             raise StepStateError("no step has a timeline. Train a whole step inside record(), on a CPU, and ask on rank 0.")
         watched = [each for each in self._watched if each.step.ended < each.step.forward] or list(self._watched)
         chosen = sorted(watched, key=lambda each: each.step.length_us)[(len(watched) - 1) // 2]
-        stats = self._stats()
+        stats = self._job.stats()
         sent = stats.wire_bytes, stats.intra_bytes, stats.inter_bytes
-        schedule = self._session.plan.schedule.word
-        return measured_timeline(chosen.moments(), schedule, self._group.grid.nodes, sent)
+        schedule = self._job.plan.schedule.word
+        return measured_timeline(chosen.moments(), schedule, self._job.group.grid.nodes, sent)
 
     def run(self) -> Run:
         """Return the record so far. Raises StepStateError on ranks other than 0."""
-        if self._group.rank != 0:
-            raise StepStateError(f"rank {self._group.rank} has no record. Ask on rank 0.")
-        exchange, stats = self._session.exchange, self._stats()
+        job = self._job
+        if not job.records:
+            raise StepStateError(f"rank {job.group.rank} has no record. Ask on rank 0.")
+        if not job.running:
+            raise StepStateError("no step ran yet: there is no plan to record. Train a whole step inside record().")
+        stats = job.stats()
         self._go_back()
-        self._tensors.use(exchange, self._reducer.step)
-        losses: dict[int, float | None] = {step: float(loss) for step, loss in self._losses.items()}
-        lost = [step for step, loss in losses.items() if loss is not None and not math.isfinite(loss)]
-        losses |= dict.fromkeys(lost)
-        note = f"The loss was not finite in {len(lost)} steps, first in step {lost[0]}." if lost else ""
+        self._tensors.use(job.exchange, job.plan, job.tensors, job.step)
+        times, predicted = self._times_of_buckets(), job.predicted_us
         return Run(
             made=self._made,
-            model=self._name,
-            device=str(self._device),
-            world_size=self._group.world_size,
-            nodes=self._group.grid.nodes,
-            decision=self._decision() if callable(self._decision) else self._decision,
-            plan=exchange.plan,
-            steps=tuple(msgspec.structs.replace(step, loss=losses.get(step.step)) for step in self._steps),
+            model=job.model_name,
+            device=str(job.device),
+            world_size=job.group.world_size,
+            nodes=job.group.grid.nodes,
+            decision=self._decided(),
+            plan=job.plan,
+            steps=self._kept.records(),
             buckets=tuple(
-                BucketRecord(**{field: getattr(each, field) for field in BucketRecord.__struct_fields__})
-                for each in stats.buckets
+                BucketRecord(
+                    **{field: getattr(each, field) for field in _BYTES},
+                    exchange_us=times.get(at),
+                    predicted_us=predicted.get(each.tensors[0]) if len(each.tensors) == 1 else None,
+                )
+                for at, each in enumerate(stats.buckets)
             ),
             tensors=self._tensors.records(),
             memory=stats.memory,
             timeline=self.timeline() if self._watched else None,
-            notes=(note,) if note else (),
+            notes=self._kept.notes(),
         )
+
+    def _decided(self) -> Decision:
+        if self._decision is not None:
+            return self._decision
+        if self._job.driver is not None:
+            return self._job.driver.recorded()  # type: ignore[no-any-return]
+        policy = self._job.policy
+        return Decision(by="a plan that was given" if policy is None else f"a policy with {policy.default!r} as default")
+
+    def _times_of_buckets(self) -> dict[int, float]:
+        """The median time of each bucket's exchange, from the begin of its first task to the end of its last one."""
+        spans: dict[int, list[float]] = {}
+        for watched in self._watched:
+            moments: dict[int, list[float]] = {}
+            for each in watched.own:
+                moments.setdefault(each.task.bucket, []).extend((each.began, each.ended))
+            for bucket, found in moments.items():
+                spans.setdefault(bucket, []).append(1e6 * (max(found) - min(found)))
+        return {bucket: median(found) for bucket, found in spans.items()}
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         inside = torch._C._current_graph_task_id() != -1  # recomputed in backward
         if module is not self._model() or not torch.is_grad_enabled() or inside:
             return
-        undone, self._number = self._go_back(), self._reducer.next_step
+        undone, self._number = self._go_back(), self._job.next_step
         if self._open:
             return
         now = time.perf_counter()
-        if not undone and self._forward is not None and self._steps and self._steps[-1].step == self._reducer.step - 1:
-            length_us = (now - self._forward - self._aside_s) * 1e6
-            self._steps[-1] = msgspec.structs.replace(self._steps[-1], step_us=length_us)
+        if not undone and self._forward is not None:
+            self._kept.lasted(self._job.step - 1, (now - self._forward - self._aside_s) * 1e6)
         if now - self._saved >= SAVE_EVERY_S:
             self._save()
             self._saved = time.perf_counter()
-        self._times_now = [] if self._device.type == "cpu" else None
-        self._tensors.use(self._session.exchange, self._reducer.step)
-        if self._error_steps and self._seen % self._error_steps == 0:
-            self._tensors.ask()
-        self._open, self._ready = True, []
+        self._times_now = [] if self._cpu else None
+        self._open, self._looked, self._ready, self._resumed = True, False, [], {}
+        if self._job.running:
+            self._look()
         self._forward = self._in_backward = time.perf_counter()
+
+    def _look(self) -> None:
+        """Note the plan of the step, and choose tensors for a measurement of errors."""
+        self._looked, job = True, self._job
+        self._tensors.use(job.exchange, job.plan, job.tensors, job.step)
+        if self._error_steps and self._kept.seen % self._error_steps == 0:
+            self._tensors.ask()
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if module is not self._model() or not self._open or not torch.is_grad_enabled():
             return
         self._in_backward = time.perf_counter()
-        step, begun = self._seen, list[bool]()
+        step, begun = self._kept.seen, list[bool]()
 
         def begin(gradient: torch.Tensor) -> None:
-            if not begun and self._seen == step:
+            if not begun and self._kept.seen == step:
                 begun.append(True)
                 self._in_backward = time.perf_counter()
 
@@ -226,17 +315,22 @@ class Recording(Observer, LanesObserver):
             if tensor.requires_grad:
                 tensor.register_hook(begin)
 
-    def _coming(self, index: int, parameter: torch.nn.Parameter) -> None:
-        if self._open and self._reducer.synchronise:
-            self._tensors.gradient(self._names[index], parameter.grad)
+    def coming(self, index: int, gradient: torch.Tensor | None) -> None:
+        if self._open and self._job.synchronises:
+            self._tensors.gradient(self._names[index], gradient)
 
-    def _became_ready(self, index: int, parameter: torch.nn.Parameter, accumulated: torch.Tensor | None) -> None:
-        if self._open and self._reducer.synchronise:
+    def ready(self, index: int) -> None:
+        if self._open and self._job.synchronises:
             self._ready.append((self._names[index], time.perf_counter()))
+
+    def resumed(self, index: int) -> None:
+        self._resumed[self._names[index]] = time.perf_counter()
 
     def begins(self) -> None:
         if not self._open:
             self._times_now = None  # a step without a forward of the model is not drawn
+        elif not self._looked:
+            self._look()
 
     def task_times(self) -> list[TaskTimes] | None:
         return self._times_now
@@ -256,34 +350,32 @@ class Recording(Observer, LanesObserver):
 
     def _keep(self, exposed_s: float, now: float) -> None:
         assert self._forward is not None
-        step = self._reducer.step - 1
+        step = self._job.step - 1
         self._tensors.measure(step)
         if self._times_now is not None:
             ended = self._forward if self._ended is None else self._ended
             before, self._times = self._times, self._times_now
-            moments = Moments(ended, self._forward, self._in_backward, self._ready, [], now)
+            moments = Moments(ended, self._forward, self._in_backward, self._ready, [], now, self._resumed)
             self._watched.append(Watched(moments, self._aside_s, before, self._times))
-        if self._seen % self._every == 0:
-            self._steps.append(
-                StepRecord(
-                    step=step,
-                    end_s=now - self._start,
-                    step_us=(now - self._forward) * 1e6,
-                    exposed_us=exposed_s * 1e6,
-                    codec_us=self._codec_us,
-                    loss=None,
-                )
-            )
+        kept = StepRecord(
+            step=step,
+            end_s=now - self._start,
+            step_us=(now - self._forward) * 1e6,
+            exposed_us=exposed_s * 1e6,
+            codec_us=self._codec_us,
+            loss=None,
+        )
+        if self._kept.add(kept):
             self._codec_us = 0.0
-        self._seen, self._newest = self._seen + 1, self._reducer.step
-        if len(self._steps) > MOST_STEPS:
-            del self._steps[1::2]
-            self._every *= 2
+        self._newest = self._job.step
 
     def _save(self) -> None:
         """Write the record. A failure gives one warning and no error, because training is more important than the record."""
         try:
             self.run().save(self._path)
+            measured = self._job.driver.measurements() if self._job.driver is not None else None
+            for name, document in (measured or {}).items():
+                document.save(self._path.with_name(f"{name}.json"))
         except Exception as problem:
             if not self._warned:
                 warnings.warn(
@@ -295,22 +387,14 @@ class Recording(Observer, LanesObserver):
 
     def _go_back(self) -> bool:
         """Forget steps that the script undid by loading an earlier state. Returns whether there were any."""
-        step = self._reducer.step
+        step = self._job.step
         if step >= self._newest:
             return False
-        self._steps = [each for each in self._steps if each.step < step]
-        self._losses = {at: loss for at, loss in self._losses.items() if at < step}
+        self._kept.forget_from(step)
         self._tensors.forget_from(step)
         self._watched.clear()
         self._codec_us, self._open, self._newest = 0.0, False, step
         return True
-
-
-def _number(loss: object) -> float:
-    if not isinstance(loss, str | bytes):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            return float(loss)  # type: ignore[arg-type]
-    raise ValueError(f"loss is {show(loss)}: log a real number, or a tensor of one element.")
 
 
 class Watched(NamedTuple):

@@ -107,9 +107,15 @@ class BucketRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     intra_bytes: int
     """The part of `wire_bytes` inside the node. `inter_bytes` leave the node."""
     inter_bytes: int
+    exchange_us: float | None = None
+    """Median time from the begin of the bucket's first task to the end of its last one; null if tasks were not timed."""
+    predicted_us: float | None = None
+    """Predicted time of the exchange, if the choice of the compressor predicted it for this bucket alone."""
 
     def __post_init__(self) -> None:
-        wholes(self, "a number of bytes, elements or chunks", *self.__struct_fields__)
+        times = ("exchange_us", "predicted_us")
+        wholes(self, "a number of bytes, elements or chunks", *(f for f in self.__struct_fields__ if f not in times))
+        numbers(self, "a time in microseconds", *(field for field in times if getattr(self, field) is not None))
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

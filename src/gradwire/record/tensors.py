@@ -2,13 +2,13 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 
 from gradwire.compressors import Context, compressor_for
-from gradwire.core import Bucket
+from gradwire.core import DTYPE_BYTES, Bucket, Plan, TensorInfo
 from gradwire.core import ElementRun as Elements
-from gradwire.exchange import Exchange
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.record.run import TensorRecord
 from gradwire.transport import Group
@@ -27,25 +27,25 @@ class Tensors:
         self._numels: dict[str, int] = {}
         self._bits: dict[str, list[tuple[int, float]]] = defaultdict(list)
         self._errors: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        self._exchange: Exchange | None = None
+        self._exchange: object = None
+        self._plan: Plan | None = None
         self._next = self._asked = 0
         self._wanted: set[str] = set()
         self._gradients: dict[str, torch.Tensor] = {}
 
-    def use(self, exchange: Exchange, step: int) -> None:
-        """Note the bits of an exchange that is in use from this step on."""
+    def use(self, exchange: object, plan: Plan, tensors: Iterable[TensorInfo], step: int) -> None:
+        """Note the bits of a plan that is in use from this step on. exchange: another object after each change."""
         if exchange is self._exchange:
             return
-        self._exchange = exchange
-        for bucket in exchange.plan.buckets:
-            for slot in map(exchange.slots.__getitem__, bucket.tensors):
-                itemsize = slot.view.element_size()
-                numel, shape = slot.view.numel(), tuple(slot.view.shape)
-                self._numels[slot.name] = numel
-                spec = bucket.spec_of(slot.name).at_step(step)
-                nbytes = spec.payload_bytes([Elements(numel, spec.element_bits, shape)], itemsize)
-                bits = 8 * nbytes / max(1, numel)
-                known = self._bits[slot.name]
+        self._exchange, self._plan = exchange, plan
+        infos = {tensor.name: tensor for tensor in tensors}
+        for bucket in plan.buckets:
+            for info in map(infos.__getitem__, bucket.tensors):
+                self._numels[info.name] = info.numel
+                spec = bucket.spec_of(info.name).at_step(step)
+                nbytes = spec.payload_bytes([Elements(info.numel, spec.element_bits, info.shape)], DTYPE_BYTES[info.dtype])
+                bits = 8 * nbytes / max(1, info.numel)
+                known = self._bits[info.name]
                 if not known or known[-1][1] != bits:
                     known.append((step, bits))
                     if len(known) > MOST_POINTS:
@@ -82,8 +82,7 @@ class Tensors:
     @torch.no_grad()
     def measure(self, step: int) -> None:
         """Encode and decode the kept gradients. Sends nothing and changes no state of the run."""
-        assert self._exchange is not None
-        for bucket in self._exchange.plan.buckets:
+        for bucket in self._plan.buckets if self._plan is not None and self._gradients else ():
             for name in bucket.tensors:
                 if (gradient := self._gradients.pop(name, None)) is not None:
                     error = self._error(bucket, name, gradient, step)

@@ -5,8 +5,9 @@
 [('forward', 0.0, 2000.0), ('backward', 2000.0, 5000.0)]
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 from gradwire.core import CODEC_TASKS, LINKS, is_link_word
@@ -47,6 +48,8 @@ class Moments(NamedTuple):
     """The tasks that ran during the step."""
     finished: float
     """The end of the exchange. In the `pipelined` and `delayed` schedules: the end of backward."""
+    resumed: Mapping[str, float] = MappingProxyType({})
+    """The moments when backward went on, for tensors whose exchange backward waited for."""
 
     @property
     def length_us(self) -> float:
@@ -111,7 +114,7 @@ def _computation(moments: Moments) -> Iterator[Event]:
     for name, ready in sorted(moments.ready, key=lambda pair: pair[1]):
         if ready >= at:
             yield event("backward", at, ready, name)
-            at = ready
+            at = max(ready, moments.resumed.get(name, ready))
 
 
 def _lane_events(task: LaneTask, nodes: int, moments: Moments) -> Iterator[Event]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from gradwire.record import Interval, Rival, Run, TensorRecord
 from gradwire.report.charts import STYLES, Bar, Curve, bars, line_chart
 from gradwire.report.html import Element, milliseconds, short, size, tag
+from gradwire.report.modules import by_module
 from gradwire.report.steps import Predicted, step_figure, step_table
 
 FINAL_STEPS = 10
@@ -282,6 +283,7 @@ SECTIONS = {
     "Speed and what it saved": speed,
     "One step": one_step,
     "Loss": loss,
+    "Module by module": by_module,
     "Bytes by bucket": bytes_by_bucket,
     "Error by tensor": errors,
     "Bits over time": bits,

@@ -50,8 +50,8 @@ def predicted(run: Run, folder: Path) -> Predicted:
     if not (folder / "profile.json").exists():
         return Predicted(
             None,
-            "The step was not predicted: the folder has no profile.json. Call handle.profile() with the run's folder before "
-            "handle.record().",
+            "The step was not predicted: the folder has no profile.json. Record under plan='auto', or call handle.profile() with "
+            "the run's folder before handle.record().",
         )
     try:
         profile, cluster = Profile.load(folder / "profile.json"), Cluster.load(folder / "cluster.json")
