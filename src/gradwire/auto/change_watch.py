@@ -6,12 +6,12 @@ times, and measure the links again before a change of links counts.
 
 from collections import deque
 from collections.abc import Callable
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from gradwire.auto.changes import WINDOW, ChangeSigns
 from gradwire.auto.live import Live
-from gradwire.auto.measuring import cluster_of, wire_us
+from gradwire.auto.measuring import cluster_of, speeds_of, wire_us
 from gradwire.core import Cluster, Plan
 
 _MOST_SECONDS = 0.3
@@ -50,6 +50,8 @@ class ChangeWatch:
     def __init__(self) -> None:
         self.cluster: Cluster | None = None
         """The links when the plan was chosen. Set before the first step."""
+        self.speeds: tuple[float, ...] = ()
+        """The speed of each rank in the last window, as `speeds_of` returns it."""
         self.measured_step = -1
         """The last step after which links were measured."""
         self._signs = ChangeSigns()
@@ -89,6 +91,8 @@ class ChangeWatch:
         steps, links, computes, inputs = (columns[at : at + WINDOW] for at in range(0, 4 * WINDOW, WINDOW))
         steps_us = [max(ranks) for ranks in steps]
         self._ran_us += sum(steps_us)
+        by_rank = ([median(each) for each in zip(*column, strict=True)] for column in (computes, inputs))
+        self.speeds = speeds_of(*by_rank)
         change = self._signs.window(
             steps_us,
             links_us=[min(ranks) for ranks in links],  # the rank that waited least for others

@@ -59,6 +59,8 @@ class Look:
         """Begin with the next step. steps: the number of steps, equal on all ranks."""
         self._moments = StepMoments(live.job, Clock(live.device, clock))
         self._infos, self._left = live.infos, steps
+        self.speeds: tuple[float, ...] = ()
+        """The speed of each rank after the last step, as `speeds_of` returns it."""
         live.hold(True)
 
     def ended(self, live: Live, began_s: float, us: float, pace: StepPace) -> tuple[Profile, float] | None:
@@ -73,10 +75,12 @@ class Look:
             return None
         self.remove()
         live.hold(False)
-        own = [us, 1e6 * pace.usual_s, *(moment for row in self._moments.rows for moment in row)]
+        computes_us = median_low([max((each for each in row if not math.isnan(each)), default=0.0) for row in self._moments.rows])
+        own = [us, 1e6 * pace.usual_s, computes_us, live.inputs, *(moment for row in self._moments.rows for moment in row)]
         rows = live.exchange(own)()
         between_us = max(row[1] for row in rows)
-        profile = profile_of(live, self._infos, [row[2:] for row in rows], between_us)
+        profile = profile_of(live, self._infos, [row[4:] for row in rows], between_us)
+        self.speeds = speeds_of([row[2] for row in rows], [row[3] for row in rows])
         return profile, max(row[0] for row in rows)
 
     def remove(self) -> None:
@@ -113,6 +117,20 @@ def profile_of(live: Live, infos: Sequence[TensorInfo], rows: Sequence[Sequence[
         tensors.append(TensorProfile(name=info.name, shape=info.shape, dtype=info.dtype, backward_us=gap, forward_us=part_us))
     device = "cpu" if live.device.type == "cpu" else torch.cuda.get_device_name(live.device)
     return Profile(model="live", batch=1, device=device, steps=steps, optimizer_us=between_us, tensors=tuple(tensors))
+
+
+def speeds_of(computes_us: Sequence[float], inputs: Sequence[float]) -> tuple[float, ...]:
+    """Return the speed of each rank: elements of a step's inputs for each microsecond of its computation.
+
+    If a rank's inputs were not seen, batches count as equal. Empty if the time of a rank is unknown.
+
+    >>> speeds_of([100.0, 200.0], [8, 8]), speeds_of([100.0, 200.0], [8, 0]), speeds_of([100.0, 0.0], [8, 8])
+    ((0.08, 0.04), (0.01, 0.005), ())
+    """
+    if min(computes_us) <= 0:
+        return ()
+    counts = inputs if min(inputs) > 0 else [1.0] * len(computes_us)
+    return tuple(count / us for count, us in zip(counts, computes_us, strict=True))
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
