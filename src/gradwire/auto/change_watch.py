@@ -6,12 +6,12 @@ times, and measure the links again before a change of links counts.
 
 from collections import deque
 from collections.abc import Callable
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from gradwire.auto.changes import WINDOW, ChangeSigns
 from gradwire.auto.live import Live
-from gradwire.auto.measuring import cluster_of, wire_us
+from gradwire.auto.measuring import cluster_of, speeds_of, wire_us
 from gradwire.core import Cluster, Plan
 from gradwire.transport import MergedValues
 
@@ -51,6 +51,8 @@ class ChangeWatch:
     def __init__(self) -> None:
         self.cluster: Cluster | None = None
         """The links when the plan was chosen. Set before the first step."""
+        self.speeds: tuple[float, ...] = ()
+        """The speed of each rank in the last window, as `speeds_of` returns it."""
         self.measured_step = -1
         """The last step after which links were measured."""
         self._signs = ChangeSigns()
@@ -81,7 +83,9 @@ class ChangeWatch:
             asked = self._read(live, merged)
         if len(self._window) == WINDOW:
             steps_us, links_us, computes_us, inputs = zip(*self._window, strict=True)
-            self._waiting = live.merge([*steps_us, *(-us for us in links_us), *computes_us], inputs)
+            own = [0.0] * (2 * live.group.world_size)  # each rank adds to its own places
+            own[live.group.rank], own[live.group.world_size + live.group.rank] = median(computes_us), median(inputs)
+            self._waiting = live.merge([*steps_us, *(-us for us in links_us), *computes_us], [*inputs, *own])
             self._window = []
         return asked
 
@@ -89,8 +93,10 @@ class ChangeWatch:
         """Evaluate one window."""
         steps_us, links_us, computes_us = (merged.most[at : at + WINDOW] for at in range(0, 3 * WINDOW, WINDOW))
         self._ran_us += sum(steps_us)
+        inputs, each = merged.sums[:WINDOW], merged.sums[WINDOW:]
+        self.speeds = speeds_of(each[: len(each) // 2], each[len(each) // 2 :])
         # of links that of the rank that waited least for others
-        change = self._signs.window(steps_us, [-us for us in links_us], computes_us, merged.sums)
+        change = self._signs.window(steps_us, [-us for us in links_us], computes_us, inputs)
         if change is None:
             return None
         if change.of == "links":

@@ -10,6 +10,8 @@ from gradwire.record import Alternative
 from gradwire.record import Decision as Recorded
 
 _LOGGER = logging.getLogger("gradwire")
+_UNEQUAL = 1.25
+"""Factor between the speeds of two ranks from which on the line of a decision proposes unequal batches."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class AutoDecision:
     """Allowed schedules that cannot run in this script, with the reasons."""
     instead_of: Tried | None = None
     """The fastest plan of the trial, if local steps were chosen instead of it; else None."""
+    batch_share: tuple[float, ...] = ()
+    """The proposed part of all samples for each rank, by its measured speed: with it all ranks compute equally long. The parts
+    sum to 1. Empty if speeds are unknown. `gw.LocalSteps.with_shares` makes numbers of local steps of it."""
 
     def __str__(self) -> str:
         chosen, plain = self.chosen, self.plain
@@ -80,6 +85,7 @@ class AutoDecision:
                 for each in self.tried
                 if each.measured_us and each.measured_us < measured and each.steps_for_one > chosen.steps_for_one
             )
+            + self._unequal
             + "".join(f" Not tried: {each}." for each in self.refused)
         )
 
@@ -92,6 +98,7 @@ class AutoDecision:
             f"as on the bench's transformer: the same loss needs about {self.chosen.steps_for_one:.2f} times as many steps. "
             f"Decided in {self.took_steps} steps ({self.why}). Each rank trains alone from one exchange to the next, so compare "
             "the held-out loss; without 'local' in schedules= auto does not do it."
+            + self._unequal
             + "".join(f" Not tried: {each}." for each in self.refused)
         )
 
@@ -103,6 +110,17 @@ class AutoDecision:
             if each.measured_us is not None
         )
         return Recorded(by=f"plan='auto', in step {self.step}", words=tuple(str(self).split("; ")), alternatives=alternatives)
+
+    @property
+    def _unequal(self) -> str:
+        """The proposal of unequal batches, if ranks are far from equally fast."""
+        parts = self.batch_share
+        if not parts or max(parts) < _UNEQUAL * min(parts):
+            return ""
+        return (
+            f" Ranks are not equally fast. With {100 * min(parts):.0f} to {100 * max(parts):.0f} % of the samples on each, by "
+            "handle.decision.batch_share, nobody waits."
+        )
 
     @property
     def _elsewhere(self) -> str:

@@ -84,6 +84,8 @@ class Auto(Driver):
         self._profile: Profile | None = None
         self._costs: Costs | None = None
         self._looking: Look | None = None
+        self._speeds: tuple[float, ...] = ()
+        """The speed of each rank, in any unit. Empty before it was measured."""
 
     def __repr__(self) -> str:
         return f"Auto(accuracy={self.accuracy!r}, schedules={self.schedules!r})"
@@ -171,6 +173,7 @@ class Auto(Driver):
         self._steps, self._spent_us, self._took = 0, 0.0, 0
         self._why = "at the start"
         self._current = self._profile = self._costs = None
+        self._speeds = ()
 
     def _settle(self, live: Live, us: float) -> None:
         if live.plan.schedule != Backward():  # of a resumed run; steps that overlap cannot be measured in parts
@@ -196,7 +199,7 @@ class Auto(Driver):
         found = self._looking.ended(live, self._began_s, us, self._pace)
         if found is None:
             return
-        self._looking = None
+        self._speeds, self._looking = self._looking.speeds, None
         self._profile, step_us = found
         began = self.clock()
         self._watch.cluster = cluster_of(live, seconds_for(step_us))
@@ -329,6 +332,7 @@ class Auto(Driver):
             exposed_us=exposed_us,
             elsewhere=tuple(map(_foreseen, elsewhere)),
             instead_of=instead_of,
+            batch_share=tuple(speed / sum(self._speeds) for speed in self._speeds),
             refused=tuple(f"{kind}, since {why.rstrip('.')}" for kind, why in self._refused.items()),
         )
         self.decisions.append(decision)
@@ -375,6 +379,7 @@ class Auto(Driver):
             self._steps, self._phase = 0, self._settle
             return
         self._profile = scaled(self._profile, computes)
+        self._speeds = self._watch.speeds or self._speeds
         self._offer(live, step_us)
 
 

@@ -68,6 +68,8 @@ class Look:
         """Begin with the next step. steps: the number of steps, equal on all ranks."""
         self._moments = StepMoments(live.job, Clock(live.device, clock))
         self._infos, self._left = live.infos, steps
+        self.speeds: tuple[float, ...] = ()
+        """The speed of each rank after the last step, as `speeds_of` returns it."""
         live.hold(True)
 
     def ended(self, live: Live, began_s: float, us: float, pace: StepPace) -> tuple[Profile, float] | None:
@@ -82,11 +84,13 @@ class Look:
             return None
         self.remove()
         live.hold(False)
+        computes_us = median_low([max((each for each in row if not math.isnan(each)), default=0.0) for row in self._moments.rows])
         part = self._moments.cpu_s / max(1e-9, self._moments.wall_s)
-        own = [us, 1e6 * pace.usual_s, part, *(moment for row in self._moments.rows for moment in row)]
+        own = [us, 1e6 * pace.usual_s, part, computes_us, live.inputs, *(moment for row in self._moments.rows for moment in row)]
         rows = live.exchange(own)()
         between_us, part = (max(row[column] for row in rows) for column in (1, 2))
-        profile = profile_of(live, self._infos, [row[3:] for row in rows], between_us, part)
+        profile = profile_of(live, self._infos, [row[5:] for row in rows], between_us, part)
+        self.speeds = speeds_of([row[3] for row in rows], [row[4] for row in rows])
         return profile, max(row[0] for row in rows)
 
     def remove(self) -> None:
@@ -133,6 +137,20 @@ def profile_of(
         processor_part=processor_part if on_cpu else None,
         tensors=tuple(tensors),
     )
+
+
+def speeds_of(computes_us: Sequence[float], inputs: Sequence[float]) -> tuple[float, ...]:
+    """Return the speed of each rank: elements of a step's inputs for each microsecond of its computation.
+
+    If a rank's inputs were not seen, batches count as equal. Empty if the time of a rank is unknown.
+
+    >>> speeds_of([100.0, 200.0], [8, 8]), speeds_of([100.0, 200.0], [8, 0]), speeds_of([100.0, 0.0], [8, 8])
+    ((0.08, 0.04), (0.01, 0.005), ())
+    """
+    if min(computes_us) <= 0:
+        return ()
+    counts = inputs if min(inputs) > 0 else [1.0] * len(computes_us)
+    return tuple(count / us for count, us in zip(counts, computes_us, strict=True))
 
 
 def scaled(profile: Profile, factor: float) -> Profile:

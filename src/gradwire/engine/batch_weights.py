@@ -31,6 +31,8 @@ class BatchWeights:
         """The samples since the last exchange of each fragment, where ranks train alone."""
         self._units = 1.0
         """The u of the residuals."""
+        self._part = 1.0
+        """The weight of this rank in means if no rank's script gives weights. All ranks know all of them, and their mean is 1."""
         self._by_some = False
         """Whether the last step is void because only some ranks gave weights."""
 
@@ -52,8 +54,12 @@ class BatchWeights:
             )
         self._batch = _sum(self._batch, count)
 
-    def watch_parts(self, count: int) -> None:
-        """Ranks train alone, and each of so many parts of the model has exchanges of its own. 0: each step is one exchange."""
+    def watch_parts(self, count: int, part: float = 1.0) -> None:
+        """Ranks train alone, and each of so many parts of the model has exchanges of its own. 0: each step is one exchange.
+
+        part: the weight of this rank without weights of the script; the mean over ranks is 1.
+        """
+        self._part = part
         if len(self._parts) != count:
             self._parts = [NOT_WEIGHED] * count
 
@@ -69,7 +75,7 @@ class BatchWeights:
             self._units = self.usual
         self._by_some = False
         self.running = self._parts[part] if self._parts else self._batch
-        exchange.weigh(1.0 if self.running == NOT_WEIGHED else self.running / self.usual)
+        exchange.weigh(self._part if self.running == NOT_WEIGHED else self.running / self.usual)
 
     def sent(self, part: int) -> None:
         """The samples of a part are under way."""

@@ -141,6 +141,7 @@ schedules = st.one_of(
         delay=st.integers(0, 3),
         mixing=st.floats(0.1, 1),
     ),
+    st.builds(lambda fewer: LocalSteps(every=9, steps_of_ranks=(9, *fewer)), st.lists(st.integers(1, 9))),
 )
 OPTIONS = [
     ["allreduce:inter"],

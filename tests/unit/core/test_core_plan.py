@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from gradwire.core import (
 )
 from gradwire.core.schedules import as_schedule
 from gradwire.core.strict import plain
-from gradwire.errors import PlanError
+from gradwire.errors import FormatError, PlanError
 from gradwire.plan import Uniform
 
 MODEL = [TensorInfo("fc.bias", (1000,), "float32"), TensorInfo("fc.weight", (1000, 8), "float32")]
@@ -147,3 +148,30 @@ def test_local_steps_average_weights_and_files_name_the_outer_optimizer() -> Non
         data = plain(schedule)
         assert isinstance(data, dict) and data["outer"] == {"lr": schedule.outer.lr, "momentum": schedule.outer.momentum}
         assert as_schedule(data) == schedule and repr(as_schedule(data)) == repr(schedule)
+
+
+@given(shares=st.lists(st.floats(0.01, 9), min_size=1, max_size=9), every=st.integers(6, 200), delay=st.integers(0, 3))
+def test_local_steps_follow_shares(shares: list[float], every: int, delay: int) -> None:
+    schedule = LocalSteps(every=every, fragments=2, delay=delay).with_shares(shares)
+    assert max(schedule.steps_of_ranks) == every
+    for rank, share in enumerate(shares):
+        wanted = every * share / max(shares)
+        assert schedule.steps_of(rank) == max(2 * max(1, delay), round(wanted))
+        assert schedule.begins_after(2 * 7 - 1, rank) == 7 * schedule.steps_of(rank)
+    assert as_schedule(plain(schedule)) == schedule
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"steps_of_ranks": (30, 0)}, r"steps_of_ranks\[1\] is 0"),
+        ({"steps_of_ranks": (30, 31)}, r"steps_of_ranks\[1\] is 31"),
+        ({"steps_of_ranks": (20, 10)}, "the largest must be"),
+        ({"steps_of_ranks": 30}, "must be a list"),
+        ({"steps_of_ranks": (30, 3), "fragments": 4}, "fragments is 4"),
+        ({"steps_of_ranks": (30, 3), "delay": 4}, "delay is 4"),
+    ],
+)
+def test_steps_of_ranks_that_cannot_be_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(FormatError, match=words):
+        LocalSteps(**fields)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from gradwire.core import entry_points
-from gradwire.core.checks import flags, near, number, show, under, whole
+from gradwire.core.checks import flags, freeze, near, number, show, under, whole
 from gradwire.core.entry_points import SCHEDULES
 from gradwire.core.schedules.base import Schedule
 from gradwire.core.schedules.delayed import Delayed
@@ -103,7 +103,7 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     LocalSteps(every=100, outer=Nesterov(lr=0.4, momentum=0.9))
     """
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("fragments", "delay", "mixing")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("fragments", "delay", "mixing", "steps_of_ranks")
     engine: ClassVar[str] = "gradwire.engine.schedules.local:LocalSchedule"
     needs_optimizer: ClassVar[bool] = True
     costs_accuracy: ClassVar[bool] = True
@@ -120,6 +120,9 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     """Local steps that run during an exchange before its mean is used. More: slower links are hidden, staler means."""
     mixing: float = 1.0
     """The share of the global weights in those of the next local step. 1: they alone. Less: a part of the rank's own stays."""
+    steps_of_ranks: tuple[int, ...] = ()
+    """For each rank its local steps from one exchange to the next; the largest is `every`. Fewer on a slow rank: nobody waits
+    for it. Empty: `every` on all ranks. `with_shares` makes them of measured speeds."""
 
     def __post_init__(self) -> None:
         whole("every", self.every, "the local steps from one exchange to the next", low=1)
@@ -127,9 +130,17 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
             raise FormatError(f"outer is {show(self.outer)}: it must be gw.Nesterov(lr=..., momentum=...).")
         if self.outer == _MEAN:  # repr() leaves out a default by its identity
             msgspec.structs.force_setattr(self, "outer", _MEAN)
-        whole("fragments", self.fragments, "parts of the model, at most `every`", low=1, high=self.every)
-        what = "local steps beside an exchange, at most every // fragments"
-        whole("delay", self.delay, what, high=self.every // self.fragments)
+        freeze(self, "steps_of_ranks")
+        for rank, steps in enumerate(self.steps_of_ranks):
+            whole(f"steps_of_ranks[{rank}]", steps, "local steps of this rank, at most `every`", low=1, high=self.every)
+        if max(self.steps_of_ranks, default=self.every) != self.every:
+            raise FormatError(
+                f"steps_of_ranks is {show(list(self.steps_of_ranks))} and every is {self.every}: the largest must be `every`."
+            )
+        fewest = min(self.steps_of_ranks, default=self.every)
+        whole("fragments", self.fragments, "parts of the model, at most the local steps of each rank", low=1, high=fewest)
+        what = "local steps beside an exchange, at most the local steps of each rank divided by fragments"
+        whole("delay", self.delay, what, high=fewest // self.fragments)
         number("mixing", self.mixing, "the share of the global weights", positive=True)
         if self.mixing > 1:
             raise FormatError(f"mixing is {show(self.mixing)}: it must be a share, above 0 and at most 1.")
@@ -157,6 +168,28 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
         """The values of SparseLoCo (Sarfi et al. 2025), where error feedback takes the place of outer momentum."""
         return cls(every)
 
+    def with_shares(self, shares: Sequence[float]) -> "LocalSteps":
+        """Return the schedule in which each rank makes local steps in proportion to its share, and the one with the largest share
+        makes `every`. `handle.decision.batch_share` has the shares that auto measured, and any numbers above 0 will do.
+
+        With batches of equal size nobody then waits for a slow rank. A rank makes at least as many steps as `fragments` and
+        `delay` need.
+
+        >>> LocalSteps(every=30).with_shares([0.5, 0.25, 0.25])
+        LocalSteps(steps_of_ranks=(30, 15, 15))
+        """
+        if not shares:
+            raise FormatError("shares is []: each rank has a share.")
+        for rank, share in enumerate(shares):
+            number(f"shares[{rank}]", share, "the share of a rank", positive=True)
+        fewest = self.fragments * max(1, self.delay)
+        steps = (max(fewest, round(self.every * share / max(shares))) for share in shares)
+        return msgspec.structs.replace(self, steps_of_ranks=tuple(steps))
+
+    def steps_of(self, rank: int) -> int:
+        """Return the local steps of a rank from one exchange to the next."""
+        return self.steps_of_ranks[rank] if self.steps_of_ranks else self.every
+
     @property
     def hides_exchange(self) -> bool:
         return self.delay > 0
@@ -181,10 +214,12 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
         begins = [self.begins_after(place) - 1 for place in range(self.fragments)]
         return self.fragments_of(numels)[begins.index(step)] if step in begins else ()
 
-    def begins_after(self, exchange: int) -> int:
-        """Number of local steps after which exchange `exchange`, counted from 0, begins; 0 for the one before the first."""
+    def begins_after(self, exchange: int, rank: int | None = None) -> int:
+        """Number of local steps after which an exchange, counted from 0, begins on a rank; 0 for the one before the first.
+        rank: None for a rank that makes `every` of them in a period."""
+        every = self.every if rank is None else self.steps_of(rank)
         period, place = divmod(exchange, self.fragments)
-        return period * self.every + (place + 1) * self.every // self.fragments
+        return period * every + (place + 1) * every // self.fragments
 
     def fragments_of(self, numels: Sequence[int]) -> list[range]:
         """The consecutive buckets of each fragment. All fragments have nearly the same number of elements.

@@ -45,6 +45,7 @@ class LocalSchedule:
 
     def __init__(self, reducer: Reducer, schedule: LocalSteps, job: TrainingJob) -> None:
         self._reducer, self._data = reducer, schedule
+        _check_ranks(schedule, reducer.group.world_size)
         self._model = weakref.ref(job.model)
         self._local_steps = 0
         """How many this rank has made. The numbers of exchanges are counted by them."""
@@ -87,12 +88,14 @@ class LocalSchedule:
     def attach(self) -> None:
         reducer = self._reducer
         self._fragments = self._data.fragments_of(reducer.exchange.numels)
-        reducer.batches.watch_parts(self._data.fragments)
+        of_ranks = self._data.steps_of_ranks
+        part = of_ranks[reducer.group.rank] * len(of_ranks) / sum(of_ranks) if of_ranks else 1.0
+        reducer.batches.watch_parts(self._data.fragments, part)
         if self._watched == reducer.watched:
             return
         self._watched = reducer.watched
         if self._outer is None:
-            self._local_steps = self._data.begins_after(reducer.step - 1)
+            self._local_steps = self._begins_after(reducer.step - 1)
         parameters = {name: p for name, p in zip(reducer.names, reducer.living(), strict=True) if p is not None}
         self._by_name = parameters
         self._arrived = self._lands_after = None
@@ -154,6 +157,10 @@ class LocalSchedule:
 
     # ---- a local step
 
+    def _begins_after(self, exchange: int) -> int:
+        """The local steps of this rank after which an exchange begins."""
+        return self._data.begins_after(exchange, self._reducer.group.rank)
+
     @told_to_all
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to step: the parameters hold L."""
@@ -180,7 +187,7 @@ class LocalSchedule:
         self._reducer.batches.local_step()
         if self._lands_after is not None and self._local_steps >= self._lands_after:
             self._land()
-        due = self._lands_after is None and self._local_steps >= self._data.begins_after(self._reducer.step)
+        due = self._lands_after is None and self._local_steps >= self._begins_after(self._reducer.step)
         if due and self._put_off is None:
             self._weights.show_local()
             self._launch(BackwardState.DONE)
@@ -219,7 +226,7 @@ class LocalSchedule:
                 self._land()
             if sends := self._put_off is None:
                 self._weights.show_local()
-                self._local_steps = self._data.begins_after(self._reducer.step)
+                self._local_steps = self._begins_after(self._reducer.step)
                 self._launch(state)
                 if self._lands_after is not None:
                     self._land()
@@ -345,7 +352,7 @@ class LocalSchedule:
 
     def _due_to_land(self, exchanges: int) -> int:
         """The local steps after which L takes up the W of the last of so many exchanges, at the latest; 0 without one."""
-        return self._data.begins_after(exchanges - 1) + self._data.delay if exchanges else 0
+        return self._begins_after(exchanges - 1) + self._data.delay if exchanges else 0
 
     def check(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         check_local(by_tensor(state, LOCAL), len(saved.weights), self._by_name)
@@ -357,13 +364,23 @@ class LocalSchedule:
     def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         assert self._outer is not None
         self._weights.computing, self._arrived = False, None
-        last = self._data.begins_after(saved.step - 1)
+        last = self._begins_after(saved.step - 1)
         self._local_steps = last if saved.local_steps is None else saved.local_steps
         lands = self._due_to_land(saved.step)
         self._lands_after = lands if saved.own and lands > self._local_steps and not saved.landed else None
         self._landing = [index for bucket in self._fragment(saved.step - 1) for index in bucket]
         self._weights.take_local(by_tensor(state, LOCAL), saved.weights)
         self._outer.take(by_tensor(state if saved.own else saved.memory[-1], OUTER))
+
+
+def _check_ranks(schedule: LocalSteps, ranks: int) -> None:
+    """Raises PlanError if the schedule is for another number of ranks."""
+    planned = len(schedule.steps_of_ranks)
+    if planned not in (0, ranks):
+        raise PlanError(
+            f"steps_of_ranks has the local steps of {planned} ranks, and there are {ranks}. Give each rank its number, or leave "
+            "it out."
+        )
 
 
 _BUFFER = "momentum_buffer"
