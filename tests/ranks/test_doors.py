@@ -226,14 +226,16 @@ def a_stranger_writes_failed() -> tuple[list[int], dict[int, str]]:
     handle = gw.parallelize(model, plan=gw.QSGD(bits=4))
     lanes, found = handle.session.lanes, ([], {})  # type: tuple[list[int], dict[int, str]]
     if dist.get_rank() == 0:
-        lanes.group.store(f"{lanes.name}/failed").set("1", "stop at once")
-        found = lanes._roll_call.missing(0.3)
+        page = lanes.group.store(f"{lanes.name}/failed")
+        for line in ("1 stop at once", "\n1 c3RvcCBhdCBvbmNl\n", "no line"):
+            page.append("signatures", line)
+        found = lanes._roll_call.missing(0.3)[:2]
     dist.barrier()
     if dist.get_rank() == 1:
         lanes._roll_call.sign("out of memory", 2.0)
     dist.barrier()
     if dist.get_rank() == 0:
-        assert lanes._roll_call.missing(2.0) == ([], {1: "out of memory"})
+        assert lanes._roll_call.missing(2.0) == ([], {1: "out of memory"}, True)
     dist.barrier()
     handle.detach()
     return found

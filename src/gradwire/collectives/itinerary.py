@@ -101,7 +101,9 @@ def itinerary(tasks: Sequence[str], grid: Grid, root: int, numel: int, cut: Cut)
     ((ParcelRun(start=5, end=10),), 0, 5)
     """
     measure = _Measure(numel, cut)
-    return [measure.leg(leg) for leg in _course(tuple(tasks), grid, root).legs]
+    rooted = any(ROUTINES[word].gets == "root" for word, _ in map(_parts, tasks) if word in ROUTINES)
+    course = _course(tuple(tasks), grid, root if rooted else 0)
+    return [measure.leg(leg) for leg in course.legs]
 
 
 class _ShardRange(NamedTuple):
@@ -361,8 +363,13 @@ class _Course:
 
 def _steps(task: str) -> list[tuple[str, str]]:
     """The word and the link or device of a task; of all-reduce those of two exchanges."""
-    word, _, where = task.partition(":")
+    word, where = _parts(task)
     return [(step, where) for step in (("reducescatter", "allgather") if word == "allreduce" else (word,))]
+
+
+def _parts(task: str) -> tuple[str, str]:
+    word, _, where = task.partition(":")
+    return word, where
 
 
 def _pooled(holdings: dict[int, _Holding]) -> _Pool:

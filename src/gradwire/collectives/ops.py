@@ -363,6 +363,17 @@ def payload_buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Te
     return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
+def payload_lists(lists: Sequence[Sequence[int]], device: torch.device) -> list[list[torch.Tensor]]:
+    """Lists of payloads of these sizes, in one allocation. Each list lies as in `payload_buffers`."""
+    places = [_places(sizes) for sizes in lists]
+    firsts, end = _places([end for _, end in places])
+    memory = torch.zeros(end, dtype=torch.uint8, device=device)
+    return [
+        [memory[first + start : first + start + size] for start, size in zip(starts, sizes, strict=True)]
+        for first, (starts, _), sizes in zip(firsts, places, lists, strict=True)
+    ]
+
+
 def batch_of(
     codec: Compressor, dtype: torch.dtype, shards: Sequence[Segments], bounds: Sequence[int], sizes: Sequence[int]
 ) -> Batch:

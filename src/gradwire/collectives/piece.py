@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -52,8 +54,6 @@ class Piece:
     """The gradient before the exchange, the sum after it; empty where `apart` is given."""
     bounds: tuple[int, ...]
     """world_size + 1 edges: shard j is flat[bounds[j]:bounds[j + 1]]."""
-    shards: Sequence[Segments]
-    """Segments of each shard, with offsets from the shard's start."""
     whole: Segments
     """Segments of the whole piece."""
     reduce_dtype: torch.dtype
@@ -70,6 +70,11 @@ class Piece:
     """The gradient where autograd left it, for schemes that read it and write the sum there. Given only to these."""
     energies: Energies | None = None
     """Energies of the piece's elements, if elements have weights. The segments have the weights too."""
+
+    @cached_property
+    def shards(self) -> list[Segments]:
+        """Segments of each shard, with offsets from the shard's start."""
+        return [self.runs.between(start, end) for start, end in pairwise(self.bounds)]
 
     @property
     def gradient(self) -> torch.Tensor | Scattered:

@@ -24,6 +24,7 @@ from gradwire.collectives.ops import (
     in_c,
     joined,
     payload_buffers,
+    payload_lists,
     weighted,
 )
 from gradwire.collectives.piece import Piece
@@ -112,6 +113,8 @@ class _Packing:
         self.own: list[Memory] = []
         """The memory of the first encode if it encodes this rank's own gradient alone."""
         self.aliases: list[torch.Tensor] = []
+        self._known: dict[tuple[int, int], Segments] = {}
+        """Segments by their first element and their end."""
 
     def leg(self, leg: Leg) -> list[Transfer]:
         """One exchange, or two for all-reduce."""
@@ -156,7 +159,10 @@ class _Packing:
         return codec.summing(len(ranks), self.grid.world_size)
 
     def _segments(self, item: Parcel | ParcelRun) -> Segments:
-        return self.piece.runs.between(item.start, item.end)
+        run = item.start, item.end
+        if run not in self._known:
+            self._known[run] = self.piece.runs.between(*run)
+        return self._known[run]
 
     def _bytes_of(self, parcel: Parcel) -> int:
         codec = next(iter(self.codecs.values()))
@@ -185,15 +191,12 @@ class _Packing:
                     lists[parcels], copies = joined([self.payloads[parcel] for parcel in parcels], nothing)
                     before += copies
                 transfer.sent[target] = lists[parcels]
-        here: dict[Parcel, torch.Tensor] = {}
-        for source, items in move.received.items():
-            parcels = tuple(item for item in items if isinstance(item, Parcel))
-            if source == self.grid.rank:
-                here |= {parcel: self.payloads[parcel] for parcel in parcels if parcel in self.payloads}
-            else:
-                buffers = payload_buffers([self._bytes_of(parcel) for parcel in parcels], self.piece.flat.device)
-                here |= dict(zip(parcels, buffers, strict=True))
-                transfer.received[source] = joined(buffers, nothing)[0]
+        arriving = {source: [item for item in items if isinstance(item, Parcel)] for source, items in move.received.items()}
+        here = {parcel: self.payloads[parcel] for parcel in arriving.pop(self.grid.rank, ()) if parcel in self.payloads}
+        sizes = [[self._bytes_of(parcel) for parcel in parcels] for parcels in arriving.values()]
+        for source, buffers in zip(arriving, payload_lists(sizes, self.piece.flat.device), strict=True):
+            here |= dict(zip(arriving[source], buffers, strict=True))
+            transfer.received[source] = joined(buffers, nothing)[0]
         self.payloads = here
         if decode and move.held is not None:
             self._decode(move, decode, transfer)

@@ -356,8 +356,9 @@ class OwnSteps:
     computed itself, as by `torch.autograd.grad`.
 
     Such steps are not the same in number on all ranks, so no rank waits for another: each writes its checksums to the rendezvous
-    store, and looks there for those of the others, when it makes such a step. A rank has one key, which is overwritten and never
-    deleted: `get` would wait for a key that went after `check`.
+    store, and looks there for those of the ranks before and after it, when it makes such a step. Where weights differ, two ranks
+    that follow each other differ. A rank has one key, which is overwritten and never deleted: `get` would wait for a key
+    that went after `check`.
     """
 
     def __init__(self, every: int, group: Group, name: str) -> None:
@@ -392,23 +393,26 @@ class OwnSteps:
         self._written = at
 
     def _differs(self, names: Sequence[str]) -> str | None:
-        for rank, global_rank in enumerate(self._group.global_ranks):
-            if rank == self._group.rank or not self._store.check([str(rank)]):
-                continue
-            at, _, packed = self._store.get(str(rank)).partition(_END)
-            if at.decode() != self._written:
-                continue
-            sums = struct.unpack(f"<{len(self._sums)}Q", packed)
-            index = next((i for i, (own, other) in enumerate(zip(self._sums, sums, strict=True)) if own != other), None)
-            if index is not None:
-                self._told = True
-                return (
-                    f"the weights of this rank and rank {global_rank} are not the same, after {self._steps} optimizer steps "
-                    f"without a synchronised backward; the first tensor that differs is {names[index]!r}. gradwire averages "
-                    "what backward() accumulates. Gradients that a script computes itself (torch.autograd.grad, p.grad = ...) "
-                    "are each rank's own: call loss.backward(), or average them with gw.Exchange before the step."
-                )
-        return None
+        own, ranks = self._group.rank, self._group.world_size
+        return next(filter(None, (self._differs_from(rank, names) for rank in {(own - 1) % ranks, (own + 1) % ranks})), None)
+
+    def _differs_from(self, rank: int, names: Sequence[str]) -> str | None:
+        if not self._store.check([str(rank)]):
+            return None
+        at, _, packed = self._store.get(str(rank)).partition(_END)
+        if at.decode() != self._written:
+            return None
+        sums = struct.unpack(f"<{len(self._sums)}Q", packed)
+        index = next((i for i, (own, other) in enumerate(zip(self._sums, sums, strict=True)) if own != other), None)
+        if index is None:
+            return None
+        self._told = True
+        return (
+            f"the weights of this rank and rank {self._group.global_ranks[rank]} are not the same, after {self._steps} optimizer "
+            f"steps without a synchronised backward; the first tensor that differs is {names[index]!r}. gradwire averages what "
+            "backward() accumulates. Gradients that a script computes itself (torch.autograd.grad, p.grad = ...) are each rank's "
+            "own: call loss.backward(), or average them with gw.Exchange before the step."
+        )
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

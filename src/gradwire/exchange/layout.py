@@ -207,11 +207,9 @@ def _build(
     chunks: list[Scheme] = []
     for start, end in pairwise(bounds):
         runs = _BucketRuns(rows, start, flat.device)
-        shards = runs.cut(0, end - start, group.world_size)
         piece = Piece(
             flat=flat[start:end],
-            bounds=tuple(shards),
-            shards=[runs.between(a, b) for a, b in pairwise(shards)],
+            bounds=tuple(runs.cut(0, end - start, group.world_size)),
             whole=runs.between(0, end - start),
             reduce_dtype=getattr(torch, bucket.reduce_dtype),
             contexts=contexts[:encodes],

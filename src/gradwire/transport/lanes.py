@@ -1,5 +1,6 @@
 """Lanes: links, each with the one thread that submits to it, and the failure that ended their work, if one did."""
 
+import base64
 import hashlib
 import logging
 import queue
@@ -16,7 +17,7 @@ from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -555,7 +556,7 @@ class Lanes:
         self.shared.break_off()  # ranks that wait for this one need not wait for the timeout
         beats = self._heartbeats.silent() if self._heartbeats is not None else []
         # the machine of a rank that is known to be dead may host the store
-        silent, told = self._roll_call.missing(min(0.5, self._patience_s) if beats else self._patience_s)
+        silent, told, is_known = self._roll_call.missing(min(0.5, self._patience_s) if beats else self._patience_s)
         dead = [rank for rank in silent if group.global_ranks.index(rank) in beats]
         others = [rank for rank in silent if rank != peer]
         if told:
@@ -572,6 +573,8 @@ class Lanes:
         else:
             blamed = []
             who = f"all of {_ranks(group.global_ranks)} are alive, so the link between them failed"
+        if not is_known and not dead:
+            who += ". The rendezvous store did not answer either, so no rank was asked whether it is alive"
         error = CommunicationError(
             f"step {step}: rank {self._own_rank} waited for {what}: {who}. A rank died, stalled, or did not run the same number "
             "of backward passes; see its own log. This handle cannot go on: restart from a checkpoint. "
@@ -652,17 +655,35 @@ def _say_if_uneven(group: Group) -> None:
         )
 
 
+class Missing(NamedTuple):
+    """The result of a roll call, by global rank."""
+
+    silent: list[int]
+    """The ranks that did not sign: all others where the store did not answer."""
+    told: dict[int, str]
+    """The words of the ranks that failed first."""
+    is_known: bool
+    """Whether the store answered. If it did not, nobody knows which ranks are silent."""
+
+
+_HERE = "here"
+"""The words of a rank that waited for others."""
+
+
 class RollCall:
     """After a failure the ranks that noticed sign in the rendezvous store; who does not sign is who was waited for.
 
-    The store has a connection of its own, made at the start in a thread of its own, since nothing waits for it. It is only
-    asked from a thread with a deadline: the rank that hosts it may be the one that died. A rank that could not do its part, or
-    got other bytes than were sent, signs with its error, which all others raise too. Signatures are sealed with the group's key:
-    others than ranks reach the store too, and what they write counts for nothing.
+    All ranks sign on one page, so one request reads all signatures. The store has a connection of its own, made at the start in
+    a thread of its own, since nothing waits for it. It is only asked from a thread with a deadline: the rank that hosts it may be
+    the one that died. A rank that could not do its part, or got other bytes than were sent, signs with its error, which all
+    others raise too. Signatures are sealed with the group's key: others than ranks reach the store too, and what they write
+    counts for nothing.
     """
 
+    _PAGE = "signatures"
+
     def __init__(self, group: Group, name: str) -> None:
-        self._group, self._signed, self._key = group, "here", group.met.key
+        self._group, self._signed, self._key = group, _HERE, group.met.key
         self._store: Any = None
         self._is_closed = False
         self._connecting = threading.Thread(target=self._connect, args=(name,), name="gradwire-roll-call", daemon=True)
@@ -683,31 +704,40 @@ class RollCall:
         self._ask(self._set, patience_s)
 
     def _set(self, store: Any) -> None:
-        place = str(self._group.rank)
-        store.set(place, self._key.seal(place, self._signed))
+        rank = str(self._group.rank)
+        signature = base64.b64encode(self._key.seal(rank, self._signed)).decode()
+        # whatever a stranger wrote before is a line of its own
+        store.append(self._PAGE, f"\n{rank} {signature}\n")
 
-    def missing(self, patience_s: float) -> tuple[list[int], dict[int, str]]:
-        """Global ranks that did not sign within the patience, all others where the store is gone; and what ranks that failed
-        first said: when one did, nobody waits for others to sign."""
+    def missing(self, patience_s: float) -> "Missing":
+        """Ask who signed, until all did or the patience is over. When a rank said why it failed, nobody waits for others."""
         group = self._group
-        signed = {group.rank: self._signed}
-        told: dict[int, str] = {}
+        signed: dict[int, str] = {}
+        asked: list[float] = []
 
         def call(store: Any) -> None:
             deadline = time.monotonic() + patience_s
             self._set(store)
-            while time.monotonic() < deadline and len(signed) < group.world_size and not told:
-                for rank in range(group.world_size):
-                    if rank in signed or not store.check([str(rank)]):
-                        continue
-                    if (words := self._key.unseal(str(rank), store.get(str(rank)))) is not None:
-                        signed[rank] = words
-                        if words != "here":
-                            told[group.global_ranks[rank]] = words
+            while time.monotonic() < deadline and len(signed) + 1 < group.world_size and not _said(signed):
+                signed.update(self._signatures(bytes(store.get(self._PAGE))))
+                signed.pop(group.rank, None)
+                asked.append(time.monotonic())
                 time.sleep(0.05)
 
         self._ask(call, patience_s)
-        return [group.global_ranks[rank] for rank in range(group.world_size) if rank not in signed], told
+        silent = [number for rank, number in enumerate(group.global_ranks) if rank not in (*signed, group.rank)]
+        told = {group.global_ranks[rank]: words for rank, words in _said(signed).items()}
+        return Missing(silent, told, bool(asked) or group.world_size == 1)
+
+    def _signatures(self, page: bytes) -> dict[int, str]:
+        """The words that ranks of the group signed with, by rank. The first words of a rank that failed count."""
+        found: dict[int, str] = {}
+        for line in page.split(b"\n"):
+            rank, _, signature = line.partition(b" ")
+            with suppress(ValueError):  # no rank wrote it
+                if (words := self._key.unseal(rank.decode(), base64.b64decode(signature, validate=True))) is not None:
+                    found[int(rank)] = words if found.get(int(rank), _HERE) == _HERE else found[int(rank)]
+        return found
 
     def _ask(self, call: Callable[[Any], None], patience_s: float) -> None:
         def ask() -> None:
@@ -719,6 +749,11 @@ class RollCall:
         caller = threading.Thread(target=ask, name="gradwire-roll-call", daemon=True)
         caller.start()
         caller.join(patience_s + 0.5)
+
+
+def _said(signed: Mapping[int, str]) -> dict[int, str]:
+    """The words of the ranks that failed first."""
+    return {rank: words for rank, words in signed.items() if words != _HERE}
 
 
 def _ranks(ranks: Sequence[int]) -> str:
