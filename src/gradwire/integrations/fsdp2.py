@@ -4,6 +4,7 @@ FSDP2 reduces and gathers a module as one flat tensor. So specs are for whole mo
 """
 
 import os
+import sys
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn import Module
 
 from gradwire.auto import say
 from gradwire.core import Spec
+from gradwire.errors import PlanError
 from gradwire.integrations.fsdp2_comms import ModuleAllGather, ModuleReduceScatter
 from gradwire.integrations.fsdp2_exchanges import ModuleExchanges
 from gradwire.plan import Policy
@@ -59,7 +61,7 @@ def compress(
             module.set_custom_all_gather(ModuleAllGather(exchanges.exchange_of, name))
         elif isinstance(module._get_fsdp_state()._fsdp_param_group._all_gather_comm, ModuleAllGather):
             module.set_custom_all_gather(DefaultAllGather())  # an earlier call rounded parameters
-    _say(exchanges, plan)
+    _begin(model, exchanges, plan)
     return exchanges
 
 
@@ -84,7 +86,7 @@ def replicate(
             dist.broadcast(shard, dist.get_global_rank(group, 0), group=group)
     for name, module in exchanges.modules.items():
         module.set_all_reduce_hook(partial(exchanges.average, name, group))
-    _say(exchanges, plan)
+    _begin(model, exchanges, plan)
     return exchanges
 
 
@@ -101,7 +103,19 @@ def saved_states(checkpoint_id: str | os.PathLike[str], key: str = "gradwire") -
     return states
 
 
-def _say(exchanges: ModuleExchanges, plan: Spec | Policy | str) -> None:
-    """Log what is compressed; auto does it when it has chosen."""
+def _begin(model: Module, exchanges: ModuleExchanges, plan: Spec | Policy | str) -> None:
+    """Refuse compiled autograd from now on, and log what is compressed; auto logs it when it has chosen."""
+    if _refuse_compiled_autograd not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_refuse_compiled_autograd)
     if plan != "auto" and dist.get_rank() == 0:
         say(exchanges.describe())
+
+
+@torch._disable_dynamo  # type: ignore[untyped-decorator]
+def _refuse_compiled_autograd(model: Module, inputs: Any) -> None:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.compiled_autograd_enabled and torch.is_grad_enabled():
+        raise PlanError(
+            "compiled autograd is on, and FSDP2 reduces no gradients under it: each rank would keep its own. Turn it off; "
+            "compile the model or its blocks with torch.compile instead."
+        )
