@@ -71,6 +71,7 @@ def test_a_member_that_is_killed_and_restarted_ends_with_the_others_weights(
         crowd.close()
 
 
+@pytest.mark.slow
 def test_auto_decides_anew_when_a_member_joins(interpreters: Interpreters, tmp_path: Path) -> None:
     pytest.importorskip("torchft")
     crowd = Crowd(interpreters, "auto", str(tmp_path))
@@ -87,6 +88,7 @@ def test_auto_decides_anew_when_a_member_joins(interpreters: Interpreters, tmp_p
         crowd.close()
 
 
+@pytest.mark.slow
 def test_a_joiner_with_another_plan_goes_and_the_others_go_on(interpreters: Interpreters, tmp_path: Path) -> None:
     pytest.importorskip("torchft")
     crowd = Crowd(interpreters, "exact", str(tmp_path))
@@ -108,6 +110,7 @@ def until_decided(crowd: Crowd, members: list[Member]) -> None:
         crowd.await_steps(members, 1, START_S)
 
 
+@pytest.mark.slow
 def test_the_example_runs_with_the_lighthouse_of_the_command_line(interpreters: Interpreters) -> None:
     pytest.importorskip("torchft")
     assert len(EXAMPLE.read_text().splitlines()) <= 60

@@ -691,7 +691,9 @@ class RollCall:
 
     def _connect(self, name: str) -> None:
         with suppress(Exception):
-            store = self._group.store(f"{name}/failed").clone()
+            store = self._group.store(f"{name}/failed")
+            # a group's own store has a connection of its own; its host may be gone, so that a clone would wait in C++
+            store = store.clone() if self._group.process_group is not None else store
             self._store = None if self._is_closed else store
 
     def close(self) -> None:
