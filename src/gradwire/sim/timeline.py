@@ -249,7 +249,7 @@ class _Reader:
         layout = self.outcome.layouts[span.step % len(self.outcome.layouts)]
         price = layout.labels[span.row][span.first].price
         resource = RESOURCES[layout.work.rows[span.row][span.first].resource]
-        return resource, price.task.partition(":")[0] in (*CODEC_TASKS, "launch")
+        return resource, price.task.partition(":")[0] in (*CODEC_TASKS, "launch", "fetch", "put")
 
     def _shown(self, span: Span) -> bool:
         if span.row < 0:
