@@ -88,7 +88,15 @@ class Cluster(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "cluster"
     remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Cluster."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("allreduce", "ddp", "launch_us", "processors", "slow_nodes", "made")
+    omit_at_default: ClassVar[tuple[str, ...]] = (
+        "allreduce",
+        "ddp",
+        "launch_us",
+        "processors",
+        "staging_gbps",
+        "slow_nodes",
+        "made",
+    )
 
     version: int = 1
     nodes: int
@@ -109,6 +117,8 @@ class Cluster(Document, frozen=True, kw_only=True):
     """The number of processors that the ranks of a node share. If ranks are more, codecs on CPUs and launches take longer, since
     all ranks do them at about the same time. If there are two or more for each rank, codecs on CPUs run while the rank computes.
     Nodes that are emulated on one machine have a part of its processors each. None: a rank has one to itself."""
+    staging_gbps: float | None = None
+    """Gigabits per second of copies between a GPU and the host's memory, if payloads travel through it. None: they do not."""
     slow_nodes: tuple[Link, ...] = ()
     """The inter links of nodes that are slower than `inter`, one for each of these nodes. It makes no difference which nodes they
     are, because every exchange waits for the slowest."""
@@ -126,6 +136,7 @@ class Cluster(Document, frozen=True, kw_only=True):
                 raise FormatError(f"{field} is {show(link)}: it must be a Link, or be left out.")
         numbers(self, "a time in microseconds", "launch_us")
         numbers(self, "a number of processors", "processors", positive=True)
+        numbers(self, "a rate in gigabits per second", "staging_gbps", positive=True)
         freeze(self, "slow_nodes")
         each("slow_nodes", self.slow_nodes, Link)
         if len(self.slow_nodes) > self.nodes:

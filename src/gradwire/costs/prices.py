@@ -64,7 +64,8 @@ class Price(NamedTuple):
     """One task of one piece of a bucket."""
 
     task: str
-    """word:where, as in the option; `launch:cpu` for the processor time of an exchange."""
+    """word:where, as in the option; `launch:cpu` for the processor time of an exchange; `fetch:host` and `put:host` for the copies
+    of a GPU's payloads to the host before an exchange, and back after it."""
     us: float
     gathers: bool
     """Whether it belongs to the gather phase."""
@@ -190,8 +191,20 @@ class Prices:
             else:
                 if us := self._launch_us(step):
                     tasks.append(Price("launch:cpu", us, step.gathers))
-                tasks.append(exchange(size[step.payload]))
+                priced = exchange(size[step.payload])
+                tasks += self._staged(step, priced, size[step.payload] * step.share * step.parts)
         return tuple(tasks)
+
+    def _staged(self, step: Step, exchange: Price, held_bytes: float) -> list[Price]:
+        """An exchange with the copies before it and after it, if payloads travel through the host's memory.
+
+        What goes to several ranks is copied to the host once. In a sum on the wire the whole is copied each way.
+        """
+        if self.cluster.staging_gbps is None:
+            return [exchange]
+        arriving = held_bytes if step.task.startswith("allreduce") else exchange.sent_bytes
+        us = [nbytes / (125 * self.cluster.staging_gbps) for nbytes in (min(held_bytes, exchange.sent_bytes), arriving)]
+        return [Price("fetch:host", us[0], step.gathers), exchange, Price("put:host", us[1], step.gathers)]
 
     def _steps_and_exchanges(self, option: tuple[str, ...], rounds: int) -> list[tuple[Step, Callable[[float], Price] | None]]:
         """The steps of an option, each exchange with the function that prices it by its bytes."""

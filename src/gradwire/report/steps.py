@@ -18,6 +18,8 @@ KINDS = {
     "comp": "encode",
     "decomp": "decode",
     "launch": "launch",
+    "fetch": "copy",
+    "put": "copy",
     "allreduce": "all-reduce",
     "alltoall": "reduce phase",
     "reducescatter": "reduce phase",

@@ -274,7 +274,7 @@ def _segments(tasks: Sequence[Price]) -> list[list[int]]:
     sent = False
     for index, price in enumerate(tasks):
         what, _, where = price.task.partition(":")
-        if sent and what != "decomp":
+        if sent and what not in ("decomp", "put"):
             segments.append([])
             sent = False
         segments[-1].append(index)

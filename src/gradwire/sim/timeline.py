@@ -251,7 +251,7 @@ class _Reader:
         price, task = layout.labels[span.row][span.first].price, layout.work.rows[span.row][span.first]
         if span.until:
             return RESOURCES[task.cpu_on], True, 0
-        codec = price.task.partition(":")[0] in (*CODEC_TASKS, "launch")
+        codec = price.task.partition(":")[0] in (*CODEC_TASKS, "launch", "fetch", "put")
         return RESOURCES[task.resource], codec, task.free
 
     def _shown(self, span: Span) -> bool:
