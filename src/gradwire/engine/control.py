@@ -22,7 +22,6 @@ NOT_WEIGHED = -1.0
 """The samples of a rank whose script gives no weights."""
 _CHECK = struct.Struct("<I")
 _PIECE = 2**20
-_END = b"\0"
 _OWN_STEPS = 10
 """After so many steps of a script's own gradients weights are compared for the first time."""
 
@@ -284,7 +283,8 @@ class OwnSteps:
 
     Such steps are not the same in number on all ranks, so no rank waits for another: each writes its checksums to the rendezvous
     store, and looks there for those of the others, when it makes such a step. A rank has one key, which is overwritten and never
-    deleted: `get` would wait for a key that went after `check`.
+    deleted: `get` would wait for a key that went after `check`. What ranks write is sealed with the group's key, and anything
+    else counts for nothing: whoever reaches the store could make every rank warn.
     """
 
     def __init__(self, every: int, group: Group, name: str) -> None:
@@ -315,17 +315,24 @@ class OwnSteps:
         if self._store is None:
             self._store = self._group.store(f"{self._name}/own-steps")
         self._sums = checksums(weight for reference in weights if (weight := reference()) is not None)
-        self._store.set(str(self._group.rank), at.encode() + _END + struct.pack(f"<{len(self._sums)}Q", *self._sums))
+        packed = struct.pack(f"<{len(self._sums)}Q", *self._sums).hex()
+        place = str(self._group.rank)
+        self._store.set(place, self._group.met.key.seal(self._sealed(place), f"{at} {packed}"))
         self._written = at
+
+    def _sealed(self, place: str) -> str:
+        """The place for which words are sealed: not that of another handle."""
+        return f"{self._name}/own-steps/{place}"
 
     def _differs(self, names: Sequence[str]) -> str | None:
         for rank, global_rank in enumerate(self._group.global_ranks):
             if rank == self._group.rank or not self._store.check([str(rank)]):
                 continue
-            at, _, packed = self._store.get(str(rank)).partition(_END)
-            if at.decode() != self._written:
+            words = self._group.met.key.unseal(self._sealed(str(rank)), self._store.get(str(rank)))
+            at, _, packed = (words or "").partition(" ")
+            if at != self._written:
                 continue
-            sums = struct.unpack(f"<{len(self._sums)}Q", packed)
+            sums = struct.unpack(f"<{len(self._sums)}Q", bytes.fromhex(packed))
             index = next((i for i, (own, other) in enumerate(zip(self._sums, sums, strict=True)) if own != other), None)
             if index is not None:
                 self._told = True
