@@ -27,6 +27,7 @@ PARTS = {
     "checksums": "what checksums add to encode and decode of a gradient that is in no cache",
     "exchange": "how near one bucket's exchange gets to the time its bytes take on the wire",
     "sums": "all-reduce of gloo beside sums on wires, for 2 to 32 ranks",
+    "tls": "steps with encrypted connections beside steps with plain ones, over an emulated link",
     "shared_memory": "one exchange between ranks of a node: shared memory beside TCP, time and processor",
     "fusion": "milliseconds of the exact fusion search, and what it gains over the rules that others use",
     "options": "the sum and its error of every option of ByteComp's tree on 4 ranks as 2 nodes",

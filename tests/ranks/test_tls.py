@@ -14,6 +14,7 @@ from worlds import Given, World, Worlds
 
 import gradwire as gw
 from gradwire.transport import tls, wire
+from gradwire.transport.keys import JobKey
 from gradwire.transport.tls import EncryptedSocket
 
 
@@ -154,12 +155,12 @@ def trusting_another(options: list[Any]) -> tuple[str, str, float]:
 
         def pretends(self: tls.Tls, *arguments: Any) -> None:
             make(self, *arguments)
-            self.facts = tls.Tls_facts  # type: ignore[attr-defined]
+            self.facts = facts
 
-        honest = tls.tls_of(options[0], tls.JobKey(bytes(32)))
+        honest = tls.tls_of(options[0], JobKey(bytes(32)))
         assert honest is not None
-        tls.Tls_facts = honest.facts  # type: ignore[attr-defined]
-        tls.Tls.__init__ = pretends  # type: ignore[method-assign]
+        facts = honest.facts
+        tls.Tls.__init__ = pretends  # type: ignore[assignment,method-assign]
     return refused(options)
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from gradwire.transport import Meter
+from gradwire.transport.keys import JobKey
 from gradwire.transport.rings import Handles, Rings, ring_bytes
 from gradwire.transport.streams import Streams
+from gradwire.transport.tls import Connected, EncryptedSocket, Tls
 from gradwire.transport.wire import Wire
 
 __all__ = ["FakeLink", "drive", "links", "wires"]
@@ -78,12 +80,14 @@ def wires(
     shared: bool = False,
     capacity: int = ring_bytes(2),
     mapped_once: bool = False,
+    tls: bool = False,
 ) -> list[Wire]:
     """One for each rank, all in this process. `shared`: messages pass through memory, in rings of this capacity. `mapped_once`:
-    both ends have it at the same addresses, so that a sanitizer sees who else touches it."""
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
+    both ends have it at the same addresses, so that a sanitizer sees who else touches it. `tls`: connections are encrypted."""
+    ends: list[dict[int, Connected]] = [{} for _ in range(world_size)]
     for low, high in combinations(range(world_size), 2):
-        ends[low][high], ends[high][low] = socket.socketpair()
+        pair = socket.socketpair()
+        ends[low][high], ends[high][low] = encrypted(*pair) if tls else pair
     made = [Wire(world_size, each, timeout_s) for each in ends]
     for low, high in combinations(range(world_size), 2) if shared else ():
         handles = Handles.make(capacity)
@@ -94,6 +98,17 @@ def wires(
         made[high].share(low, of_maker)
         made[low].share(high, of_other)
     return made
+
+
+def encrypted(near: socket.socket, far: socket.socket) -> tuple[EncryptedSocket, EncryptedSocket]:
+    """Both ends of a connection, after the handshake."""
+    made = [Tls(JobKey(bytes(32)), None).socket(each, each is near) for each in (near, far)]
+    for each in (near, far):
+        each.setblocking(False)
+    steps = [each.handshake() for each in made]
+    while steps:
+        steps = [each for each in steps if next(each, None) is not None]
+    return made[0], made[1]
 
 
 def drive(schemes: Sequence[Any], phases: int, wired: bool = False) -> list[FakeLink]:

@@ -26,7 +26,6 @@ NOT_WEIGHED = -1.0
 """The samples of a rank whose script gives no weights."""
 _CHECK = struct.Struct("<I")
 _PIECE = 2**20
-_END = b"\0"
 _OWN_STEPS = 10
 """After so many steps of a script's own gradients weights are compared for the first time."""
 
@@ -358,7 +357,8 @@ class OwnSteps:
     Such steps are not the same in number on all ranks, so no rank waits for another: each writes its checksums to the rendezvous
     store, and looks there for those of the ranks before and after it, when it makes such a step. Where weights differ, two ranks
     that follow each other differ. A rank has one key, which is overwritten and never deleted: `get` would wait for a key
-    that went after `check`.
+    that went after `check`. Words are sealed with the group's key, and others are ignored: whoever reaches the store could make
+    every rank warn.
     """
 
     def __init__(self, every: int, group: Group, name: str) -> None:
@@ -389,8 +389,14 @@ class OwnSteps:
         if self._store is None:
             self._store = self._group.store(f"{self._name}/own-steps")
         self._sums = checksums(weight for reference in weights if (weight := reference()) is not None)
-        self._store.set(str(self._group.rank), at.encode() + _END + struct.pack(f"<{len(self._sums)}Q", *self._sums))
+        packed = struct.pack(f"<{len(self._sums)}Q", *self._sums).hex()
+        place = str(self._group.rank)
+        self._store.set(place, self._group.met.key.seal(self._sealed(place), f"{at} {packed}"))
         self._written = at
+
+    def _sealed(self, place: str) -> str:
+        """The place for which words are sealed: not that of another handle."""
+        return f"{self._name}/own-steps/{place}"
 
     def _differs(self, names: Sequence[str]) -> str | None:
         own, ranks = self._group.rank, self._group.world_size
@@ -399,10 +405,11 @@ class OwnSteps:
     def _differs_from(self, rank: int, names: Sequence[str]) -> str | None:
         if not self._store.check([str(rank)]):
             return None
-        at, _, packed = self._store.get(str(rank)).partition(_END)
-        if at.decode() != self._written:
+        words = self._group.met.key.unseal(self._sealed(str(rank)), self._store.get(str(rank)))
+        at, _, packed = (words or "").partition(" ")
+        if at != self._written:
             return None
-        sums = struct.unpack(f"<{len(self._sums)}Q", packed)
+        sums = struct.unpack(f"<{len(self._sums)}Q", bytes.fromhex(packed))
         index = next((i for i, (own, other) in enumerate(zip(self._sums, sums, strict=True)) if own != other), None)
         if index is None:
             return None

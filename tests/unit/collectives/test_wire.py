@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import random
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ from gradwire.transport import Meter
 from gradwire.transport.link import Link
 from gradwire.transport.operations import Operations
 from gradwire.transport.rings import ring_bytes
+from gradwire.transport.tls import EncryptedSocket
 from gradwire.transport.wire import DamagedError, LinkError, Wire
 
 RING_BYTES = ring_bytes(2)
@@ -54,13 +56,13 @@ pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="needs the C
 Wires = Callable[..., list[Wire]]
 
 
-@pytest.fixture(params=[False, True], ids=["TCP", "shared memory"])
+@pytest.fixture(params=[{}, {"shared": True}, {"tls": True}], ids=["TCP", "shared memory", "TLS"])
 def wires(request: pytest.FixtureRequest) -> Iterator[Wires]:
     """wires(world_size): one for each rank, all in this process."""
     made: list[Wire] = []
 
     def connect(world_size: int, timeout_s: float = 10.0) -> list[Wire]:
-        made.extend(connected := pairs(world_size, timeout_s, shared=request.param))
+        made.extend(connected := pairs(world_size, timeout_s, **request.param))
         return connected
 
     yield connect
@@ -238,13 +240,13 @@ def test_messages_end_anywhere_in_a_ring(pair: tuple[Wire, Wire]) -> None:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["tcp", "memory"])
+@pytest.mark.parametrize("options", [{}, {"shared": True}, {"tls": True}], ids=["tcp", "memory", "tls"])
 @pytest.mark.parametrize("into", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_elements_are_copied_and_added_as_they_arrive(dtype: torch.dtype, into: torch.dtype, shared: bool) -> None:
+def test_elements_are_copied_and_added_as_they_arrive(dtype: torch.dtype, into: torch.dtype, options: dict[str, bool]) -> None:
     """Wherever a ring or a step of it ends, also in the middle of an element."""
     torch.manual_seed(0)
-    low, high = pairs(2, 10.0, shared=shared, capacity=70_016)
+    low, high = pairs(2, 10.0, capacity=70_016, **options)
     try:
         for numel in (1, 7, 123, 4097, 100_003):
             terms = [torch.randn(numel).to(dtype) for _ in range(3)]
@@ -299,10 +301,10 @@ def test_a_part_that_is_sent_on_is_kept() -> None:
         wire.close()
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["tcp", "memory"])
-def test_elements_wait_for_their_turn(shared: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"shared": True}, {"tls": True}], ids=["tcp", "memory", "tls"])
+def test_elements_wait_for_their_turn(options: dict[str, bool]) -> None:
     """The sum of three ranks has one order, whoever is first; and who waits for its turn takes no processor."""
-    connected = pairs(3, 10.0, shared=shared)
+    connected = pairs(3, 10.0, **options)
     terms = [torch.tensor([2.0**24]), torch.ones(1), torch.ones(1)]
     adder, senders = Operations(), [Operations(), Operations()]
     total = terms[2].clone()
@@ -320,6 +322,40 @@ def test_elements_wait_for_their_turn(shared: bool) -> None:
         running.result(timeout=5)
     assert total.item() == 2.0**24  # of ones first it would be 2 more
     for wire in connected:
+        wire.close()
+
+
+def on_the_way(wire: Wire, peer: int) -> socket.socket:
+    """The connection under an encrypted one."""
+    encrypted = wire._sockets[peer]
+    assert isinstance(encrypted, EncryptedSocket)
+    return encrypted._connection
+
+
+def test_nothing_of_an_encrypted_message_is_readable() -> None:
+    low, high = pairs(2, tls=True)
+    part = torch.tensor([*b"weights of the model " * 40], dtype=torch.uint8)
+    low.run(sends(1, part), Meter())
+    raw = on_the_way(high, 0).recv(5000, socket.MSG_PEEK)
+    assert len(raw) > part.numel()
+    assert b"weights" not in raw
+    received = torch.zeros_like(part)
+    high.run(receives(0, received), Meter())
+    assert torch.equal(received, part)
+    for wire in (low, high):
+        wire.close()
+
+
+@pytest.mark.parametrize("place", [30, 200, -1])
+def test_a_change_of_encrypted_bytes_is_damage(place: int) -> None:
+    low, high = pairs(2, tls=True)
+    low.run(sends(1, torch.arange(100.0)), Meter())
+    raw = bytearray(on_the_way(high, 0).recv(5000))
+    raw[place] ^= 1
+    on_the_way(low, 1).sendall(raw)
+    with pytest.raises(DamagedError, match="bad record mac"):
+        high.run(receives(0, torch.zeros(100)), Meter())
+    for wire in (low, high):
         wire.close()
 
 

@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 
 from gradwire.engine.control import OwnSteps
+from gradwire.transport.keys import JobKey
 
 
 class Rank:
     """One of two ranks that share a store."""
 
     def __init__(self, rank: int, store: Any) -> None:
-        group = SimpleNamespace(rank=rank, world_size=2, global_ranks=(0, 1), store=lambda name: store)
+        met = SimpleNamespace(key=JobKey(bytes(32)))
+        group = SimpleNamespace(rank=rank, world_size=2, global_ranks=(0, 1), store=lambda name: store, met=met)
         self.steps = OwnSteps(1, group, "lanes")  # type: ignore[arg-type]
         self.weight = torch.nn.Parameter(torch.zeros(8))
 
@@ -40,6 +42,20 @@ def test_only_the_same_step_is_compared(store: dist.Store) -> None:
     words = second.step()
     assert words is not None and "the weights of this rank and rank 0 are not the same, after 2 optimizer steps" in words
     assert second.step() is None, "said once"
+
+
+@pytest.mark.parametrize("place", ["0", "another handle's"])
+def test_others_than_ranks_make_nobody_warn(store: dist.Store, place: str) -> None:
+    """Whoever reaches the store writes checksums as of rank 0, without the key, or sealed by rank 0 for another handle."""
+    first, second = Rank(0, store), Rank(1, store)
+    if place != "0":
+        first.steps._name = place
+    first.weight.data.fill_(1.0)
+    first.step()
+    written = store.get("0")
+    store.set("0", written[32:] if place == "0" else written)
+    assert second.step() is None
+    assert not second.steps._told
 
 
 def test_a_rank_that_goes_on_while_another_looks_keeps_nobody_waiting(store: dist.Store) -> None:
