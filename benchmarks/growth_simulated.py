@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from benchmarks.markdown import table
-from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Plan, Profile, TensorProfile, columns_of
+from gradwire.core import COLLECTIVES, QSGD, Cluster, CodecCosts, Costs, Link, Plan, Profile, TensorProfile, columns_of
 from gradwire.plan import Policy
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import joint
@@ -81,15 +81,14 @@ def point(profile: Profile, ranks: int) -> dict[str, Any]:
 def _sent(job: PlanningJob, plan: Plan) -> dict[str, float]:
     """Messages and megabytes that a rank sends in a step, and the number of ranks to which it sends."""
     prices, messages, sent = job.simulator.prices, 0.0, 0.0
-    ranks = job.cluster.world_size
-    peers = 0
+    ranks, grid, peers = job.cluster.world_size, COLLECTIVES["grid"].on("gpu"), 0
     for bucket in plan.buckets:
         priced = prices.of(bucket)
         steps = [step for step in prices.steps(bucket.option, bucket.main_spec.rounds) if step.traffic is not None]
         messages += priced.pieces * sum(step.traffic.inter.messages for step in steps if step.traffic is not None)
         sent += priced.pieces * sum(price.sent_bytes for price in priced.tasks)
         columns = columns_of(ranks)
-        peers = max(peers, columns + ranks // columns - 2 if bucket.option.count("alltoall:inter") > 1 else ranks - 1)
+        peers = max(peers, columns + ranks // columns - 2 if bucket.option == grid else ranks - 1)
     return {"messages": round(messages), "peers": peers, "sent_mb": sent / 1e6}
 
 

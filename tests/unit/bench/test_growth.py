@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.growth import COSTS, CURVES, NOISE, draw, slope, slopes_of, too_fast
 from benchmarks.growth_page import page
+from benchmarks.growth_simulated import COLUMNS, bert_large, point, section
 
 
 def points(power):
@@ -48,3 +49,13 @@ def test_the_picture_has_a_panel_for_each_curve(tmp_path):
         draw(tmp_path / "pictures" / f"{count}.png", some)
     one, three = ((tmp_path / "pictures" / f"{count}.png").stat().st_size for count in (1, 3))
     assert 1000 < one < three < 100_000
+
+
+def test_simulated_steps_grow_far_less_than_those_of_all_reduce():
+    found = [point(bert_large(), ranks) for ranks in (16, 64, 256)]
+    slopes = {name: slope([each["ranks"] for each in found], [each[name] for each in found]) for name in COLUMNS}
+    assert slopes["fixed_ms"] < 0.05 < slopes["ddp_ms"] and slopes["joint_ms"] < 0.05
+    assert [each["peers"] for each in found] == [15, 14, 30], "beyond 16 ranks a grid"
+    assert slopes["sent_mb"] < 0.05 and slopes["messages"] < 0.5
+    text = section(found, slopes, 389, 334_000_000)
+    assert "to 256 ranks" in text and text.count("\n| 64 |") == 1

@@ -1,10 +1,8 @@
 """Plans for many ranks: messages that do not shrink, and options that cost too much for so many."""
 
-from functools import cache
-from math import prod
-
 import pytest
 
+from benchmarks.growth_simulated import bert_large
 from gradwire.core import (
     COLLECTIVES,
     QSGD,
@@ -14,9 +12,7 @@ from gradwire.core import (
     Identity,
     Link,
     PowerSGD,
-    Profile,
     Spec,
-    TensorProfile,
     TopK,
 )
 from gradwire.plan import Policy
@@ -25,22 +21,7 @@ from gradwire.planner.joint import joint
 from gradwire.planner.starts import ddp_draft
 
 BITS = QSGD(bits=4)
-WIDTH = 1024
-LAYER = [*((WIDTH, WIDTH),) * 4, (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH), *((WIDTH,),) * 9, (4 * WIDTH,)]
 TWO_PHASES, GRID = (COLLECTIVES[name].on("gpu") for name in ("alltoall", "grid"))
-
-
-@cache
-def bert_large() -> Profile:
-    """Shapes of BERT-large, with a forward of 100 ms and a backward of 200 ms."""
-    shapes = [(30522, WIDTH), (512, WIDTH), (2, WIDTH), (WIDTH,), (WIDTH,), *(LAYER * 24)][::-1]
-    total = sum(map(prod, shapes))
-    times = [200e3 * prod(shape) / total for shape in shapes]
-    tensors = [
-        TensorProfile(name=str(place), shape=shape, dtype="float32", backward_us=us, forward_us=us / 2)
-        for place, (shape, us) in enumerate(zip(shapes, times, strict=True))
-    ]
-    return Profile(model="BERT-large", batch=8, device="gpu", tensors=tensors)
 
 
 def job(nodes: int, ranks_per_node: int = 1, limits: Limits | None = None) -> PlanningJob:
