@@ -153,7 +153,7 @@ def _at(cluster: Cluster, gbps: float, nodes: int) -> Cluster:
         allreduce = allreduce.scaled(gbps, cluster.inter.gbps)
     inter = msgspec.structs.replace(cluster.inter.scaled(gbps, cluster.inter.gbps), gbps=gbps)
     slow = tuple(link.scaled(gbps, cluster.inter.gbps) for link in cluster.slow_nodes[:nodes])
-    return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, allreduce=allreduce, slow_nodes=slow)
+    return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, allreduce=allreduce, slow_nodes=slow, slow_at=())
 
 
 def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> None:
