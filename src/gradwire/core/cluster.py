@@ -95,6 +95,7 @@ class Cluster(Document, frozen=True, kw_only=True):
         "processors",
         "staging_gbps",
         "slow_nodes",
+        "slow_at",
         "made",
     )
 
@@ -122,6 +123,9 @@ class Cluster(Document, frozen=True, kw_only=True):
     slow_nodes: tuple[Link, ...] = ()
     """The inter links of nodes that are slower than `inter`, one for each of these nodes. It makes no difference which nodes they
     are, because every exchange waits for the slowest."""
+    slow_at: tuple[int, ...] = ()
+    """The nodes of the links in `slow_nodes`, counted from 0. With it the planner gives nodes with slow uplinks smaller shards.
+    Empty: unknown, and shards are equal."""
     made: Made | None = None
 
     def __post_init__(self) -> None:
@@ -143,6 +147,14 @@ class Cluster(Document, frozen=True, kw_only=True):
             raise FormatError(
                 f"slow_nodes has {len(self.slow_nodes)} links, but nodes is {self.nodes}: each link is that of one node. Leave "
                 "out links, or correct nodes."
+            )
+        freeze(self, "slow_at")
+        for place, node in enumerate(self.slow_at):
+            whole(f"slow_at[{place}]", node, "a node, counted from 0", high=self.nodes - 1)
+        if self.slow_at and not len({*self.slow_at}) == len(self.slow_at) == len(self.slow_nodes):
+            raise FormatError(
+                f"slow_at is {show(list(self.slow_at))}, and slow_nodes has {len(self.slow_nodes)} links: name the node of each "
+                "link once, or leave out slow_at."
             )
         self._check_inside()
 

@@ -157,7 +157,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
 
     what: ClassVar[str] = "plan"
     remedy: ClassVar[str] = "Save it again from `handle.plan`, or pass a policy instead."
-    omit_at_default: ClassVar[tuple[str, ...]] = ("prediction",)
+    omit_at_default: ClassVar[tuple[str, ...]] = ("shares", "prediction")
 
     version: int = 1
     fingerprint: str
@@ -166,6 +166,9 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     buckets: tuple[Bucket, ...]
     launch: tuple[tuple[int, str], ...]
     """All link tasks of a step as (bucket index, word). Every rank launches them in this order."""
+    shares: tuple[int, ...] = ()
+    """The sizes of the shards of all ranks in direct exchanges, as parts in any unit. A rank with a smaller part sends fewer
+    bytes. Empty: shards are equal."""
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
@@ -177,6 +180,13 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         freeze(self, "buckets")
         each("buckets", self.buckets, Bucket)
         freeze_pairs(self, "launch", "[bucket index, link task]")
+        freeze(self, "shares")
+        for rank, part in enumerate(self.shares):
+            whole(f"shares[{rank}]", part, "the part of this rank's shard, 0 for no shard")
+        if self.shares and not sum(self.shares):
+            raise FormatError(
+                f"shares is {show(list(self.shares))}: one rank at least has a shard. Leave it out for equal shards."
+            )
         if self.prediction is not None and not isinstance(self.prediction, Prediction):
             raise FormatError(f"prediction is {show(self.prediction)}: it must be a Prediction or None.")
         _check_tensors(self.buckets)

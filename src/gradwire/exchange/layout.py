@@ -6,7 +6,7 @@ Everything is allocated once, before the first step. All ranks have the same buc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -148,9 +148,14 @@ def build_buckets(
 
     Raises PlanError for an option, dtype or device that this version cannot run, naming it.
     """
+    if len(plan.shares) not in (0, group.world_size):
+        raise PlanError(
+            f"shares has the parts of {len(plan.shares)} ranks, and there are {group.world_size}. Plan for this number of ranks, "
+            "or leave shares out."
+        )
     return [
         _build(
-            *(index, bucket, plan.shards_optimizer, parameters, group, random[index], step),
+            *(index, bucket, plan.shards_optimizer, plan.shares, parameters, group, random[index], step),
             flats[index] if flats is not None else None,
             addresses,
         )
@@ -162,6 +167,7 @@ def _build(
     index: int,
     bucket: Bucket,
     sharded: bool,
+    parts: Sequence[int],
     parameters: Mapping[str, torch.Tensor],
     group: Group,
     random: torch.Tensor,
@@ -209,7 +215,7 @@ def _build(
         runs = _BucketRuns(rows, start, flat.device)
         piece = Piece(
             flat=flat[start:end],
-            bounds=tuple(runs.cut(0, end - start, group.world_size)),
+            bounds=tuple(runs.cut(0, end - start, group.world_size, parts)),
             whole=runs.between(0, end - start),
             reduce_dtype=getattr(torch, bucket.reduce_dtype),
             contexts=contexts[:encodes],
@@ -244,16 +250,21 @@ def random_streams(plan: Plan, rank: int, device: torch.device) -> torch.Tensor:
     return random
 
 
-def cut(numels: Sequence[int], granularity: int, start: int, end: int, parts: int) -> list[int]:
-    """parts + 1 edges that cut start..end of a bucket evenly, each at a tensor's end or at a multiple of
-    `granularity` from a tensor's start. Parts of tiny buckets may be empty.
+def cut(numels: Sequence[int], granularity: int, start: int, end: int, parts: int, sizes: Sequence[int] = ()) -> list[int]:
+    """parts + 1 edges that cut start..end of a bucket, each at a tensor's end or at a multiple of `granularity` from a tensor's
+    start. Parts of tiny buckets may be empty.
+
+    sizes: the size of each part in any unit; all are equal if left out.
 
     >>> cut([300, 1], granularity=128, start=0, end=301, parts=2)
     [0, 128, 301]
+    >>> cut([100], granularity=1, start=0, end=100, parts=3, sizes=[2, 0, 3])
+    [0, 40, 40, 100]
     """
+    ends = [0, *accumulate(sizes or [1] * parts)]
     edges = [start]
     for part in range(1, parts):
-        target = start + (end - start) * part // parts
+        target = start + (end - start) * ends[part] // ends[-1]
         edges.append(max(edges[-1], min(end, _snap(numels, granularity, target))))
     return [*edges, end]
 
@@ -304,9 +315,9 @@ class _BucketRuns:
     begin: int
     device: torch.device
 
-    def cut(self, start: int, end: int, parts: int) -> list[int]:
+    def cut(self, start: int, end: int, parts: int, sizes: Sequence[int] = ()) -> list[int]:
         rows, begin = self.rows, self.begin
-        return [edge - begin for edge in cut(rows.numels, rows.granularity, begin + start, begin + end, parts)]
+        return [edge - begin for edge in cut(rows.numels, rows.granularity, begin + start, begin + end, parts, sizes)]
 
     def between(self, start: int, end: int) -> Segments:
         return self.rows.between(self.begin + start, self.begin + end, self.device)

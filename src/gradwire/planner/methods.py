@@ -9,6 +9,7 @@ from gradwire.plan import RESTRICTED
 from gradwire.planner.bytecomp import Moved
 from gradwire.planner.drafts import BYTECOMP_ONLY, Draft, PlanningJob, numbered
 from gradwire.planner.joint import ALONE, FUSING, Planner, joint
+from gradwire.planner.shards import with_shares
 from gradwire.planner.starts import ddp_draft
 from gradwire.sim import FS_PER_US
 
@@ -55,7 +56,8 @@ def make_plan(job: PlanningJob, method: str = "joint") -> MadePlan:
             f"memory_bytes is {allowed}, and the plan of {method} needs {needed} of extra memory on a device. "
             f"{numbered(['use the method joint, which searches within a limit', f'allow {needed} bytes', 'set no limit'])}"
         )
-    plan = job.plan(draft, ddp_draft(job))
+    plan, shards = with_shares(job, job.plan(draft, ddp_draft(job)))
+    note = "\n".join(filter(None, (note, shards)))
     return MadePlan(plan, draft, method, (time.perf_counter() - began) * 1e3, note)
 
 

@@ -103,7 +103,7 @@ def slow_cases(cluster: Cluster, slower: float) -> list[SlowCase]:
 
 
 def _with(cluster: Cluster, slow_nodes: tuple[Link, ...]) -> Cluster:
-    changed = msgspec.structs.replace(cluster, slow_nodes=slow_nodes)
+    changed = msgspec.structs.replace(cluster, slow_nodes=slow_nodes, slow_at=())
     before, now = _slowest(cluster), _slowest(changed)
     if before == now:
         return changed

@@ -154,7 +154,7 @@ def _at(cluster: Cluster, gbps: float, nodes: int) -> Cluster:
             sums[name] = link.scaled(gbps, cluster.inter.gbps)
     inter = msgspec.structs.replace(cluster.inter.scaled(gbps, cluster.inter.gbps), gbps=gbps)
     slow = tuple(link.scaled(gbps, cluster.inter.gbps) for link in cluster.slow_nodes[:nodes])
-    return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, slow_nodes=slow, **sums)
+    return msgspec.structs.replace(cluster, nodes=nodes, inter=inter, slow_nodes=slow, slow_at=(), **sums)
 
 
 def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> None:

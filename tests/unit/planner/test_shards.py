@@ -1,0 +1,58 @@
+"""Sizes of shards by uplinks: against a search over many sizes, and in plans."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire.core import Cluster, Costs, Identity, Link, Plan, Profile, TensorProfile
+from gradwire.errors import FormatError
+from gradwire.planner import PlanningJob, explain_plan, make_plan
+from gradwire.planner.shards import least_us, shares_of
+
+EVEN, SLOW = Link(30.0, 1.0), Link(30.0, 1.0, up_gbps=0.25)
+RATES = st.lists(st.sampled_from([0.5, 1.0, 2.0, 5.0]), min_size=3, max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rates=RATES)
+def test_no_sizes_take_the_slowest_node_less_time(rates: list[float]) -> None:
+    shares = shares_of(rates) or (1,) * len(rates)
+    own = least_us(1e6, rates, shares)
+    others = (each for each in itertools.product(range(7), repeat=len(rates)) if sum(each))
+    assert own <= 1.01 * min(least_us(1e6, rates, each) for each in others)
+
+
+def job_of(cluster: Cluster) -> PlanningJob:
+    tensors = [TensorProfile(name=f"w{at}", shape=(512, 512), dtype="float32", backward_us=500.0) for at in range(8)]
+    profile = Profile(model="made up", batch=1, device="cpu", steps=1, optimizer_us=10.0, tensors=tuple(tensors))
+    return PlanningJob(profile, cluster, Costs(codecs=()), [Identity()])
+
+
+def cluster_of(**fields: object) -> Cluster:
+    return Cluster(**{"nodes": 4, "ranks_per_node": 1, "intra": EVEN, "inter": EVEN} | fields)
+
+
+def test_the_planner_gives_the_slow_uplink_no_shard() -> None:
+    named, unknown = cluster_of(slow_nodes=[SLOW], slow_at=[2]), cluster_of(slow_nodes=[SLOW])
+    made = make_plan(job_of(named), "even")
+    direct = [bucket for bucket in made.plan.buckets if "alltoall:inter" in bucket.option]
+    assert bool(made.plan.shares) == bool(direct)
+    assert not make_plan(job_of(unknown), "even").plan.shares
+    assert not make_plan(job_of(cluster_of()), "even").plan.shares
+    if direct:
+        assert made.plan.shares[2] == 0 and "Shards are by uplinks" in explain_plan(job_of(named), made)
+        assert Plan.from_json(made.plan.to_json()) == made.plan
+
+
+def test_shares_are_written_only_where_there_are_some() -> None:
+    plan = make_plan(job_of(cluster_of()), "ddp").plan
+    assert "shares" not in json.loads(plan.to_json())
+
+
+@pytest.mark.parametrize("slow_at", [[4], [1, 1], [0, 1], 1])
+def test_nodes_that_cannot_be_are_refused(slow_at: object) -> None:
+    with pytest.raises(FormatError, match="slow_at"):
+        cluster_of(slow_nodes=[SLOW], slow_at=slow_at)
