@@ -117,7 +117,7 @@ class Handle:
         exchange, reports = session.exchange, list(session.reports)
         schedule = session.schedule
         correcting, part = schedule.correcting() if isinstance(schedule, Corrects) else (None, 0.0)
-        of_buckets = exchange.bucket_stats(correcting, part)
+        of_buckets = session.witness.of_buckets(exchange.bucket_stats(correcting, part))
         codec_us = 1e6 * statistics.median([r.codec_s for r in reports]) if reports else 0.0
         of_exchange = exchange.stats_of_steps(session.reducer.step, of_buckets, codec_us)
         weights = schedule.weight_bytes() if isinstance(schedule, CopiesWeights) else 0

@@ -33,6 +33,7 @@ from gradwire.engine.torch_hooks.hooks import (
 from gradwire.engine.torch_hooks.lazy_tensors import looking
 from gradwire.engine.torch_hooks.optimizer_step import hear, hear_no_more
 from gradwire.engine.torch_hooks.splitting import compiled_frames
+from gradwire.engine.witness import Witness
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange import Exchange, Saved, StepReport
 from gradwire.plan import Policy
@@ -223,6 +224,9 @@ class Session(Observer):
         self._model = weakref.ref(model)
         self.reducer = Reducer(lanes, drift_check_steps)
         self.reducer.observers.add(self)
+        self.witness = Witness(self)
+        """Measures what encodes do to gradients."""
+        self.reducer.observers.add(self.witness)
         job = TrainingJob(model, optimizers, self._compiled_before)
         self.schedule = make_schedule(self.reducer, prepared.plan.schedule, job)
         self.reducer.use(self.schedule)
@@ -262,6 +266,11 @@ class Session(Observer):
     def active(self) -> list[int]:
         """The ranks that had a batch in the last step."""
         return self.reducer.active
+
+    @property
+    def searching(self) -> bool:
+        """Whether plans are being tried, so that steps are not alike."""
+        return self.driver is not None and self.driver.searching
 
     @property
     def first_gradient_s(self) -> float:
@@ -342,6 +351,7 @@ class Session(Observer):
             hook.remove()
         if self.driver is not None:
             self.driver.detached()
+        self.lanes.observe(self.witness, on=False)
         with suppress(GradwireError):  # a failure of the past was raised then
             self.settle()
         self.reducer.detach()

@@ -107,9 +107,18 @@ class BucketRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     intra_bytes: int
     """The part of `wire_bytes` inside the node. `inter_bytes` leave the node."""
     inter_bytes: int
+    sent_energy: float | None = None
+    """Squared norm of decoded values over that of the gradient, of one encode of the rank's gradient, in the last samples of
+    blocks; null if there is no sample."""
+    residual_norm: float | None = None
+    """Norm of the residuals over that of the gradient."""
+    error_norm: float | None = None
+    """Norm of the decoded values less the gradient, over that of the gradient."""
 
     def __post_init__(self) -> None:
-        wholes(self, "a number of bytes, elements or chunks", *self.__struct_fields__)
+        measured = "sent_energy", "residual_norm", "error_norm"
+        wholes(self, "a number of bytes, elements or chunks", *(each for each in self.__struct_fields__ if each not in measured))
+        numbers(self, "a ratio", *measured)
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
