@@ -83,7 +83,8 @@ rivals = st.builds(
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     plan = draw(plans())
-    bucket = st.builds(BucketRecord, **dict.fromkeys(BucketRecord.__struct_fields__, counts))
+    ratios = dict.fromkeys(("sent_energy", "residual_norm", "error_norm"), st.none() | numbers)
+    bucket = st.builds(BucketRecord, **dict.fromkeys(BucketRecord.__struct_fields__, counts) | ratios)
     step = st.builds(
         StepRecord,
         step=counts,

@@ -19,6 +19,7 @@ planning fails, plain all-reduce runs on all ranks.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -86,6 +87,8 @@ class Auto(Driver):
         self._looking: Look | None = None
         self._speeds: tuple[float, ...] = ()
         """The speed of each rank, in any unit. Empty before it was measured."""
+        self._warned = False
+        """Whether it has warned of a codec that distorts gradients."""
 
     def __repr__(self) -> str:
         return f"Auto(accuracy={self.accuracy!r}, schedules={self.schedules!r})"
@@ -366,12 +369,26 @@ class Auto(Driver):
         self._watch.begin(live, plan, same, profile.compute_us if profile is not None else 0.0)
 
     def _watching(self, live: Live, us: float) -> None:
+        self._warn_of_codecs(live)
         asked = self._watch.step(live, us)
         if live.step == self._watch.measured_step:
             self._pace.pause()
         if asked is not None:
             self._why = asked.why
             self._again(live, asked.step_us, asked.compute)
+
+    def _warn_of_codecs(self, live: Live) -> None:
+        """Warn once, on rank 0, of a codec that distorts gradients. The class "aggressive" accepts such codecs."""
+        if self._warned or self.accuracy == "aggressive" or live.group.rank or not (problem := live.codec_problem):
+            return
+        self._warned = True
+        codecs = " and ".join(sorted({repr(spec) for bucket in live.plan.buckets for spec in bucket.specs if spec.encodes}))
+        warnings.warn(
+            f"in step {live.step}, with {codecs}, {problem}. The optimizer does not see the gradients that it should, "
+            "and the loss may end higher. Pass accuracy='exact' or plan=gw.QSGD(bits=8), and compare the loss; "
+            "handle.stats().buckets has the numbers of each bucket.",
+            stacklevel=2,
+        )
 
     def _again(self, live: Live, step_us: float, computes: float = 1.0) -> None:
         """Decide again. computes: the computation time now over the time before."""

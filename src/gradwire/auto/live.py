@@ -10,7 +10,7 @@ import torch
 
 from gradwire.auto.decision import say_failed
 from gradwire.core import Plan, Schedule, TensorInfo
-from gradwire.engine import GradientWatcher, ModelHook
+from gradwire.engine import GradientWatcher, ModelHook, Session
 from gradwire.exchange import Exchange, StepReport
 from gradwire.plan import Policy
 from gradwire.transport import (
@@ -227,6 +227,12 @@ class Live(AllRanks):
         """Bytes that this rank sends in a step to other nodes, by bucket. With one node: bytes to other ranks."""
         buckets = self.job.exchange.bucket_stats()
         return [each.inter_bytes if self.grid.nodes > 1 else each.wire_bytes for each in buckets]
+
+    @property
+    def codec_problem(self) -> str:
+        """The fault of the codecs that run, in a few words; '' if there is none, and under DistributedDataParallel, where nothing
+        measures them."""
+        return self.job.witness.problem if isinstance(self.job, Session) else ""
 
     @property
     def exposed_us(self) -> float:

@@ -219,6 +219,7 @@ class Transfers:
     """Whether C++ runs the phases where the lane has a wire. The same on all ranks: each of their works has `calls`."""
 
     aliases: list[torch.Tensor]
+    of_gradient: Sequence[Memory] = ()
 
     def __init__(self, phases: list[list[Transfer]], rank: int, world_size: int) -> None:
         self.phases, self.rank = phases, rank

@@ -51,6 +51,7 @@ class Route(Transfers):
         self.runs_in_c = in_c([each for codec in used for each in (codec, codec.for_sum())], piece, like)
         self.voices = self._packing.voices
         """For each encode of this rank the lowest rank that encodes the same values: both use the random numbers of that rank."""
+        self.of_gradient = self._packing.own
         self.left: Memory | None = None
         """Values to add to the next gradient; None if there were none so far."""
 

@@ -53,6 +53,10 @@ class Scheme(Protocol):
         """The memory of each encode."""
 
     @property
+    def of_gradient(self) -> Sequence[Memory]:
+        """The memory of each encode of this rank's own gradient alone, as far as the scheme names them."""
+
+    @property
     def remembers(self) -> tuple[str, ...]:
         """Names of what encodes remember, the same on ranks that encode nothing."""
 
@@ -74,6 +78,7 @@ class OneEncode:
     """A scheme in which every rank encodes every element once, or nothing: what it remembers and takes back."""
 
     memory: list[Memory]
+    of_gradient: Sequence[Memory] = ()
     piece: Piece
     rank: int
 
@@ -141,7 +146,7 @@ class AllGather(Transfers, OneEncode):
         rank, world_size, gradient, segments = group.rank, group.world_size, piece.gradient, piece.whole
         dtype = gradient.dtype
         self.piece, self.aliases = piece, [piece.flat]
-        self.memory = [piece.memory(codec, 0, 0, gradient.numel(), segments)]
+        self.of_gradient = self.memory = [piece.memory(codec, 0, 0, gradient.numel(), segments)]
         payloads = _payloads(piece, [codec.payload_bytes(segments, dtype)] * world_size)
         wide = dtype != piece.reduce_dtype  # then nothing lies apart
         total = torch.empty_like(piece.flat, dtype=piece.reduce_dtype) if wide else gradient
@@ -184,6 +189,7 @@ class TwoPhase(Transfers):
         self.own = [piece.memory(codec, 0, start, end, segments, within=within) for (start, end), segments in edges]
         self.of_sum = piece.memory(again, 1, bounds[rank], bounds[rank + 1], shards[rank])
         self.memory = [*self.own, self.of_sum]
+        self.of_gradient = [own for to, own in enumerate(self.own) if to != rank or codec.encodes_own_part]
         self.remembers = codec.state
         self.aliases = [piece.flat, *(part for part in self.parts if isinstance(part, torch.Tensor))]
         if piece.apart is not None:

@@ -36,6 +36,7 @@ from gradwire.engine.torch_hooks.hooks import (
 from gradwire.engine.torch_hooks.lazy_tensors import looking
 from gradwire.engine.torch_hooks.optimizer_step import hear, hear_no_more
 from gradwire.engine.torch_hooks.splitting import compiled_frames
+from gradwire.engine.witness import Witness
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange import Exchange, Saved, Stats, StepReport
 from gradwire.plan import Policy
@@ -242,6 +243,9 @@ class Session(Observer):
         self._model = weakref.ref(model)
         self.reducer = Reducer(lanes, drift_check_steps)
         self.reducer.observers.add(self)
+        self.witness = Witness(self)
+        """Measures what encodes do to gradients."""
+        self.reducer.observers.add(self.witness)
         job = TrainingJob(model, optimizers, self._compiled_before)
         self.schedule = make_schedule(self.reducer, prepared.plan.schedule, job)
         self.reducer.use(self.schedule)
@@ -298,6 +302,11 @@ class Session(Observer):
     def active(self) -> list[int]:
         """The ranks that had a batch in the last step."""
         return self.reducer.active
+
+    @property
+    def searching(self) -> bool:
+        """Whether plans are being tried, so that steps are not alike."""
+        return self.driver is not None and self.driver.searching
 
     @property
     def first_gradient_s(self) -> float:
@@ -391,6 +400,7 @@ class Session(Observer):
             hook.remove()
         if self.driver is not None:
             self.driver.detached()
+        self.lanes.observe(self.witness, on=False)
         with suppress(GradwireError):  # a failure of the past was raised then
             self.settle()
         self.reducer.detach()
@@ -479,7 +489,7 @@ class Session(Observer):
         """Return statistics of this rank so far. Needs no other rank."""
         exchange, reports, schedule, driver = self.exchange, list(self.reports), self.schedule, self.driver
         correcting, part = schedule.correcting() if isinstance(schedule, Corrects) else (None, 0.0)
-        of_buckets = exchange.bucket_stats(correcting, part)
+        of_buckets = self.witness.of_buckets(exchange.bucket_stats(correcting, part))
         codec_us = 1e6 * statistics.median([r.codec_s for r in reports]) if reports else 0.0
         of_exchange = exchange.stats_of_steps(self.reducer.step, of_buckets, codec_us)
         weights = schedule.weight_bytes() if isinstance(schedule, CopiesWeights) else 0

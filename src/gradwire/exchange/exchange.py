@@ -489,6 +489,11 @@ class Exchange:
         """The bytes of the compressed tensors of each bucket."""
         return [sum(slot.view.nbytes for slot in buffers.compressed) for buffers in self._buckets]
 
+    @property
+    def encoded(self) -> list[BucketBuffers]:
+        """The buckets with compressed tensors."""
+        return [buffers for buffers in self._buckets if buffers.bucket.main_spec.encodes]
+
     def layouts(self) -> Iterator["BucketLayout"]:
         """The place of each bucket in memory, for a caller that fills whole runs of slots itself."""
         for buffers in self._buckets:

@@ -26,6 +26,13 @@ class BucketStats:
     """The part of `wire_bytes` that goes to ranks of the own node."""
     inter_bytes: int
     """The part of `wire_bytes` that leaves the node."""
+    sent_energy: float | None = None
+    """Squared norm of the decoded values over that of the gradient, of one encode of this rank's gradient, on a sample of blocks
+    in the last steps. Usual is 0.8 to 1.5. None where nothing is encoded, before the first sample, and in `Exchange.stats`."""
+    residual_norm: float | None = None
+    """Norm of the residuals over that of the gradient, in the same sample."""
+    error_norm: float | None = None
+    """Norm of the decoded values less the gradient, over that of the gradient, in the same sample."""
 
     @staticmethod
     def of(buffers: BucketBuffers, grid: Grid, correcting: BucketBuffers | None = None, part: float = 0.0) -> "BucketStats":

@@ -303,7 +303,7 @@ class PlanningJob:
             size = self.size(tensors, choice.spec)
             numel = sum(self.profile.tensors[place].numel for place in tensors)
             encodes = sum(task.startswith("comp") for task in choice.option)
-            total += size.raw + (size.first + 4 * numel * len(choice.spec.state)) * min(1, encodes)
+            total += size.raw + (size.first + numel * choice.spec.state_bytes) * min(1, encodes)
         return round(total)
 
     def light(self, draft: Draft) -> LightPlan:

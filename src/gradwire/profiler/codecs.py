@@ -23,12 +23,13 @@ from pathlib import Path
 import torch
 
 from gradwire._version import __version__
+from gradwire.collectives import Energies, Learn, Weigh
 from gradwire.compressors import Compressor, Context, compressor_for
 from gradwire.core import LIBRARY, CodecCosts, Costs, ElementRun, Made, Spec, make_folder, processor_name, write_whole
 from gradwire.costs import fit_points
 from gradwire.errors import FormatError
 from gradwire.exchange import codec_on
-from gradwire.kernels import Segment, Segments
+from gradwire.kernels import Segment, Segments, run_calls
 from gradwire.profiler.clock import Clock
 from gradwire.transport import kind_of
 
@@ -71,10 +72,14 @@ def measure_codecs(
 def _calls(
     spec: Spec, codec: Compressor, numel: int, gradient: torch.Tensor, total: torch.Tensor
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return two functions: encode the gradient's next `numel` float32, and add a decode to the total's next part."""
+    """Return two functions: encode the gradient's next `numel` float32, and add a decode to the total's next part.
+
+    If the spec has weights, the first function finds them too, and updates the energies."""
     device = gradient.device
     shape = (numel // _COLUMNS, _COLUMNS) if numel >= 2 * _COLUMNS else (1, numel)
-    segments = Segments((Segment(0, numel, 1, 0, spec.element_bits),), device, ("measured",), (shape,))
+    energies = Energies.zeros(numel, device, spec.element_weights)
+    row, weights = Segment(0, numel, 1, 0, spec.element_bits), None if energies is None else energies.weights
+    segments = Segments((row,), device, ("measured",), (shape,), weights)
     gradients, totals = _parts(gradient, numel), _parts(total, numel)
     context = Context(torch.tensor([0, 1, 0, 0], device=device))
     first = next(gradients)
@@ -85,9 +90,18 @@ def _calls(
         return lambda: [fill() for fill in fills], lambda: program.finish(context)
     size = spec.payload_bytes([ElementRun(numel, spec.element_bits, shape)], 4)
     payload = torch.zeros(size, dtype=torch.uint8, device=device)
-    codec.encode(first, state, segments, context, payload)
+
+    def encode() -> None:
+        source = next(gradients)
+        if energies is not None:  # once in a step, as encodes are
+            run_calls(Weigh(energies, segments).calls())
+        codec.encode(source, state, segments, context, payload)
+        if energies is not None:
+            run_calls(Learn(energies, source, segments).calls())
+
+    encode()
     return (
-        lambda: codec.encode(next(gradients), state, segments, context, payload),
+        encode,
         lambda: codec.decode(payload, segments, torch.float32, True, next(totals), context),
     )
 

@@ -111,11 +111,20 @@ class BucketRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Median time from the begin of the bucket's first task to the end of its last one; null if tasks were not timed."""
     predicted_us: float | None = None
     """Predicted time of the exchange, if the choice of the compressor predicted it for this bucket alone."""
+    sent_energy: float | None = None
+    """Squared norm of decoded values over that of the gradient, of one encode of the rank's gradient, in the last samples of
+    blocks; null if there is no sample."""
+    residual_norm: float | None = None
+    """Norm of the residuals over that of the gradient."""
+    error_norm: float | None = None
+    """Norm of the decoded values less the gradient, over that of the gradient."""
 
     def __post_init__(self) -> None:
-        times = ("exchange_us", "predicted_us")
-        wholes(self, "a number of bytes, elements or chunks", *(f for f in self.__struct_fields__ if f not in times))
-        numbers(self, "a time in microseconds", *(field for field in times if getattr(self, field) is not None))
+        times, measured = ("exchange_us", "predicted_us"), ("sent_energy", "residual_norm", "error_norm")
+        counts = (field for field in self.__struct_fields__ if field not in times + measured)
+        wholes(self, "a number of bytes, elements or chunks", *counts)
+        numbers(self, "a time in microseconds", *times)
+        numbers(self, "a ratio", *measured)
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -240,6 +240,29 @@ def errors(run: Run, predicted: Predicted) -> Iterator[Element]:
         yield _left_out(f"{without} compressed tensors were not measured: the run was short, or their spec sums in rounds.")
 
 
+def encodes(run: Run, predicted: Predicted) -> Iterator[Element]:
+    """Make a table of what encodes did to gradients, by bucket."""
+    rows = []
+    for index, (record, bucket) in enumerate(zip(run.buckets, run.plan.buckets, strict=True)):
+        if record.sent_energy is not None:
+            values = record.sent_energy, record.residual_norm or 0.0, record.error_norm or 0.0
+            name = f"{index}: {bucket.tensors[0]}"
+            rows.append(tag("tr", tag("th", name), *(tag("td", f"{value:.2f}") for value in values)))
+    if not rows:
+        yield _left_out("No encode was sampled: the plan compresses nothing, or the run was short.")
+        return
+    yield tag(
+        "p",
+        "One encode of a rank's gradient in the last samples, over the gradient: the energy of what was sent, the norm of the "
+        "residual, and the norm of the error. A sent energy of 0.8 to 1.5 is usual.",
+    )
+    head = tag("tr", *(tag("th", name) for name in ("bucket", "sent energy", "residual", "error")))
+    yield tag("table", tag("thead", head), tag("tbody", *rows[:MOST_ROWS]))
+    if len(rows) > MOST_ROWS:
+        every = tag("table", tag("thead", head), tag("tbody", *rows))
+        yield tag("details", tag("summary", f"All {len(rows)} buckets"), every)
+
+
 def bits(run: Run, predicted: Predicted) -> Iterator[Element]:
     known = [tensor for tensor in run.tensors if tensor.bits and tensor.numel]
     if not known:
@@ -286,6 +309,7 @@ SECTIONS = {
     "Module by module": by_module,
     "Bytes by bucket": bytes_by_bucket,
     "Error by tensor": errors,
+    "Encodes by bucket": encodes,
     "Bits over time": bits,
     "Memory of one rank": memory,
 }

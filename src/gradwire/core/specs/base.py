@@ -137,6 +137,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The weights that elements are divided by before an encode; None: there are none."""
         return None
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of memory of an element between steps: a float32 for each name in `state`, and 5 more with weights."""
+        return 4 * len(self.state) + (5 if self.element_weights is not None else 0)
+
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         """Bytes of the payload of these runs. itemsize: bytes of a gradient element. Independent of values."""
         raise NotImplementedError(f"{type(self).__name__}.payload_bytes")

@@ -1,0 +1,271 @@
+"""Measures what encodes do to gradients while a model trains, on a few blocks of one bucket every few steps.
+
+The blocks are copied when their gradients are sent, with their residuals, and are encoded and decoded once more at the end of the
+step. Three numbers of each bucket follow, of one encode of this rank's gradient:
+
+- Sent energy: the squared norm of the decoded values over that of the gradient. Near 1 where the error of the codec is orthogonal
+  to what is sent. Above, an optimizer such as Adam takes smaller steps.
+- Residual norm: the norm of the residual over that of the gradient.
+- Error norm: the norm of the decoded values less the gradient, over that of the gradient.
+
+Nothing is sent, and no state of the run changes. The time is limited to a share of the steps' time.
+"""
+
+import math
+import time
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+from gradwire.compressors import Context, compressor_for
+from gradwire.engine.reducer import Observer, Reducer
+from gradwire.exchange import BucketBuffers, BucketStats, Exchange, Slot
+from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.transport import Group, Lanes, LanesObserver
+
+LEAST_ENERGY, MOST_ENERGY = 0.8, 1.5
+"""The usual sent energy of a codec whose error is orthogonal to what is sent. With weights of elements it is up to 1.35."""
+MOST_RESIDUAL = 1.0
+"""The largest usual norm of residuals, over that of gradients. Residuals that grow without end pass it."""
+SHARE = 0.005
+"""The most time that measuring takes, as a share of the time of the steps."""
+_EVERY = 5
+"""The fewest steps from one sample to the next."""
+_RUNS, _RUN = 16, 1024
+"""Runs of elements in a sample, and about how many elements a run has."""
+_KEPT = 8
+"""The last samples of a bucket that count."""
+_LEAST = 6
+"""The fewest samples that are judged."""
+_GOLDEN = 0.6180339887
+
+
+class WitnessedJob(Protocol):
+    """The parts of a session that a witness needs."""
+
+    reducer: Reducer
+    lanes: Lanes
+    group: Group
+
+    @property
+    def searching(self) -> bool:
+        """Whether plans are being tried."""
+        ...
+
+
+class Quality(NamedTuple):
+    """Sums of squares of a sample, over those of its gradients."""
+
+    sent_energy: float
+    residual_norm: float
+    error_norm: float
+
+
+@dataclass(eq=False)
+class _Run:
+    """A few blocks of one tensor."""
+
+    slot: Slot
+    first: int
+    end: int
+    """Elements from the tensor's start."""
+    state: Sequence[torch.Tensor]
+    """The state of the encode of these elements, where it is kept."""
+    values: torch.Tensor | None = None
+    """The gradient, divided by the number of ranks."""
+    before: list[torch.Tensor] = field(default_factory=list)
+    """The state before the encode."""
+
+
+class _Sample(NamedTuple):
+    """The blocks of one bucket that are encoded once more."""
+
+    exchange: Exchange
+    buffers: BucketBuffers
+    runs: list[_Run]
+
+
+class Witness(Observer, LanesObserver):
+    """Measures the encodes of one session."""
+
+    def __init__(self, session: WitnessedJob, share: float = SHARE) -> None:
+        # lanes keep a reference to this object and outlive the session
+        self._session: WitnessedJob = weakref.proxy(session)
+        self.share = share
+        """The most time that measuring takes, as a share of the time of the steps."""
+        self._exchange: Exchange | None = None
+        self._squares: dict[int, deque[list[float]]] = {}
+        """For each bucket mean squares of gradient, decoded values, error and residual in each of the last samples."""
+        self._numels: dict[int, int] = {}
+        self._turn = 0
+        self._sample: _Sample | None = None
+        self._runs: dict[Slot, list[_Run]] = {}
+        self._next_step, self._spent_s = _EVERY, 0.0
+        self._since = 0, time.perf_counter()
+        """A step, and the moment of its end."""
+        self.problem = ""
+        """The fault of the codecs of this run, in a few words; '' if there is none."""
+
+    # ---- in steps
+
+    @torch.no_grad()
+    def sends(self, slot: Slot, values: torch.Tensor) -> None:
+        began = time.perf_counter()
+        for run in self._runs.get(slot, ()):
+            flat = values.detach().as_strided((values.numel(),), (1,), values.storage_offset())
+            run.values = flat[run.first : run.end].clone()
+            if slot.apart:
+                run.values.mul_(1.0 / self._session.group.world_size)
+            run.before = [each.clone() for each in run.state]
+        self._spent_s += time.perf_counter() - began
+
+    def finished(self, exposed_s: float) -> None:
+        session, step = self._session, self._session.reducer.step
+        if self._sample is None and step < self._next_step:
+            return
+        began = time.perf_counter()
+        if self._sample is not None:
+            self._measure(self._sample, step - 1)
+            self.problem = self._judged()
+            session.lanes.observe(self, on=False)
+            self._sample, self._runs = None, {}
+            self._put_off(step, self._spent_s + time.perf_counter() - began)
+        elif session.group.world_size > 1 and not session.searching:
+            self._ask(session.reducer.running)
+            self._spent_s = time.perf_counter() - began
+
+    def _put_off(self, step: int, spent_s: float) -> None:
+        """Choose the step of the next sample, so that the time spent is a small share of the time of the steps."""
+        now, (before, then) = time.perf_counter(), self._since
+        step_s = (now - then) / max(1, step - before)
+        self._next_step = step + max(_EVERY, math.ceil(spent_s / (self.share * step_s))) - 1
+        self._since = step, now
+
+    def _ask(self, exchange: Exchange) -> None:
+        """Choose the blocks of the next sample: each time another bucket, and other blocks of a bucket."""
+        if self._exchange is None or exchange.plan is not self._exchange.plan:
+            self._squares.clear()
+        self._exchange = exchange
+        buckets = [each for each in exchange.encoded if each.bucket.main_spec.granularity]
+        runs = []
+        if buckets:
+            buffers = buckets[self._turn % len(buckets)]
+            self._turn += 1
+            runs = list(_runs_of(buffers, self._turn * _GOLDEN % 1))
+        if not runs:
+            self._next_step += _EVERY
+            return
+        for run in runs:
+            self._runs.setdefault(run.slot, []).append(run)
+        self._sample = _Sample(exchange, buffers, runs)
+        self._session.lanes.observe(self)
+
+    @torch.no_grad()
+    def _measure(self, sample: _Sample, step: int) -> None:
+        """Encode and decode the copied blocks."""
+        given = [(run, run.values) for run in sample.runs if run.values is not None]
+        if not given:
+            return  # another exchange ran the step
+        buffers, ranks, made_for = sample.buffers, self._session.group, sample.exchange.made_for
+        codec = compressor_for(buffers.bucket.main_spec.at_step(made_for)).summing(1, ranks.world_size)
+        values = torch.cat([each for _, each in given])
+        state = [torch.cat(each) for each in zip(*(run.before for run, _ in given), strict=True)]
+        residual = state[codec.state.index("residual")].clone() if "residual" in codec.state else torch.zeros_like(values)
+        segments = _segments_of([run for run, _ in given], buffers, made_for)
+        context = Context(torch.tensor([0, step, 0, ranks.rank], dtype=torch.int64, device=values.device))
+        payload = torch.zeros(codec.payload_bytes(segments, values.dtype), dtype=torch.uint8, device=values.device)
+        sent = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
+        codec.encode(values, state, segments, context, payload)
+        codec.decode(payload, segments, values.dtype, False, sent, context)
+        squares = torch.stack([each.double().square().mean() for each in (values, sent, sent - values, residual)]).tolist()
+        if all(map(math.isfinite, squares)):
+            self._squares.setdefault(buffers.index, deque(maxlen=_KEPT)).append(squares)
+            self._numels[buffers.index] = sum(slot.view.numel() for slot in buffers.compressed)
+
+    # ---- between steps
+
+    def of_buckets(self, stats: Sequence[BucketStats]) -> tuple[BucketStats, ...]:
+        """Statistics of buckets, with what was measured of each."""
+        found = {index: _quality([_means(squares)]) for index, squares in self._squares.items()}
+        return tuple(
+            each if (quality := found.get(index)) is None else replace(each, **quality._asdict())
+            for index, each in enumerate(stats)
+        )
+
+    def _judged(self) -> str:
+        means = {index: _means(squares) for index, squares in self._squares.items()}
+        quality = _quality([[self._numels[index] * each for each in row] for index, row in means.items()])
+        if quality is None or sum(map(len, self._squares.values())) < _LEAST:
+            return ""
+        if not LEAST_ENERGY <= quality.sent_energy <= MOST_ENERGY:
+            return (
+                f"the encoded gradients have {quality.sent_energy:.2f} times the energy of the gradients, where "
+                f"{LEAST_ENERGY} to {MOST_ENERGY} is usual"
+            )
+        if quality.residual_norm > MOST_RESIDUAL:
+            return (
+                f"what was not sent yet has {quality.residual_norm:.2f} times the norm of the gradients, where at most "
+                f"{MOST_RESIDUAL} is usual"
+            )
+        return ""
+
+
+def _runs_of(buffers: BucketBuffers, phase: float) -> Iterator[_Run]:
+    """Runs of blocks, spread evenly over the elements whose gradients this rank encodes. phase: 0 to 1, moves all of them."""
+    spans = list(_spans_of(buffers))
+    total, granularity = sum(high - low for _, low, high, _ in spans), buffers.bucket.main_spec.granularity
+    length = max(granularity, _RUN // granularity * granularity)
+    target, passed, ended = phase * total / _RUNS, 0, 0
+    for slot, low, high, state in spans:
+        ended = low
+        while target < passed + high - low:
+            first = max(ended, low + int(target - passed) // granularity * granularity)
+            ended = min(high, first + length)
+            if first < ended:
+                yield _Run(slot, first, ended, [each[first - low : ended - low] for each in state])
+            target += total / _RUNS
+        passed += high - low
+
+
+def _spans_of(buffers: BucketBuffers) -> Iterator[tuple[Slot, int, int, list[torch.Tensor]]]:
+    """The elements whose gradients this rank encodes: the tensor, the first and the end in it, and the state of the encode."""
+    for begin, chunk in zip(buffers.bounds, buffers.chunks, strict=False):
+        for memory in chunk.of_gradient:
+            for slot in () if memory.narrow else buffers.compressed:
+                start, end = begin + memory.start, begin + memory.end
+                low, high = max(start, slot.offset), min(end, slot.offset + slot.view.numel())
+                if low < high:
+                    state = [each[low - start : high - start] for each in memory.state]
+                    yield slot, low - slot.offset, high - slot.offset, state
+
+
+def _segments_of(runs: Sequence[_Run], buffers: BucketBuffers, step: int) -> Segments:
+    """The segments of the runs' elements, one run after another."""
+    rows, at = [], 0
+    for run in runs:
+        name, numel = run.slot.name, run.end - run.first
+        rows.append(Segment(at, numel, tensor_key(name), run.first, buffers.bucket.bits_of(name, step)))
+        at += numel
+    weights = None
+    if buffers.energies is not None:
+        of_all = buffers.energies.weights
+        weights = torch.cat([of_all[run.slot.offset + run.first : run.slot.offset + run.end] for run in runs])
+    names = tuple(run.slot.name for run in runs)
+    return Segments(tuple(rows), runs[0].slot.device, names, ((),) * len(runs), weights)
+
+
+def _means(rows: Collection[Sequence[float]]) -> list[float]:
+    """The mean of each column."""
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def _quality(rows: Sequence[Sequence[float]]) -> Quality | None:
+    """The ratios of added squares; None without any, and where all gradients are zero."""
+    gradient, sent, error, residual = map(sum, zip(*rows, strict=True)) if rows else (0.0,) * 4
+    if not gradient:
+        return None
+    return Quality(sent / gradient, math.sqrt(residual / gradient), math.sqrt(error / gradient))
