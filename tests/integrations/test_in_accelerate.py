@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside_ddp import normalised
+from beside_ddp import name_of, normalised
+from integration_scripts import SCRIPTS, experts, frozen_later
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import Worlds, digest, gradwire_threads, seeded
 
 import gradwire as gw
+from gradwire.record.run import Run as Record
+from gradwire.report.modules import module_rows
 
 pytest.importorskip("accelerate", reason="gradwire's extra accelerate is not installed")
 pytestmark = pytest.mark.slow
@@ -257,3 +260,43 @@ def misused() -> str:
 def test_two_models_at_once_are_refused(framework_worlds: Worlds) -> None:
     for told in framework_worlds.run(2, misused, deadline_s=200.0):
         assert told.startswith("2 models were passed to prepare()")
+
+
+def recorded(folder: str) -> None:
+    run = Run(gw.QSGD(bits=4), features=40)
+    with run.accelerator.gradwire[0].record(folder, error_steps=2) as recording:
+        recording.log(run.train(6))
+
+
+def test_a_record_has_modules_with_errors(framework_worlds: Worlds, tmp_path: Path) -> None:
+    framework_worlds.run(2, recorded, str(tmp_path), deadline_s=300.0)
+    run = Record.read(tmp_path)
+    rows = {row.name: row for row in module_rows(run, None)}
+    assert len(run.steps) == 6 and rows.keys() == {"0", "2"}
+    assert rows["0"].error is not None and rows["0"].measured_us and rows["0"].wire_bytes < rows["0"].gradient_bytes / 4
+
+
+def with_a_script(script: Any, ours: bool) -> list[str]:
+    from accelerate import DistributedDataParallelKwargs
+
+    from gradwire.integrations.accelerate import prepare
+
+    run = Run(gw.Uniform(gw.Identity()))
+    for handle in run.accelerator.gradwire[:]:
+        handle.detach()
+    if not ours:
+        run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=script in (experts, frozen_later))
+    torch.manual_seed(0)
+
+    def wrap(model: nn.Module) -> Any:
+        if ours:
+            return prepare(run.accelerator, model, plan=gw.Uniform(gw.Identity()))[0]
+        return run.accelerator.prepare(model)
+
+    return [digest(model.parameters()) for model in script(wrap)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_scripts_end_bit_for_bit_as_with_ddp(framework_worlds: Worlds, script: Any) -> None:
+    ddp, ours = (framework_worlds.run(2, with_a_script, script, ours, deadline_s=300.0) for ours in (False, True))
+    assert ours == ddp

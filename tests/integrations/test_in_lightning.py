@@ -109,6 +109,47 @@ def test_two_ranks_end_bit_for_bit_as_with_ddp(framework_worlds: Worlds, tmp_pat
         assert own == theirs
 
 
+class Adversaries(lightning.LightningModule):
+    """A generator with frozen weights and an adapter, and a discriminator; two optimizers, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(20, 20).requires_grad_(False), nn.Linear(20, 20)
+        self.judge = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, at: int) -> None:
+        inputs = next(iter(data(8, dist.get_rank(), at)))[0]
+        of_judge, of_adapter = self.optimizers()
+        fake = self.base(inputs) + self.adapter(inputs)
+        of_judge.zero_grad()
+        self.manual_backward((self.judge(fake.detach()).square() - self.judge(inputs)).mean())
+        of_judge.step()
+        of_adapter.zero_grad()
+        self.manual_backward(-self.judge(fake).mean())
+        of_adapter.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(each.parameters(), lr=0.05) for each in (self.judge, self.adapter)]
+
+
+def adversaries(folder: str, plan: Any) -> tuple[str, str]:
+    strategy = {} if plan is not None else {"strategy": "ddp_find_unused_parameters_true"}
+    trainer = trainer_of(folder, plan, **strategy)
+    torch.manual_seed(3)
+    model = Adversaries()
+    trainer.fit(model, data(256, 1))
+    return digest(model.parameters()), type(trainer.strategy).__name__
+
+
+def test_a_gan_with_frozen_weights_ends_bit_for_bit_as_with_ddp(framework_worlds: Worlds, tmp_path: Path) -> None:
+    ddp, ours = (
+        framework_worlds.run(2, adversaries, str(tmp_path), plan, deadline_s=300.0) for plan in (None, gw.Uniform(gw.Identity()))
+    )
+    assert [weights for weights, _ in ours] == [weights for weights, _ in ddp]
+    assert ours[0][1] == "GradwireStrategy" and ours[0][0] == ours[1][0]
+
+
 def learned(folder: str, plan: Any) -> float:
     trainer, loader = trainer_of(folder, plan, max_steps=300), data(4800, 1)
     torch.manual_seed(3)

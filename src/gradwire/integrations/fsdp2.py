@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -38,12 +39,14 @@ def compress(
 
     plan: "auto" measures links and compressors in the first backward, and chooses a compressor for each module; `accuracy` is as
     in `gw.parallelize`. Or a spec with the scheme "alltoall", such as `gw.QSGD(bits=4)`; or a `gw.Policy` of such specs, whose
-    rules match names and sizes of modules. Backward waits for each reduce-scatter on the CPU. Accumulation with
+    rules match names and sizes of modules. On the CPU the exchange of one module runs while backward computes the gradients of
+    the next one, unless FSDP2 reads the result at once (docs/integrations/fsdp2.md). Accumulation with
     `set_requires_gradient_sync(False)` sends nothing.
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
     run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: FSDP2 gathers parameters exactly.
     tls: whether gradwire's connections are encrypted, as in `gw.parallelize`. What FSDP2 gathers itself stays as it is.
-    Returns the exchanges, which hold residuals and statistics; a later call replaces them.
+    Returns the exchanges, which hold residuals and statistics; a later call replaces them. `exchanges.describe()` says in a line
+    what is compressed, and the line is logged.
 
     Raises PlanError for a model without such modules, and for a spec that has no scheme "alltoall" or changes from step to step.
     Backward raises DisagreementError on all ranks if ranks differ, CommunicationError if a rank died or stalled.
@@ -111,7 +114,7 @@ def _begin(model: Module, exchanges: ModuleExchanges, plan: Spec | Policy | str)
         say(exchanges.describe())
 
 
-@torch._disable_dynamo  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def _refuse_compiled_autograd(model: Module, inputs: Any) -> None:
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and compiled.compiled_autograd_enabled and torch.is_grad_enabled():
