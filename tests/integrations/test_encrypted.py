@@ -1,6 +1,7 @@
 """Frameworks with `tls=True`: the results of plain connections, by encrypted ones."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,17 +24,21 @@ def worlds() -> Iterator[Worlds]:
     made.close()
 
 
-def kept() -> list[Lanes]:
-    """Lanes that are made from now on."""
-    made: list[Lanes] = []
+@contextmanager
+def watched() -> Iterator[list[bool]]:
+    """Whether the lanes that are made inside have encrypted connections."""
+    found: list[bool] = []
     begin = Lanes.__init__
 
     def beginning(self: Lanes, *arguments: Any, **options: Any) -> None:
         begin(self, *arguments, **options)
-        made.append(self)
+        found.append(self.group.met.encrypts)
 
     Lanes.__init__ = beginning  # type: ignore[method-assign]
-    return made
+    try:
+        yield found
+    finally:
+        Lanes.__init__ = begin  # type: ignore[method-assign]
 
 
 def network() -> nn.Sequential:
@@ -69,9 +74,9 @@ def with_fsdp2(encrypts: bool) -> list[torch.Tensor]:
 
 def compared(way: Any) -> tuple[list[bool], bool]:
     """Which connections were encrypted; whether weights are equal."""
-    made = kept()
-    plain, encrypted = way(False), way(True)
-    return [lanes.group.met.encrypts for lanes in made], all(map(torch.equal, plain, encrypted))
+    with watched() as found:
+        plain, encrypted = way(False), way(True)
+    return found, all(map(torch.equal, plain, encrypted))
 
 
 @pytest.mark.parametrize("way", [with_hook, with_fsdp2])
