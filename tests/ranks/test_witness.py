@@ -102,7 +102,7 @@ def judged(samples: int, energy: float, residual: float) -> str:
     session = Made()
     witness = Witness(session)  # type: ignore[arg-type]
     witness._numels[0] = 100
-    witness._squares[0] = deque([[1.0, energy, 0.1, residual**2]] * samples, maxlen=8)
+    witness._squares[0] = deque([[1.0, energy, 0.1, residual**2, 1.0, energy]] * samples, maxlen=8)
     return witness._judged()
 
 

@@ -25,10 +25,12 @@ from gradwire.compressors import Context, compressor_for
 from gradwire.engine.reducer import Observer, Reducer
 from gradwire.exchange import BucketBuffers, BucketStats, Exchange, Slot
 from gradwire.kernels import Segment, Segments, tensor_key
+from gradwire.kernels.reference.weights import values_of
 from gradwire.transport import Group, Lanes, LanesObserver
 
 LEAST_ENERGY, MOST_ENERGY = 0.8, 1.5
-"""The usual sent energy of a codec whose error is orthogonal to what is sent. With weights of elements it is up to 1.35."""
+"""The usual sent energy, in the unit of weights, of a codec whose error is orthogonal to what is sent. Where gradients shrink,
+older and larger residuals take it to 1.35."""
 MOST_RESIDUAL = 1.0
 """The largest usual norm of residuals, over that of gradients. Residuals that grow without end pass it."""
 SHARE = 0.005
@@ -63,6 +65,8 @@ class Quality(NamedTuple):
     sent_energy: float
     residual_norm: float
     error_norm: float
+    weighted_energy: float
+    """The sent energy in the unit of the elements' weights, in which the error of a codec is orthogonal to what is sent."""
 
 
 @dataclass(eq=False)
@@ -99,7 +103,8 @@ class Witness(Observer, LanesObserver):
         """The most time that measuring takes, as a share of the time of the steps."""
         self._exchange: Exchange | None = None
         self._squares: dict[int, deque[list[float]]] = {}
-        """For each bucket mean squares of gradient, decoded values, error and residual in each of the last samples."""
+        """For each bucket mean squares of gradient, decoded values, error and residual in each of the last samples, and the
+        first two in the unit of the elements' weights."""
         self._numels: dict[int, int] = {}
         self._turn = 0
         self._sample: _Sample | None = None
@@ -181,7 +186,9 @@ class Witness(Observer, LanesObserver):
         sent = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
         codec.encode(values, state, segments, context, payload)
         codec.decode(payload, segments, values.dtype, False, sent, context)
-        squares = torch.stack([each.double().square().mean() for each in (values, sent, sent - values, residual)]).tolist()
+        units = 1.0 if segments.weights is None else values_of(segments.weights)
+        measured = values, sent, sent - values, residual, values / units, sent / units
+        squares = torch.stack([each.double().square().mean() for each in measured]).tolist()
         if all(map(math.isfinite, squares)):
             self._squares.setdefault(buffers.index, deque(maxlen=_KEPT)).append(squares)
             self._numels[buffers.index] = sum(slot.view.numel() for slot in buffers.compressed)
@@ -192,7 +199,9 @@ class Witness(Observer, LanesObserver):
         """Statistics of buckets, with what was measured of each."""
         found = {index: _quality([_means(squares)]) for index, squares in self._squares.items()}
         return tuple(
-            each if (quality := found.get(index)) is None else replace(each, **quality._asdict())
+            each
+            if (quality := found.get(index)) is None
+            else replace(each, sent_energy=quality[0], residual_norm=quality[1], error_norm=quality[2])
             for index, each in enumerate(stats)
         )
 
@@ -201,9 +210,9 @@ class Witness(Observer, LanesObserver):
         quality = _quality([[self._numels[index] * each for each in row] for index, row in means.items()])
         if quality is None or sum(map(len, self._squares.values())) < _LEAST:
             return ""
-        if not LEAST_ENERGY <= quality.sent_energy <= MOST_ENERGY:
+        if not LEAST_ENERGY <= quality.weighted_energy <= MOST_ENERGY:
             return (
-                f"the encoded gradients have {quality.sent_energy:.2f} times the energy of the gradients, where "
+                f"the encoded gradients have {quality.weighted_energy:.2f} times the energy of the gradients, where "
                 f"{LEAST_ENERGY} to {MOST_ENERGY} is usual"
             )
         if quality.residual_norm > MOST_RESIDUAL:
@@ -265,7 +274,7 @@ def _means(rows: Collection[Sequence[float]]) -> list[float]:
 
 def _quality(rows: Sequence[Sequence[float]]) -> Quality | None:
     """The ratios of added squares; None without any, and where all gradients are zero."""
-    gradient, sent, error, residual = map(sum, zip(*rows, strict=True)) if rows else (0.0,) * 4
-    if not gradient:
+    gradient, sent, error, residual, given, coded = map(sum, zip(*rows, strict=True)) if rows else (0.0,) * 6
+    if not gradient or not given:
         return None
-    return Quality(sent / gradient, math.sqrt(residual / gradient), math.sqrt(error / gradient))
+    return Quality(sent / gradient, math.sqrt(residual / gradient), math.sqrt(error / gradient), coded / given)
