@@ -1,0 +1,57 @@
+"""The parts of the samples that auto proposes to ranks of different speed; nothing is measured."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from gradwire.auto import measuring
+from gradwire.auto.changes import StepPace
+from gradwire.auto.decision import AutoDecision, Tried
+
+
+class MadeUpMoments:
+    """Gradients of two tensors in each of two steps; the second is the last one of its step."""
+
+    def __init__(self, *_: object) -> None:
+        self.rows = [[70.0, 100.0], [80.0, 110.0]]
+
+    def ended(self, *_: float) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+def speeds(inputs: float, other: Callable[[list[float]], list[float]]) -> tuple[float, ...]:
+    """The speeds that a look finds, where another rank sends what `other` makes of this rank's numbers."""
+    live: Any = SimpleNamespace(job=None, device=None, infos=[], inputs=inputs, hold=lambda on: None)
+    live.exchange = lambda numbers: lambda: [list(numbers), other(list(numbers))]
+    pace = StepPace()
+    with (
+        mock.patch.object(measuring, "StepMoments", MadeUpMoments),
+        mock.patch.object(measuring, "Clock", mock.MagicMock()),
+        mock.patch.object(measuring, "profile_of", lambda *_: None),
+    ):
+        look = measuring.Look(live)
+        for _ in range(2):
+            pace.step(None, 1.0)
+            look.ended(live, 0.0, 120.0, pace)
+    return look.speeds
+
+
+def test_speed_is_input_elements_over_the_time_until_the_last_gradient() -> None:
+    assert speeds(50.0, lambda own: own) == (0.5, 0.5)
+    assert speeds(50.0, lambda own: [*own[:2], 200.0, 25.0, *own[4:]]) == (0.5, 0.125)
+
+
+def test_batches_that_nobody_saw_count_as_equal() -> None:
+    assert speeds(0.0, lambda own: [*own[:2], 200.0, 25.0, *own[4:]]) == (0.01, 0.005)
+
+
+@pytest.mark.parametrize(("shares", "words"), [((2 / 3, 1 / 3), "33 to 67 %"), ((0.51, 0.49), ""), ((), "")])
+def test_the_line_proposes_unequal_batches_where_they_help(shares: tuple[float, ...], words: str) -> None:
+    plain = Tried("uncompressed in 1 bucket", 100.0, 100.0, 3)
+    decision = AutoDecision(5, "at the start", plain, plain, (plain,), 5, 0.0, 0.0, batch_share=shares)
+    assert ("handle.decision.batch_share" in str(decision)) == bool(words)
+    assert words in str(decision)
