@@ -77,7 +77,7 @@ def test_columns_become_orthonormal_and_span_what_they_did(interpreter: Interpre
 
 MATRIX = {"matrices": "*i64", "rank": "i32", "p": "*fp32"}
 PRODUCT = {"src": "*bf16", "residual": "*fp32", "q": "*fp32", **MATRIX}
-TILE = {"HEIGHT": 32, "WIDTH": 64, "RESIDUAL": True}
+TILE = {"HEIGHT": 32, "WIDTH": 32, "RESIDUAL": True}
 COMPILED = {
     "project, sm_90": Compile("project_kernel", PRODUCT, {"RANK": 16, **TILE}, 90),
     "back_project, sm_80": Compile("back_project_kernel", PRODUCT, {"RANK": 16, **TILE}, 80),

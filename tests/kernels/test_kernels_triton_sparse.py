@@ -175,7 +175,7 @@ GIVEN = {
     "least": "*i32",
 }  # fmt: skip
 MEMORY = {"TILE": 512, "RESIDUAL": True, "MOMENTUM": True, "CLIP": True}
-STRETCHES = {"STRETCHES": 32, "WIDTH": 128, "LONGEST": 128}
+STRETCHES = {"STRETCHES": 8, "WIDTH": 128, "LONGEST": 128}
 BYTES_OF = {"payload": "*u8", "table": "*i64"}
 COMPILED = {
     "digits, sm_80": Compile(
@@ -195,11 +195,11 @@ COMPILED = {
         80,
     ),
     "pack, sm_90": Compile(
-        "pack_kernel", {"indices": "*i64", "ones": "*u8", "group_table": "*i64", **BYTES_OF}, {"BYTES": 512}, 90
+        "pack_kernel", {"indices": "*i64", "ones": "*u8", "group_table": "*i64", **BYTES_OF}, {"BYTES": 128}, 90
     ),
-    "ones, sm_80": Compile("count_ones_kernel", {"counts": "*i64", **BYTES_OF}, {"BYTES": 512}, 80),
+    "ones, sm_80": Compile("count_ones_kernel", {"counts": "*i64", **BYTES_OF}, {"BYTES": 128}, 80),
     "find, sm_80": Compile(
-        "find_indices_kernel", {"group_table": "*i64", "before": "*i64", "indices": "*i64", **BYTES_OF}, {"BYTES": 512}, 80
+        "find_indices_kernel", {"group_table": "*i64", "before": "*i64", "indices": "*i64", **BYTES_OF}, {"BYTES": 128}, 80
     ),
     "check, sm_90": Compile(
         "check_kernel",

@@ -64,8 +64,8 @@ class Price(NamedTuple):
     """One task of one piece of a bucket."""
 
     task: str
-    """word:where, as in the option; `launch:cpu` for the processor time of an exchange; `fetch:host` and `put:host` for copies of
-    a GPU's payloads to the host before an exchange, and back after it."""
+    """word:where, as in the option; `launch:cpu` for the processor time of an exchange; `fetch:host` and `put:host` for the
+    copies of a GPU's payloads to the host before an exchange, and back after it."""
     us: float
     gathers: bool
     """Whether it belongs to the gather phase."""

@@ -187,7 +187,7 @@ class DDPState:
             self._names = {parameter: name for name, parameter in self._parameters.items()}
             embeddings = embeddings_of(model.module)
             self._infos = {name: info_of(name, each, id(each) in embeddings) for name, each in self._parameters.items()}
-            self._job = DDPJob(model, self._parameters, [*self._infos.values()], self.plan)
+            self._job = DDPJob(model, Group.of(model.process_group), self._parameters, [*self._infos.values()], self.plan)
         return self._job
 
 

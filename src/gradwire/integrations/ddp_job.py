@@ -34,7 +34,8 @@ __all__ = ["DDPJob"]
 
 
 class DDPJob:
-    """A DDP model in training, for `Auto` and recordings to read. Every rank's hook calls it alike.
+    """A model in training whose gradients an exchange averages, for `Auto` and recordings to read: of DDP, or among members that
+    come and go. Every rank calls it alike.
 
     parameters: those whose gradients the exchange averages, by name, in registration order. tensors: their facts."""
 
@@ -43,7 +44,8 @@ class DDPJob:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: torch.nn.Module,
+        group: Group,
         parameters: Mapping[str, torch.nn.Parameter],
         tensors: list[TensorInfo],
         plan: Plan | Policy | Spec | None,
@@ -61,7 +63,8 @@ class DDPJob:
         self._watchers: list[tuple[weakref.ref[Any], bool]] = []
         self._of_tasks: list[LanesObserver] = []
         self._hook, self.driver = None, None  # type: Any, Auto | None
-        self._group, self.model_name = Group.of(model.process_group), type(model.module).__name__
+        own = model.module if isinstance(model, DistributedDataParallel) else model
+        self._group, self.model_name = group, type(own).__name__
         self._exchange: Exchange | None = None
 
     def run(self, exchange: Exchange, driver: Auto | None) -> None:
@@ -75,7 +78,7 @@ class DDPJob:
             self._hook = model.register_forward_pre_hook(ModelHook(self, DDPJob._before_forward), with_kwargs=True)
 
     @property
-    def model(self) -> DistributedDataParallel | None:
+    def model(self) -> torch.nn.Module | None:
         return self._model()
 
     @property
@@ -112,7 +115,7 @@ class DDPJob:
     @property
     def synchronises(self) -> bool:
         model = self._model()
-        return model is not None and model.require_backward_grad_sync
+        return not isinstance(model, DistributedDataParallel) or model.require_backward_grad_sync
 
     def stats(self) -> ExchangeStats:
         return self.exchange.stats()
@@ -185,14 +188,19 @@ class DDPJob:
         """The fields of a rank's state for a plan that nothing but this run knows."""
         return {} if self.driver is None else state_of_decision(self.plan, self.driver.searching)
 
-    def stop(self) -> None:
-        """Leave the exchange, which ends, until `run` is called with another one."""
+    def leave(self) -> None:
+        """Leave the exchange, until `run` is called with another one."""
         if self.driver is not None:
             self._hook.remove()
             self.driver.detached()
-        if self._exchange is not None:
-            self._exchange.close()
         self._exchange = self.driver = None
+
+    def stop(self) -> None:
+        """Leave the exchange, which ends."""
+        exchange = self._exchange
+        self.leave()
+        if exchange is not None:
+            exchange.close()
 
     def _before_forward(self, model: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and model.training:

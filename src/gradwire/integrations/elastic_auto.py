@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from gradwire.auto import Auto, AutoDecision, check_accuracy
+from gradwire.auto import Auto, AutoDecision, is_auto
 from gradwire.core import TensorInfo
 from gradwire.errors import CommunicationError
 from gradwire.exchange import Exchange
-from gradwire.integrations.ddp_auto import DDPJob
+from gradwire.integrations.ddp_job import DDPJob
 from gradwire.integrations.members import Members
 from gradwire.plan import Policy
 
@@ -21,7 +21,7 @@ class ElasticAuto:
 
     def __init__(self, model: torch.nn.Module, tensors: Sequence[TensorInfo], accuracy: str) -> None:
         """tensors: in registration order. Raises PlanError for an unknown accuracy class."""
-        check_accuracy(accuracy)
+        is_auto("auto", accuracy)
         self._model: Any = model
         self._tensors, self._accuracy = list(tensors), accuracy
         self._job: DDPJob | None = None
@@ -34,12 +34,14 @@ class ElasticAuto:
         """Drive this exchange. The decisions and the measurements of another one are forgotten."""
         if self._job is None or self._job.exchange is not exchange:
             self.close()
-            self._job = DDPJob(self._model, self._tensors, exchange, self._driver(exchange.group.world_size))
+            parameters = dict(self._model.named_parameters())
+            self._job = DDPJob(self._model, exchange.group, parameters, self._tensors, None)
+            self._job.run(exchange, self._driver(exchange.group.world_size))
 
-    def came(self, name: str) -> None:
+    def came(self, name: str, gradient: torch.Tensor) -> None:
         """A gradient is ready."""
         if self._job is not None:
-            self._job.came([name], 0)
+            self._job.came([name], [gradient], 0)
 
     def ended(self, members: Members, exposed_s: float) -> None:
         """A step counts, whose end was waited for so long. Drivers exchange numbers: where a member is gone the quorum ends."""
@@ -53,12 +55,13 @@ class ElasticAuto:
     @property
     def decision(self) -> AutoDecision | None:
         """The last decision for the present members; None before the first."""
-        return next(reversed(self._job.driver.decisions), None) if self._job is not None else None
+        driver = self._job.driver if self._job is not None else None
+        return next(reversed(driver.decisions), None) if driver is not None else None
 
     def close(self) -> None:
         """Drive nothing."""
         if self._job is not None:
-            self._job.close()
+            self._job.leave()
             self._job = None
 
     def _driver(self, ranks: int) -> Auto:

@@ -97,7 +97,7 @@ class GradientMeans:
             Variable._execution_engine.queue_callback(self._finish)
         self._met.ready(name, parameter.grad)
         if self._auto is not None:
-            self._auto.came(name)
+            self._auto.came(name, parameter.grad)
 
     @torch.no_grad()
     def _finish(self) -> None:

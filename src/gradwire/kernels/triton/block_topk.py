@@ -1,4 +1,4 @@
-"""Block Top-k: a call is one launch, and a program handles up to 4096 elements of a tensor. A program finds the smallest sent
+"""Block Top-k: a call is one launch, and a program handles up to 1024 elements of a tensor. A program finds the smallest sent
 magnitude of each block bit by bit. A block with damaged places becomes NaN; an error, as in the reference, would make the host
 wait.
 """
@@ -14,7 +14,6 @@ from gradwire.core import kept_of
 from gradwire.kernels.segments import Segments, State
 from gradwire.kernels.triton.blocks import load_value, store_value
 from gradwire.kernels.triton.launch import (
-    blocks_each,
     check_dst,
     check_flat,
     check_payload,
@@ -25,6 +24,9 @@ from gradwire.kernels.triton.launch import (
 )
 from gradwire.kernels.triton.numbers import magnitude, narrow, one_nan, widen
 from gradwire.kernels.triton.selection import key_of
+
+ELEMENTS = 1024
+"""Elements of a program. The registers of a thread do not hold those of 4096."""
 
 
 @triton.jit
@@ -105,7 +107,7 @@ def block_topk_encode(src: Tensor, residual: State, segments: Segments, ratio: f
         values = torch.empty(blocks.values, dtype=src.dtype, device=src.device)
         launch(
             block_topk_encode_kernel, len(blocks.table), src, residual, blocks.table, values, payload[values.nbytes :],
-            ROWS=blocks_each(block), BLOCK=block, RESIDUAL=residual is not None,
+            ROWS=ELEMENTS // block, BLOCK=block, RESIDUAL=residual is not None,
         )  # fmt: skip
         payload[: values.nbytes].copy_(values.view(torch.uint8))
 
@@ -122,7 +124,7 @@ def block_topk_decode(
         values, most = payload[:size].clone().view(dtype), kept_of(block, ratio)
         launch(
             block_topk_decode_kernel, len(blocks.table), values, payload[size:], blocks.table, dst,
-            ROWS=blocks_each(block), BLOCK=block, KEPT=triton.next_power_of_2(most), ADD=add,
+            ROWS=ELEMENTS // block, BLOCK=block, KEPT=triton.next_power_of_2(most), ADD=add,
         )  # fmt: skip
 
 
@@ -130,7 +132,7 @@ def block_topk_decode(
 def _blocks_of(segments: Segments, ratio: float, block: int) -> _Blocks:
     if block & (block - 1) or not 32 <= block <= 256:
         raise RuntimeError(f"a block of {block} elements is not a power of two from 32 to 256: a place is one byte")
-    rows, values, each = [], 0, blocks_each(block) * block
+    rows, values, each = [], 0, ELEMENTS
     for row in segments.rows:
         full = row.numel // block * block
         for start, end, n in ((0, full, block), (full, row.numel, row.numel - full)):

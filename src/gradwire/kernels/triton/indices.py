@@ -16,8 +16,8 @@ from gradwire.core import index_bytes, index_low_bits, kept_of
 from gradwire.kernels.segments import Segments
 from gradwire.kernels.triton.launch import ELEMENTS, launch, made_once, reach_of, table_of
 
-BYTES = 512
-"""Bytes of indices of a program."""
+BYTES = 128
+"""Bytes of indices of a program. The registers of a thread do not hold the bits of 512."""
 ENTRIES = 1024
 """Values of a program."""
 

@@ -18,8 +18,10 @@ from gradwire.kernels.triton.blocks import load_value
 from gradwire.kernels.triton.launch import check_flat, launch
 from gradwire.kernels.triton.numbers import magnitude, narrow, random_hash
 
-HEIGHT, WIDTH = 32, 64
+HEIGHT, WIDTH = 32, 32
 """Rows and columns of a tile."""
+COLUMNS = 16
+"""Columns of P at a time: the least that tl.dot takes. With more of them, or larger tiles, registers do not hold a product."""
 PROGRAMS = 256
 """The largest number of programs of a matrix."""
 
@@ -229,10 +231,9 @@ def _product(
 ) -> None:
     """Launch a kernel of products. each: the rows or columns of a tile of `out`."""
     check_flat(src, 0, [residual])
-    columns = max(16, min(64, 1 << (rank - 1).bit_length()))  # of P at a time: 16 is the least that tl.dot takes
     if len(matrices):
         launch(
-            kernel, (len(matrices), _programs(out.numel() // rank, each), triton.cdiv(rank, columns)), src,
+            kernel, (len(matrices), _programs(out.numel() // rank, each), triton.cdiv(rank, COLUMNS)), src,
             residual, matrices, rank, given, out,
-            HEIGHT=HEIGHT, WIDTH=WIDTH, RANK=columns, RESIDUAL=residual is not None,
+            HEIGHT=HEIGHT, WIDTH=WIDTH, RANK=COLUMNS, RESIDUAL=residual is not None,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Random-k: one launch a call, a program for some stretches of a run, of 4096 elements if there are as many."""
+"""Random-k: one launch a call, a program for some stretches of a run, of 1024 elements if there are as many."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ from gradwire.core import kept_of
 from gradwire.kernels.segments import Segments, State
 from gradwire.kernels.triton.blocks import load_value, store_value
 from gradwire.kernels.triton.launch import (
-    ELEMENTS,
     check_dst,
     check_flat,
     check_payload,
@@ -26,6 +25,8 @@ from gradwire.kernels.triton.numbers import magnitude, mix64, narrow, random_wor
 OWN, COMMON, SENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Where the key of the stream is: in (seed, step, encode, rank), in the first two of them, or in the payload's first bytes."""
 STREAM_BYTES = 8
+ELEMENTS = 1024
+"""Elements that a program has at a time. The registers of a thread do not hold those of 4096."""
 
 
 @triton.jit
