@@ -215,7 +215,7 @@ def exchange_reports(
     each = []
     for raw in exchange_bytes(packed, link, tag):
         step, state, *others = _HEADER.unpack(raw)
-        each.append(RankReport(step, BackwardState(state), *others, 0))
+        each.append(RankReport(step, BackwardState(state), *[*others, 0]))
     return RankReports(each, merged, False)
 
 

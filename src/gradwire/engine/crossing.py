@@ -87,6 +87,8 @@ class Crossing:
         """Threads that run models. With several, one may come to a step while another waits."""
         self._thread: threading.Thread | None = None
         self._changed = threading.Event()
+        self._listed: set[str] = set()
+        """The lanes for which this rank is in the store's list of ranks that wrote."""
 
     def add(self, handle: Whereabouts) -> None:
         """Watch a handle as long as it lives, until `remove`."""
@@ -127,12 +129,12 @@ class Crossing:
         for name, handle in handles.items():
             place = f"{name}/{own}"
             store.set(place, handle.lanes.group.met.key.seal(place, told))
+            if name not in self._listed:
+                store.append(f"{name}/ranks", f"{own} ")
+                self._listed.add(name)
         inside = [handle for name, handle in handles.items() if places[name].inside]
-        for rank, handle in [(rank, each) for each in inside for rank in each.lanes.group.global_ranks]:
-            place = f"{handle.lanes.name}/{rank}"
-            if rank == own or not store.check([place]):
-                continue
-            said = handle.lanes.group.met.key.unseal(place, store.get(place))
+        for rank, handle, raw in [(rank, each, raw) for each in inside for rank, raw in _written(store, each, own)]:
+            said = handle.lanes.group.met.key.unseal(f"{handle.lanes.name}/{rank}", raw)
             if said is None:  # no rank wrote it
                 continue
             theirs = msgspec.json.decode(said, type=dict[str, StepPlace])
@@ -147,6 +149,16 @@ class Crossing:
                 for each in (handles[others[0]], handle):  # the rank that waits in the other one gets the words too
                     each.lanes.end(StepStateError(words))
                 return
+
+
+def _written(store: Any, handle: Whereabouts, own: int) -> list[tuple[int, bytes]]:
+    """The ranks of a handle that wrote to the store, and the bytes of each, by three requests however many ranks there are."""
+    name, words = handle.lanes.name, bytes(store.get(f"{handle.lanes.name}/ranks")).decode().split()
+    ranks = [rank for rank in handle.lanes.group.global_ranks if rank != own and str(rank) in words]
+    keys = [f"{name}/{rank}" for rank in ranks]
+    if not ranks or not store.check(keys):  # somebody else listed a rank: a wait for its key would not end
+        return []
+    return list(zip(ranks, map(bytes, store.multi_get(keys)), strict=True))
 
 
 CROSSING = Crossing()

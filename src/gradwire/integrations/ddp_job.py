@@ -16,15 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.auto import Auto
 from gradwire.core import Plan, Spec, TensorInfo
-from gradwire.engine import (
-    GradientWatcher,
-    ModelHook,
-    Observers,
-    ValueWatcher,
-    leave_hooks_behind,
-    state_of_decision,
-    tensors_in,
-)
+from gradwire.engine import GradientWatcher, ModelHook, Observers, ValueWatcher, leave_hooks_behind, state_of_decision, tensors_in
 from gradwire.exchange import Exchange, ExchangeStats, StepReport
 from gradwire.integrations.ddp_plans import advise
 from gradwire.plan import Policy
@@ -63,8 +55,7 @@ class DDPJob:
         self._watchers: list[tuple[weakref.ref[Any], bool]] = []
         self._of_tasks: list[LanesObserver] = []
         self._hook, self.driver = None, None  # type: Any, Auto | None
-        own = model.module if isinstance(model, DistributedDataParallel) else model
-        self._group, self.model_name = group, type(own).__name__
+        self._group, self.model_name = group, type(getattr(model, "module", model)).__name__
         self._exchange: Exchange | None = None
 
     def run(self, exchange: Exchange, driver: Auto | None) -> None:

@@ -38,9 +38,9 @@ class ElasticAuto:
             self._job = DDPJob(self._model, exchange.group, parameters, self._tensors, None)
             self._job.run(exchange, self._driver(exchange.group.world_size))
 
-    def came(self, name: str, gradient: torch.Tensor) -> None:
+    def came(self, name: str, gradient: torch.Tensor | None) -> None:
         """A gradient is ready."""
-        if self._job is not None:
+        if self._job is not None and gradient is not None:
             self._job.came([name], [gradient], 0)
 
     def ended(self, members: Members, exposed_s: float) -> None:

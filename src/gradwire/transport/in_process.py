@@ -204,6 +204,8 @@ class _Shared:
 class _MemoryStore:
     """The part of torch's stores that a group uses, on a dictionary."""
 
+    _APPENDS = threading.Lock()
+
     def __init__(self, shared: _Shared, prefix: str) -> None:
         self._values, self._prefix = shared.values, prefix
 
@@ -212,6 +214,10 @@ class _MemoryStore:
 
     def set(self, key: str, value: str | bytes) -> None:
         self._values[self._prefix + key] = value.encode() if isinstance(value, str) else value
+
+    def append(self, key: str, value: str) -> None:
+        with self._APPENDS:
+            self._values[self._prefix + key] = self._values.get(self._prefix + key, b"") + value.encode()
 
     def check(self, keys: list[str]) -> bool:
         return all(self._prefix + key in self._values for key in keys)
