@@ -463,3 +463,35 @@ def test_residuals_survive_another_number_of_ranks(
     for name, whole in exact.items():
         missing, left = ((whole - each).norm() / whole.norm() for each in (first[name], first[name] + later[name]))
         assert missing > 0.01 and left < 1e-5, name
+
+
+def read_early(ours: bool, how: str) -> tuple[list[float], list[bool]]:
+    """Gradients where something reads them before backward ends; and whether an exchange ran while backward went on."""
+    options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)} if how == "converted" else {}
+    model = sharded(network(), **options)
+    exchanges = fsdp2.compress(model, gw.Identity()) if ours else None
+    seen: list[float] = []
+    if how == "hooked":
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.to_local().double().sum().item()))
+    ran = []
+    if exchanges is not None:
+        model[0].register_full_backward_pre_hook(lambda *_: ran.append(exchanges._turns._running is not None))
+    for step in range(2):
+        inputs, labels = batch(step)
+        nn.functional.cross_entropy(model(inputs).float(), labels).backward()
+        if how == "ordinary":
+            model.zero_grad()
+    if how == "ordinary":
+        nn.functional.cross_entropy(model(batch(3)[0]), batch(3)[1]).backward()
+    seen += [parameter.grad.full_tensor().double().sum().item() for parameter in model.parameters()]
+    if exchanges is not None:
+        exchanges.close()
+    return seen, ran
+
+
+@pytest.mark.parametrize("how", ["ordinary", "added", "hooked", "converted"])
+def test_backward_waits_only_where_fsdp_reads_the_result_at_once(worlds: Worlds, how: str) -> None:
+    for (theirs, _), (ours, ran) in zip(worlds.run(2, read_early, False, how), worlds.run(2, read_early, True, how), strict=True):
+        assert ours == pytest.approx(theirs, rel=0.02 if how == "converted" else 1e-4, abs=1e-4)
+        assert ran == {"ordinary": [True] * 3, "added": [True, False]}.get(how, [False, False])
