@@ -1,4 +1,5 @@
-"""What one GPU can show in ten minutes: bits, synchronisation, ranks over NCCL, speed, the host's time, the tests marked `gpu`.
+"""What one GPU can show in ten minutes: bits, synchronisation, ranks over NCCL and through the host, speed, the host's time, the
+tests marked `gpu`.
 
     python -m benchmarks gpu [--device cpu] [--minutes 8] [--only SECTION ...] [--megabytes 64 8 1] [--out FOLDER]
 
@@ -47,7 +48,7 @@ SECTIONS = (
     Section("kernels", 60, 50, "bits of every spec, beside the C++ library"),
     Section("engine", 35, 70, "training with one rank, in which a synchronisation inside backward is an error"),
     Section("ranks", 130, 130, "2, 4 and 8 ranks over NCCL on one GPU, beside CPU ranks"),
-    # 2, 4 and 8 ranks whose payloads go through the host get a section here, once gradwire can send payloads so
+    Section("staged", 90, 60, "1, 2, 4 and 8 ranks whose payloads travel through the host; a flipped bit, a killed rank"),
     Section("floors", 20, 15, "launches, events, and copies to pinned memory"),
     Section("speed", 55, 25, "encode, decode-and-add of every spec, beside a copy"),
     Section("host", 30, 40, "queueing a backward of BERT-large's size"),

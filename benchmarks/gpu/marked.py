@@ -31,7 +31,7 @@ def run(job: Job) -> None:
     import pytest
 
     options = ["-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.recorder"]
-    if imports("xdist"):
+    if imports("xdist") and not job.small:  # on a CPU all are skipped
         options += ["-n", str(max(2, min(WORKERS, len(os.sched_getaffinity(0)) - 2))), "--dist", "load"]
     code = pytest.main([*options, f"--gpu-job={job.to_json()}", str(TESTS)])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -78,37 +80,59 @@ def exchange_on(job: Job, name: str, rank: int, world_size: int) -> tuple[str, d
     return (outcome if equal else DIFFERS), facts
 
 
-def rank_main(job: Job, rank: int, world_size: int, port: int) -> None:
-    """One rank. Rank 0 writes what all found. A rank writes its own error and ends, since the others wait for it."""
+class Rank:
+    """One rank of a world."""
+
+    def __init__(self, job: Job, rank: int, world_size: int) -> None:
+        self.job, self.rank, self.world_size = job, rank, world_size
+        self.what = ""
+        """The subject of the finding that is being made."""
+
+    def found(self, what: str, find: Callable[[], tuple[str, dict[str, Any]]]) -> None:
+        """Make one finding on all ranks, and write it on rank 0."""
+        self.what = f"{self.world_size} ranks, {what}"
+        outcome, facts = find()
+        if self.rank == 0:
+            self.job.write(self.what, outcome, **facts)
+
+    def training(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Train with one plan: do all ranks end with equal weights?"""
+        width, layers = (64, 2) if self.job.small else (1024, 8)
+        began = time.perf_counter()
+        equal = alike([trained(PLANS[name], self.job.device, width, layers)])
+        return PASSED if equal else DIFFERS, {"equal_on_ranks": equal, "s": round(time.perf_counter() - began, 2)}
+
+
+def rank_main(run_rank: Callable[[Rank, int], None]) -> None:
+    """The process of one rank: call `run_rank` with the rank, and the port of rank 0. A rank writes its own error and ends, since
+    the others wait for it."""
     die_with_parent()
+    job, (rank, world_size, port) = Job.from_json(sys.argv[1]), map(int, sys.argv[2:])
     end_by(job.until)
     torch.set_num_threads(1)
-    width, layers = (64, 2) if job.small else (1024, 8)
-    what = f"{world_size} ranks"
+    own = Rank(job, rank, world_size)
     try:
-        init_group(job.device, rank, world_size, port)
-        for name in PLANS:
-            what = f"{world_size} ranks, exchange, {name}"
-            outcome, facts = exchange_on(job, name, rank, world_size)
-            if rank == 0:
-                job.write(what, outcome, **facts)
-        for name in ("Identity", "4 bits"):
-            what = f"{world_size} ranks, training, {name}"
-            began = time.perf_counter()
-            equal = alike([trained(PLANS[name], job.device, width, layers)])
-            if rank == 0:
-                took = round(time.perf_counter() - began, 2)
-                job.write(what, PASSED if equal else DIFFERS, equal_on_ranks=equal, s=took)
+        run_rank(own, port)
     except Exception as error:
-        job.write(what, FAILED, rank=rank, error=f"{type(error).__name__}: {error}"[:1500])
+        job.write(own.what or f"{world_size} ranks", FAILED, rank=rank, error=f"{type(error).__name__}: {error}"[:1500])
         os._exit(1)  # without waiting for collectives that cannot end
 
 
-def run_world(job: Job, world_size: int) -> None:
-    """Start the ranks, and end those that are not done in time, or some seconds after one has failed."""
+def over_nccl(own: Rank, port: int) -> None:
+    """All findings of one rank."""
+    init_group(own.job.device, own.rank, own.world_size, port)
+    for name in PLANS:
+        own.found(f"exchange, {name}", partial(exchange_on, own.job, name, own.rank, own.world_size))
+    for name in ("Identity", "4 bits"):
+        own.found(f"training, {name}", partial(own.training, name))
+
+
+def run_world(job: Job, world_size: int, killed: Collection[int] = ()) -> None:
+    """Start the ranks, and end those that are not done in time, or some seconds after one has failed. `killed`: ranks that end by
+    a signal, as they should."""
     port, until, failed = free_port(), job.until, False
     own = NCCL if job.device == "cuda" else {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.gpu.ranks", job.to_json()]
+    command = [sys.executable, "-m", f"benchmarks.gpu.{job.section}", job.to_json()]
     with tempfile.TemporaryFile() as output:
         ranks = [
             subprocess.Popen(
@@ -120,25 +144,31 @@ def run_world(job: Job, world_size: int) -> None:
             for rank in range(world_size)
         ]
         while time.time() < until and any(rank.poll() is None for rank in ranks):
-            if not failed and any(rank.poll() for rank in ranks):
+            if not failed and any(rank.poll() for number, rank in enumerate(ranks) if number not in killed):
                 failed, until = True, min(until, time.time() + GRACE)
             time.sleep(0.2)
         late = [number for number, rank in enumerate(ranks) if rank.poll() is None]
         for number in late:
             ranks[number].kill()
         codes = [rank.wait() for rank in ranks]
-        if any(codes):
+        if any((code == 0) == (number in killed) for number, code in enumerate(codes)):
             printed = last_printed(output)
             job.write(f"{world_size} ranks", ABORTED, exit_status=codes, killed=late, printed=printed)
 
 
-def run(job: Job) -> None:
-    worlds = {number: weight for number, weight in WORLDS.items() if number <= 4 or not job.small}
+def run_worlds(job: Job, worlds: Mapping[int, float], killed: Mapping[int, Collection[int]]) -> None:
+    """Run worlds one after another. worlds: numbers of ranks, and their shares of the section's time; on a CPU the first two of
+    them. killed: ranks of a world that end by a signal."""
+    worlds = dict([*worlds.items()][:2]) if job.small else worlds
     for world_size, weight in worlds.items():
         rest = sum(other for number, other in worlds.items() if number >= world_size)
         until = time.time() + max(0.0, job.left() - 2) * weight / rest
-        run_world(job._replace(until=until), world_size)
+        run_world(job._replace(until=until), world_size, killed.get(world_size, ()))
+
+
+def run(job: Job) -> None:
+    run_worlds(job, WORLDS, {})
 
 
 if __name__ == "__main__":
-    rank_main(Job.from_json(sys.argv[1]), *map(int, sys.argv[2:]))
+    rank_main(over_nccl)

@@ -77,6 +77,9 @@ def test_a_run_on_a_cpu_writes_the_findings_of_every_section(tmp_path: Path) -> 
     assert outcomes["engine"] == {"passed": len(PLANS), "skipped": 1, "measured": 1}
     assert outcomes["ranks"].keys() <= {"passed", "near"} and outcomes["ranks"].total() == 2 * (len(PLANS) + 2)
     assert outcomes["ranks"]["near"] <= 1, "exact sums of four ranks, in another order"
+    assert outcomes["staged"].keys() <= {"passed", "near"} and outcomes["staged"].total() == 2 * (len(PLANS) + 2) + 2
+    told = {row["what"]: row["reported"] for row in of["staged"] if "reported" in row}
+    assert "changed on their way" in told["2 ranks, a flipped bit"] and "rank 1 did not answer" in told["2 ranks, a killed rank"]
     assert outcomes["floors"] == {"skipped": 1}
     assert outcomes["speed"] == {"measured": 2 * len(ENTRIES)}
     assert outcomes["host"] == {"measured": len(LARGE_PLANS), "skipped": 1}
