@@ -174,6 +174,25 @@ def test_who_shows_a_certificate_of_nobody_known_is_refused_by_name(files: dict[
     assert max(zero[2], one[2]) < 20.0
 
 
+def with_somebody_between(who: int) -> tuple[str, float]:
+    """The ends of the connections of rank `who` do not share the bytes that only two ends share."""
+    began = time.monotonic()
+    if dist.get_rank() == who:
+        tls.EncryptedSocket.exported = lambda self: bytes(32)  # type: ignore[method-assign]
+    with pytest.raises(gw.CommunicationError) as caught:
+        trained(True, [7])
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_whoever_is_in_between_is_found(who: int) -> None:
+    """Somebody passes the first proofs on, and has one encrypted connection with each rank."""
+    with World(2, group_timeout_s=60.0) as world:
+        said = world.run(with_somebody_between, who)
+    assert any("somebody who does not know the job's key is in between" in words for words, _ in said)
+    assert all(took_s < 20.0 for _, took_s in said)
+
+
 def with_new_keys() -> str:
     """Every connection gets new keys all the time."""
     tls._RENEW_BYTES, tls.EncryptedSocket.renewed = 10_000, 0  # type: ignore[attr-defined]

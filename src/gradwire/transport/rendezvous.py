@@ -278,12 +278,15 @@ class Rendezvous:
         encrypted = self._tls.socket(connection, calls)
         try:
             yield from encrypted.handshake()
+            exported = encrypted.exported()
+            own, other = (b"tls call", b"tls answer") if calls else (b"tls answer", b"tls call")
+            if calls:
+                encrypted.send(self.key.proof(own, exported))
             # the caller's handshake ends before the other end has looked at the caller's certificate, so it waits for this
-            proof = self.key.proof(b"tls", encrypted.exported())
-            if not calls:
-                encrypted.send(proof)
-            elif (yield from _read(encrypted, PROOF_BYTES)) != proof:
+            if not self.key.proves((yield from _read(encrypted, PROOF_BYTES)), other, exported):
                 raise TlsError("somebody who does not know the job's key is in between")
+            if not calls:
+                encrypted.send(self.key.proof(own, exported))
         except TlsError as error:
             words = f"the connection with rank {peer} cannot be encrypted: {error}"
             refused = TlsError(words)
