@@ -49,7 +49,7 @@ class ChosenSpecs(NamedTuple):
         return f"plan='auto' sends {', '.join(parts)}: {took}"
 
 
-def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str, scheme: str | None = None) -> ChosenSpecs:
+def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str | float, scheme: str | None = None) -> ChosenSpecs:
     """Return the compressor of each tensor with the shortest exchange. Measures links and compressors, for about a second at
     most. Collective: all ranks return the same. If rank 0 cannot choose, it logs why, and nothing is compressed.
 
