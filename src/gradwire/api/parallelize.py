@@ -22,7 +22,7 @@ def parallelize(
     plan: Plan | Policy | Spec | AdaptiveBits | Tuned | str | os.PathLike[str] = "auto",
     process_group: dist.ProcessGroup | Group | None = None,
     drift_check_steps: int = 1000,
-    accuracy: str = "safe",
+    accuracy: str | float = "safe",
     schedules: Sequence[str] = ("backward",),
     silence_s: float | None = None,
     tls: TlsOption = None,
@@ -44,9 +44,9 @@ def parallelize(
     process_group: the ranks that train together.
     drift_check_steps: ranks compare checksums of their weights every so many steps. If these differ, all ranks raise
     DisagreementError with the first tensor that differs. 0: never.
-    accuracy: what "auto" may choose from. "exact": no compression. "safe": also QSGD with 4 bits and, on two ranks, with 2
-    bits and error feedback: the specs whose loss on that number of ranks ended at most 1 % above DDP's, on the bench's
-    transformer. "aggressive": also 2 bits on more ranks, PowerSGD, EF-SignSGD and Top-k 1 %.
+    accuracy: what "auto" may choose from. "exact": no compression. "safe": also the specs whose measured loss on that number of
+    ranks ended at most 1 % above that of exact sums (docs/measured.md): 4 bits, and 2 bits with error feedback and weights. A
+    number, such as 0.03: the same with that share of the loss. "aggressive": also PowerSGD, EF-SignSGD and Top-k 1 %.
     schedules: the schedules that "auto" may choose from: "backward", "pipelined", "delayed" and "local". The last two are never
     used with accuracy="exact". docs/schedules.md says what each asks of a script. "pipelined" costs no accuracy. "local" trains
     another model than DDP, and runs only if all others wait long for exchanges. If a schedule that is not allowed would be
@@ -122,7 +122,7 @@ def _check_silence(silence_s: float) -> None:
 
 def _driver_of(
     plan: Plan | Policy | Spec | AdaptiveBits | Tuned | str | os.PathLike[str],
-    accuracy: str,
+    accuracy: str | float,
     schedules: Sequence[str],
     ranks: int,
 ) -> Driver | None:

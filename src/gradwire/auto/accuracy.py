@@ -1,7 +1,9 @@
 """The specs and schedules that each accuracy class allows, and the first policy of a run."""
 
+import math
 from collections.abc import Iterable, Sequence
 
+from gradwire.auto.measured_losses import FOUR_BITS, WEIGHTED, WEIGHTED_8, allowed
 from gradwire.core import (
     QSGD,
     Delayed,
@@ -15,6 +17,7 @@ from gradwire.core import (
     Spec,
     TensorInfo,
     TopK,
+    number,
     show,
     word,
 )
@@ -22,16 +25,18 @@ from gradwire.errors import PlanError
 from gradwire.plan import Policy, Uniform, Where
 
 ACCURACIES = ("exact", "safe", "aggressive")
-"""exact: nothing is encoded. safe: only specs whose held-out loss on the bench's transformer ended at most 1 % above plain DDP's
-on this number of ranks (docs/measured.md). aggressive: also specs that need more, but much faster steps for the same loss."""
+"""exact: nothing is encoded. safe: only specs whose held-out loss ended at most 1 % above that of exact sums on this number of
+ranks, with an interval up to 1.5 % at most (docs/measured.md). aggressive: also specs that need more, but much faster steps for
+the same loss. A number is the share of the loss in place of 1 %."""
+SAFE_LOSS = 0.01
+"""The most that a spec of the class "safe" may lose, as a share of the loss."""
 
 SCHEDULES = ("backward", "pipelined", "delayed", "local")
 
 # ordered by the loss in docs/compressors.md, the most accurate first; so are schedules below
-_SAFE: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
-_MOST_RANKS: dict[Spec, int] = {ErrorFeedback(QSGD(bits=2)): 2}
-"""The largest number of ranks on which a spec of the class "safe" ends within 1 % of plain DDP. 2 bits with error feedback end
-0.7 % above on two ranks and 3.2 % above on four (`python -m benchmarks cd_sgd`). A spec without an entry has no such number."""
+_MEASURED: tuple[Spec, ...] = (FOUR_BITS, WEIGHTED_8, WEIGHTED)
+"""The specs that have rows for some number of ranks."""
+_TWO_BITS = ErrorFeedback(QSGD(bits=2))
 _AGGRESSIVE: tuple[Spec, ...] = (PowerSGD(rank=4), EFSignSGD(), ErrorFeedback(TopK(0.01)))
 STEPS_FOR_ONE = {PowerSGD(rank=4): 1.2, EFSignSGD(): 1.6, ErrorFeedback(TopK(0.01)): 2.0}
 """Steps needed for the progress of one step of plain DDP: the geometric mean over the bench's three jobs, each at least 1, by
@@ -49,9 +54,23 @@ LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)), SPAR
 _ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check_accuracy(accuracy: str) -> None:
-    """Raises PlanError for an unknown accuracy class."""
-    word("accuracy", accuracy, ACCURACIES, error=PlanError)
+def check_accuracy(accuracy: str | float) -> None:
+    """Raises PlanError for an unknown accuracy class, and for a number that is no share of a loss."""
+    if isinstance(accuracy, str):
+        word("accuracy", accuracy, ACCURACIES, error=PlanError)
+        return
+    number("accuracy", accuracy, "the share of the loss that may be lost, such as 0.01", positive=True, error=PlanError)
+    if accuracy >= 1:
+        raise PlanError(f"accuracy is {show(accuracy)}: it is a share of the loss, below 1. Write 0.01 for 1 %.")
+
+
+def most_loss(accuracy: str | float) -> float:
+    """Return the share of the loss that a class allows to lose by measured rows.
+
+    >>> most_loss("safe"), most_loss(0.03), most_loss("exact")
+    (0.01, 0.03, 0.0)
+    """
+    return {"exact": 0.0, "safe": SAFE_LOSS}.get(accuracy, math.inf) if isinstance(accuracy, str) else accuracy
 
 
 def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
@@ -67,7 +86,7 @@ def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
     return words
 
 
-def is_auto(plan: object, accuracy: str = "safe", schedules: Sequence[str] = ("backward",)) -> bool:
+def is_auto(plan: object, accuracy: str | float = "safe", schedules: Sequence[str] = ("backward",)) -> bool:
     """Return whether the plan is "auto", for which alone the accuracy class and the schedules say what may be chosen.
 
     Raises PlanError for an unknown class or schedule, and for any but the default ones with another plan.
@@ -85,33 +104,38 @@ def is_auto(plan: object, accuracy: str = "safe", schedules: Sequence[str] = ("b
     return False
 
 
-def schedules_of(accuracy: str, words: Sequence[str], ranks: int) -> tuple[Schedule, ...]:
+def schedules_of(accuracy: str | float, words: Sequence[str], ranks: int) -> tuple[Schedule, ...]:
     """The schedules allowed in addition to `backward`, the most accurate first: `pipelined` costs no accuracy. `local` is not
     among them: `gradwire.auto.local` decides about it. The losses of `delayed` are measured on two ranks only."""
     found: list[Schedule] = [Pipelined()] if "pipelined" in words else []
-    if "delayed" in words and (accuracy == "aggressive" or (accuracy == "safe" and ranks <= _DELAYED_RANKS)):
+    if "delayed" in words and (accuracy == "aggressive" or (most_loss(accuracy) >= SAFE_LOSS and ranks <= _DELAYED_RANKS)):
         found += [*_SAFE_DELAYED, *([Delayed(k=None)] if accuracy == "aggressive" else [])]
     return tuple(found)
 
 
-def specs_of(accuracy: str, tensors: Sequence[TensorInfo], ranks: int) -> tuple[Spec, ...]:
-    """The specs allowed for these tensors in addition to no compression, the most accurate first."""
-    return all_specs(accuracy, ranks) if any(tensor.dtype in _ENCODED_DTYPES for tensor in tensors) else ()
+def specs_of(accuracy: str | float, tensors: Sequence[TensorInfo], ranks: int) -> tuple[Spec, ...]:
+    """The specs allowed for these tensors in addition to no compression, the most accurate first. Where a tensor is an embedding,
+    specs without a code for zero are left out, since the planner does not know which tensors are embeddings."""
+    if not any(tensor.dtype in _ENCODED_DTYPES for tensor in tensors):
+        return ()
+    looked_up = any(tensor.embedding for tensor in tensors)
+    return tuple(spec for spec in all_specs(accuracy, ranks) if spec.keeps_zeros or not looked_up)
 
 
-def all_specs(accuracy: str, ranks: int) -> tuple[Spec, ...]:
+def all_specs(accuracy: str | float, ranks: int) -> tuple[Spec, ...]:
     """The specs that the class allows in addition to no compression on this number of ranks, the most accurate first.
 
-    >>> all_specs("safe", ranks=2)
-    (QSGD(bits=4, block=128), ErrorFeedback(QSGD(bits=2, block=128, rounding='nearest')))
-    >>> all_specs("safe", ranks=3)
+    >>> all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED)
+    True
+    >>> all_specs(0.004, ranks=2)
     (QSGD(bits=4, block=128),)
     """
-    safe = tuple(spec for spec in _SAFE if ranks <= _MOST_RANKS.get(spec, ranks))
-    return {"exact": (), "safe": safe, "aggressive": _SAFE + _AGGRESSIVE}[accuracy]
+    if accuracy == "aggressive":
+        return (FOUR_BITS, WEIGHTED, _TWO_BITS, *_AGGRESSIVE)
+    return tuple(spec for spec in _MEASURED if allowed(spec, ranks, most_loss(accuracy)))
 
 
-def later_specs(accuracy: str, words: Sequence[str], ranks: int) -> tuple[Spec, ...]:
+def later_specs(accuracy: str | float, words: Sequence[str], ranks: int) -> tuple[Spec, ...]:
     """All specs that may ever run, corrections too."""
     schedules, specs = schedules_of(accuracy, words, ranks), all_specs(accuracy, ranks)
     trained_alone = [LocalSteps()] if "local" in words else []
@@ -150,7 +174,7 @@ def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
     return Policy(default=spec, rules=[(Where(dtype=dtype), Identity()) for dtype in others])
 
 
-def first_policy(accuracy: str, tensors: Sequence[TensorInfo], ranks: int) -> Policy:
-    """The policy until the first decision: the smallest safe spec. Its residuals go over to the chosen plan."""
-    safe = [spec for spec in specs_of(accuracy, tensors, ranks) if spec in _SAFE]
+def first_policy(accuracy: str | float, tensors: Sequence[TensorInfo], ranks: int) -> Policy:
+    """The policy until the first decision: the smallest measured spec that suits embeddings too."""
+    safe = [spec for spec in specs_of(accuracy, tensors, ranks) if spec in _MEASURED and spec.keeps_zeros]
     return policy_of(safe[-1] if safe else Identity(), tensors)

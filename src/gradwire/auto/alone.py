@@ -58,7 +58,7 @@ def counted(specs: Mapping[str, Spec]) -> str:
     return ", ".join(f"{count} module{'s' * (count > 1)} {name}" for name, count in counts.items())
 
 
-def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str, scheme: str | None = None) -> ChosenSpecs:
+def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str | float, scheme: str | None = None) -> ChosenSpecs:
     """Return the compressor of each tensor with the shortest exchange. Measures links and compressors, for about a second at
     most. Collective: all ranks return the same. If rank 0 cannot choose, it logs why, and nothing is compressed.
 

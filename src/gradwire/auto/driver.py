@@ -65,7 +65,7 @@ class Auto(Driver):
 
     decisions: Latest[AutoDecision]
 
-    def __init__(self, accuracy: str, schedules: Sequence[str], ranks: int) -> None:
+    def __init__(self, accuracy: str | float, schedules: Sequence[str], ranks: int) -> None:
         """Raises PlanError for an unknown accuracy class or schedule."""
         check_accuracy(accuracy)
         super().__init__()

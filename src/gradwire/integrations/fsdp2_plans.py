@@ -76,7 +76,7 @@ class ModuleSpecs:
         return Plan(fingerprint=fingerprint(infos), buckets=tuple(buckets), launch=tuple(launch))
 
     def describe(self) -> str:
-        """What is compressed, without the end of the sentence."""
+        """Words for what is compressed, without the end of the sentence."""
         if not self._specs:
             return "FSDP2's gradients: auto chooses in the first backward"
         return f"FSDP2's gradients: {counted(self._specs)}"

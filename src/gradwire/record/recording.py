@@ -31,7 +31,7 @@ _BYTES = ("numel", "chunks", "gradient_bytes", "wire_bytes", "intra_bytes", "int
 
 
 class DecidesPlan(Protocol):
-    """What a recording reads of a driver, which decides the plan of a job."""
+    """The part of a driver that a recording reads. A driver decides the plan of a job."""
 
     def recorded(self) -> Any: ...
     def measurements(self) -> Mapping[str, Document] | None: ...

@@ -125,7 +125,7 @@ def wanted_tls(option: TlsOption) -> TlsOption:
 
 
 def tls_of(option: TlsOption, key: JobKey) -> "Tls | None":
-    """What encrypts the connections of a meeting with this key; None for connections without encryption. Raises TlsError where a
+    """Return the encryption of the connections of a meeting with this key; None for connections without encryption. Raises TlsError where a
     file or the library cannot be used."""
     option = _by_environment() if option is None else option
     if option is False:
@@ -149,13 +149,13 @@ def _by_environment() -> TlsOption:
 
 
 class Tls:
-    """What the encrypted connections of one meeting have in common."""
+    """The common part of the encrypted connections of one meeting."""
 
     def __init__(self, key: JobKey, paths: tuple[Path, ...] | None) -> None:
         """`paths`: of a certificate, its key and the authorities; None: ranks believe each other by the key. Raises TlsError."""
         self._openssl, self._secret, self.paths = openssl(), key.proof(b"tls"), paths
         self.facts = OFF
-        """What must be the same on all ranks, in words."""
+        """The options that must be the same on all ranks, in words."""
         self.context = self._openssl.SSL_CTX_new(self._openssl.TLS_method())
         self._finalizer = weakref.finalize(self, _free_in, os.getpid(), self._openssl.SSL_CTX_free, self.context)
         self._finalizer.atexit = False
@@ -252,7 +252,7 @@ class EncryptedSocket:
         (library.SSL_set_connect_state if calls else library.SSL_set_accept_state)(self._ssl)
         names = "SSL_read_ex", "SSL_write_ex", "SSL_get_error", "ERR_clear_error", "ERR_get_error", "ERR_reason_error_string"
         self.session = TlsSession(self._ssl, *(ctypes.cast(getattr(library, name), c_void_p).value for name in names))
-        """What C++ moves bytes with."""
+        """The functions with which C++ moves bytes."""
         self._renewed_at, self._is_within = 0, False
 
     def handshake(self) -> Generator[int, None, None]:

@@ -7,13 +7,18 @@ import msgspec
 import pytest
 
 from benchmarks import convergence
-from gradwire.auto.accuracy import STEPS_FOR_ONE, first_policy, schedules_of, specs_of
+from benchmarks.accuracy import read
+from benchmarks.common import RESULTS
+from benchmarks.paired import interval
+from gradwire.auto.accuracy import STEPS_FOR_ONE, check_accuracy, first_policy, schedules_of, specs_of
 from gradwire.auto.adaptive_bits import with_bits
+from gradwire.auto.measured_losses import FOUR_BITS, ROWS, WEIGHTED, WEIGHTED_8, LossRow
 from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, words_of
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.costs import CodecCosts
 from gradwire.core.schedules import Backward, Delayed, Pipelined
 from gradwire.core.specs import Spec
+from gradwire.errors import PlanError
 from gradwire.plan import AdaptiveBits
 from gradwire.planner.joint import joint
 
@@ -127,26 +132,47 @@ def test_what_compressors_cannot_take_is_never_compressed() -> None:
     mixed = [*wide[:4], *TENSORS[4:]]
     plan = first_policy("safe", mixed, 2).plan(mixed)
     assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float64" or len(t.shape) < 2} == {Identity()}
-    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {ErrorFeedback(QSGD(bits=2))}
+    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {QSGD(bits=4)}
 
 
 def plan_spec(plan, name: str) -> Spec:
     return next(bucket.spec_of(name) for bucket in plan.buckets if name in bucket.tensors)
 
 
-def test_safe_is_what_the_table_of_convergence_says() -> None:
-    assert specs_of("safe", TENSORS, 2) == (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)))
+def test_safe_is_what_the_rows_of_that_number_of_ranks_say() -> None:
+    assert specs_of("safe", TENSORS, 2) == specs_of("safe", TENSORS, 3) == (FOUR_BITS, WEIGHTED)
+    assert specs_of(0.004, TENSORS, 2) == (FOUR_BITS,) and specs_of(0.001, TENSORS, 2) == specs_of("exact", TENSORS, 2) == ()
     assert set(specs_of("safe", TENSORS, 2)) < set(specs_of("aggressive", TENSORS, 2))
     assert all(spec.law.kind == "unbiased" or spec.feedback for spec in specs_of("aggressive", TENSORS, 2))
 
 
-@pytest.mark.parametrize("ranks", [3, 4, 8, 16])
-def test_safe_leaves_out_what_loses_more_than_a_hundredth_on_so_many_ranks(ranks: int) -> None:
-    assert specs_of("safe", TENSORS, ranks) == (QSGD(bits=4),)
+@pytest.mark.parametrize("wrong", [0.0, -0.1, 1.0, "save", True, float("nan")])
+def test_an_accuracy_is_a_class_or_a_share(wrong: Any) -> None:
+    with pytest.raises(PlanError, match="accuracy"):
+        check_accuracy(wrong)
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8, 16, 10_000])
+def test_what_has_no_rows_for_so_many_ranks_is_left_out(ranks: int) -> None:
+    largest = {spec: max(rows) for spec, rows in ROWS.items() if rows}
+    assert all(ranks <= largest[spec] for spec in specs_of("safe", TENSORS, ranks))
     assert schedules_of("safe", ("backward", "pipelined", "delayed"), ranks) == (Pipelined(),)
     plan = first_policy("safe", TENSORS, ranks).plan(TENSORS, ranks)
     assert {spec for bucket in plan.buckets for spec in bucket.specs} <= {QSGD(bits=4), Identity()}
     assert set(specs_of("aggressive", TENSORS, ranks)) == set(specs_of("aggressive", TENSORS, 2))
+
+
+def test_rows_are_those_of_the_trainings() -> None:
+    """The table of losses says what the file of trainings says."""
+    trainings = read(RESULTS / "accuracy.jsonl")
+    for form, spec in (("today4", FOUR_BITS), ("weighted4", WEIGHTED), ("weighted8", WEIGHTED_8)):
+        for ranks, jobs in ROWS[spec].items():
+            for job, row in jobs.items():
+                own = [each for each in trainings if (each["job"], each["ranks"]) == (job, ranks)]
+                exact = {each["seed"]: each["loss"] for each in own if each["form"] == "exact"}
+                shares = [each["loss"] / exact[each["seed"]] - 1 for each in own if each["form"] == form]
+                mean, width = interval(shares)
+                assert len(shares) >= 3 and row == LossRow(round(mean, 4), round(mean + width, 4)), (spec, ranks, job)
 
 
 def test_words_count_widths_rather_than_name_them_all() -> None:
