@@ -96,17 +96,20 @@ inline int bucket_of(Key key, int skew) { return static_cast<int>(key >> kPhaseB
 class Buckets {
  public:
   Buckets(std::vector<int> releases, int skew)
-      : releases(std::move(releases)), skew(skew), programs_(this->releases.size(), nullptr) {
+      : releases(std::move(releases)), skew(skew), programs_(this->releases.size(), nullptr), tasks_(this->releases.size()) {
     for (const int link : {INTRA, INTER}) launched_[link].assign(launch_key(count(), kMostPhases, skew) / 64 + 1, 0);
   }
 
   int count() const { return static_cast<int>(programs_.size()); }
   const Program* at(int bucket) const { return programs_[bucket]; }
+  const Task* tasks(int bucket) const { return tasks_[bucket].first; }
+  int task_count(int bucket) const { return tasks_[bucket].count; }
   const Time* busy() const { return busy_; }  // of each resource, in all programs
 
   void set(int bucket, const Program* program) {
     if (const Program* old = programs_[bucket]) enter(bucket, *old, -1);
     programs_[bucket] = program;
+    tasks_[bucket] = {program->tasks.data(), static_cast<int>(program->tasks.size())};
     enter(bucket, *program, 1);
   }
 
@@ -130,7 +133,12 @@ class Buckets {
   int skew;
 
  private:
+  struct Tasks {
+    const Task* first = nullptr;
+    int count = 0;
+  };
   std::vector<const Program*> programs_;
+  std::vector<Tasks> tasks_;  // of each bucket's program
   std::vector<std::uint64_t> launched_[RESOURCES];  // a bit for each key at which the link has an exchange
   Time busy_[RESOURCES] = {0, 0, 0, 0};
 
@@ -188,7 +196,7 @@ class Step {
       while (!now_.coming.empty() && now_.coming.front().first <= now_.now) now_.ready.push(now_.coming.pop().second);
       if (!now_.ready.empty() && (now_.ready.front() >> kKeyBits < kLate || now_.part == last)) {
         const int bucket = bucket_of(now_.ready.pop() & ((Key{1} << kKeyBits) - 1), buckets.skew);
-        spend(buckets.at(bucket)->tasks[at_[bucket]].length);
+        spend(buckets.tasks(bucket)[at_[bucket]].length);
         next<kRecord>(bucket, now_.now);
       } else if (now_.part < last) {
         // as many gradients as nothing can come between
@@ -238,7 +246,7 @@ class Step {
   }
 
   void save(State& state, int bucket, const Time* total) {
-    while (now_.open < bucket && at_[now_.open] == static_cast<int>(buckets_->at(now_.open)->tasks.size()))
+    while (now_.open < bucket && at_[now_.open] == buckets_->task_count(now_.open))
       now_.open++;
     now_.at.assign(at_.begin() + now_.open, at_.begin() + bucket);
     now_.waits.assign(waits_.begin() + now_.open, waits_.begin() + bucket);
@@ -265,7 +273,7 @@ class Step {
     for (std::size_t worker = 0; worker < then.workers.items.size(); worker++)
       if (!alike(now_.workers.items[worker], then.workers.items[worker])) return false;
     for (int b = now_.open; b < then.open; b++)
-      if (at_[b] != static_cast<int>(buckets_->at(b)->tasks.size())) return false;
+      if (at_[b] != buckets_->task_count(b)) return false;
     for (int b = then.open; b < bucket; b++) {
       const Time waits = then.waits[b - then.open];
       if (at_[b] != then.at[b - then.open] || (waits < 0) != (waits_[b] < 0)) return false;
@@ -285,7 +293,7 @@ class Step {
   void take_in_pool() {
     const Timed task = now_.pool.pop();
     const int bucket = bucket_of(task.second, buckets_->skew);
-    const Time end = std::max(task.first, now_.workers.pop()) + buckets_->at(bucket)->tasks[at_[bucket]].length;
+    const Time end = std::max(task.first, now_.workers.pop()) + buckets_->tasks(bucket)[at_[bucket]].length;
     now_.workers.push(end);
     next<kRecord>(bucket, end);
   }
@@ -303,19 +311,18 @@ class Step {
 
   bool waits(Key key) const {
     const int bucket = bucket_of(key, buckets_->skew);
-    return waits_[bucket] >= 0 && buckets_->at(bucket)->tasks[at_[bucket]].phase == phase_of(key);
+    return waits_[bucket] >= 0 && buckets_->tasks(bucket)[at_[bucket]].phase == phase_of(key);
   }
 
   // The bit of the link that it waits for, 0 if for none.
   unsigned go_on(int bucket, Time when) {
-    const Program& program = *buckets_->at(bucket);
     const int at = ++at_[bucket];
-    if (at == static_cast<int>(program.tasks.size())) {
+    if (at == buckets_->task_count(bucket)) {
       now_.finish = std::max(now_.finish, when);
       over_ = std::max(over_, when);
       return 0;
     }
-    const Task& task = program.tasks[at];
+    const Task& task = buckets_->tasks(bucket)[at];
     const Key key = launch_key(bucket, task.phase, buckets_->skew);
     if (task.resource == COMPUTE) {
       now_.coming.push({when, static_cast<Key>(task.urgency) << kKeyBits | key});
@@ -332,8 +339,7 @@ class Step {
   unsigned serve(int link) {
     const Key key = now_.due[link];
     const int bucket = bucket_of(key, buckets_->skew), phase = phase_of(key);
-    const Program& program = *buckets_->at(bucket);
-    const Time begin = std::max(waits_[bucket], now_.free[link]), length = program.tasks[at_[bucket]].length;
+    const Time begin = std::max(waits_[bucket], now_.free[link]), length = buckets_->tasks(bucket)[at_[bucket]].length;
     const Time end = now_.free[link] = begin + length;
     waits_[bucket] = -1;
     left_[link] -= length;
@@ -342,7 +348,7 @@ class Step {
     if (known_ != nullptr && known_->rest != nullptr) over_ = std::max(over_, begin + known_->rest[key]);
     if (kRecord) {
       if (phase == 0) begins[bucket] = begin;
-      if (phase == static_cast<int>(program.links.size()) - 1) ends[bucket] = end;
+      if (phase == static_cast<int>(buckets_->at(bucket)->links.size()) - 1) ends[bucket] = end;
     }
     now_.begun[link] = key;
     now_.due[link] = buckets_->due_after(link, key);
