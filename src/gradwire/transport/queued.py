@@ -32,7 +32,7 @@ class QueuedStep(NamedTuple):
     """A step whose operations are queued on a device."""
 
     step: int
-    lanes: list[tuple[QueuesOperations, Mark]]
+    lanes: Sequence[tuple[QueuesOperations, Mark]]
     """The link of each lane, and the mark behind its last operation."""
     buckets: Sequence["Future[list[Mark] | None]"]
     """The marks of each bucket's tasks."""
