@@ -70,7 +70,8 @@ def next_step(group: Any, stuck: set[DeviceStreams]) -> str:
     try:
         training.step()
     except gw.CommunicationError as error:
-        assert error.ranks == (1,) and error.bucket == 0
+        # on a slow machine rank 0 is told while it waits for reports, and its own wait is for no bucket
+        assert error.ranks == (1,) and error.bucket in ((0,) if group.rank == 1 else (0, None))
         return str(error)
     finally:
         training.handle.detach()

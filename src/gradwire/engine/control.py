@@ -214,8 +214,8 @@ def exchange_reports(
     packed = _HEADER.pack(*own[:-1])
     each = []
     for raw in exchange_bytes(packed, link, tag):
-        step, state, *others = _HEADER.unpack(raw)
-        each.append(RankReport(step, BackwardState(state), *[*others, 0]))
+        report = RankReport(*_HEADER.unpack(raw), used=0)
+        each.append(report._replace(state=BackwardState(report.state)))
     return RankReports(each, merged, False)
 
 

@@ -378,8 +378,10 @@ class Link:
 
     def has_failed(self) -> bool:
         """Whether an operation of the link failed on the device: NCCL found an error, or gave up."""
-        backend = self.__dict__.get("backend")  # None: it was closed
-        return self._broken or (backend is not None and backend.name() == "nccl" and backend.get_error().name != "SUCCESS")
+        backend = self.__dict__.get("backend")
+        if self._broken or backend is None:  # None: it was closed
+            return self._broken
+        return backend.name() == "nccl" and backend.get_error().name != "SUCCESS"
 
     def abandon(self) -> None:
         """Never destroy the backend: NCCL's destructor would wait for operations that cannot finish."""

@@ -125,7 +125,7 @@ def wanted_tls(option: TlsOption) -> TlsOption:
 
 
 def tls_of(option: TlsOption, key: JobKey) -> "Tls | None":
-    """Return the encryption of the connections of a meeting with this key; None for connections without encryption. Raises TlsError where a
+    """Return the encryption of a meeting with this key; None for connections without encryption. Raises TlsError where a
     file or the library cannot be used."""
     option = _by_environment() if option is None else option
     if option is False:
