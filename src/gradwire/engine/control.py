@@ -152,7 +152,7 @@ def exchange_reports(
     packed = _HEADER.pack(*own[:-1]) + own.used.to_bytes(-(-parameters // 8), "little")
     reports = []
     for raw in exchange_bytes(packed, link, after, tag):
-        report = RankReport(*_HEADER.unpack_from(raw), used=int.from_bytes(raw[_HEADER.size :], "little"))
+        report = RankReport._make([*_HEADER.unpack_from(raw), int.from_bytes(raw[_HEADER.size :], "little")])
         reports.append(report._replace(state=BackwardState(report.state)))
     return reports
 
