@@ -381,7 +381,7 @@ class Link:
         backend = self.__dict__.get("backend")
         if self._broken or backend is None:  # None: it was closed
             return self._broken
-        return backend.name() == "nccl" and backend.get_error().name != "SUCCESS"
+        return bool(backend.name() == "nccl" and backend.get_error().name != "SUCCESS")
 
     def abandon(self) -> None:
         """Never destroy the backend: NCCL's destructor would wait for operations that cannot finish."""
