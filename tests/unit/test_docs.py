@@ -57,7 +57,12 @@ def test_every_test_that_the_page_names_exists(file: str, test: str, case: str) 
 
 
 def test_every_row_of_the_page_names_a_test() -> None:
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    # the last section names the files of its tests in words
+    rows = [
+        line
+        for line in PAGE.read_text().split("## The same scripts in other frameworks")[0].splitlines()
+        if line.startswith("| ")
+    ]
     without = [row for row in rows if "::" not in row and not row.startswith("| case |") and "see below" not in row]
     assert len(rows) > 80
     assert without == []

@@ -214,7 +214,7 @@ def exchange_reports(
     packed = _HEADER.pack(*own[:-1])
     each = []
     for raw in exchange_bytes(packed, link, tag):
-        report = RankReport._make([*_HEADER.unpack(raw), 0])
+        report = RankReport(*(*_HEADER.unpack(raw), 0))
         each.append(report._replace(state=BackwardState(report.state)))
     return RankReports(each, merged, False)
 

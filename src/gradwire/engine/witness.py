@@ -70,7 +70,7 @@ class Quality(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Run:
+class _SampledRun:
     """A few blocks of one tensor."""
 
     slot: Slot
@@ -90,7 +90,7 @@ class _Sample(NamedTuple):
 
     exchange: Exchange
     buffers: BucketBuffers
-    runs: list[_Run]
+    runs: list[_SampledRun]
 
 
 class Witness(Observer, LanesObserver):
@@ -108,7 +108,7 @@ class Witness(Observer, LanesObserver):
         self._numels: dict[int, int] = {}
         self._turn = 0
         self._sample: _Sample | None = None
-        self._runs: dict[Slot, list[_Run]] = {}
+        self._runs: dict[Slot, list[_SampledRun]] = {}
         self._next_step, self._spent_s = _EVERY, 0.0
         self._since = 0, time.perf_counter()
         """A step, and the moment of its end."""
@@ -223,7 +223,7 @@ class Witness(Observer, LanesObserver):
         return ""
 
 
-def _runs_of(buffers: BucketBuffers, phase: float) -> Iterator[_Run]:
+def _runs_of(buffers: BucketBuffers, phase: float) -> Iterator[_SampledRun]:
     """Runs of blocks, spread evenly over the elements whose gradients this rank encodes. phase: 0 to 1, moves all of them."""
     spans = list(_spans_of(buffers))
     total, granularity = sum(high - low for _, low, high, _ in spans), buffers.bucket.main_spec.granularity
@@ -235,7 +235,7 @@ def _runs_of(buffers: BucketBuffers, phase: float) -> Iterator[_Run]:
             first = max(ended, low + int(target - passed) // granularity * granularity)
             ended = min(high, first + length)
             if first < ended:
-                yield _Run(slot, first, ended, [each[first - low : ended - low] for each in state])
+                yield _SampledRun(slot, first, ended, [each[first - low : ended - low] for each in state])
             target += total / _RUNS
         passed += high - low
 
@@ -252,7 +252,7 @@ def _spans_of(buffers: BucketBuffers) -> Iterator[tuple[Slot, int, int, list[tor
                     yield slot, low - slot.offset, high - slot.offset, state
 
 
-def _segments_of(runs: Sequence[_Run], buffers: BucketBuffers, step: int) -> Segments:
+def _segments_of(runs: Sequence[_SampledRun], buffers: BucketBuffers, step: int) -> Segments:
     """The segments of the runs' elements, one run after another."""
     rows, at = [], 0
     for run in runs:
