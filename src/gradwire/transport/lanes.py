@@ -655,7 +655,7 @@ def _say_if_uneven(group: Group) -> None:
         )
 
 
-class Missing(NamedTuple):
+class AnswersToCall(NamedTuple):
     """The result of a roll call, by global rank."""
 
     silent: list[int]
@@ -711,7 +711,7 @@ class RollCall:
         # whatever a stranger wrote before is a line of its own
         store.append(self._PAGE, f"\n{rank} {signature}\n")
 
-    def missing(self, patience_s: float) -> "Missing":
+    def missing(self, patience_s: float) -> "AnswersToCall":
         """Ask who signed, until all did or the patience is over. When a rank said why it failed, nobody waits for others."""
         group = self._group
         signed: dict[int, str] = {}
@@ -729,7 +729,7 @@ class RollCall:
         self._ask(call, patience_s)
         silent = [number for rank, number in enumerate(group.global_ranks) if rank not in (*signed, group.rank)]
         told = {group.global_ranks[rank]: words for rank, words in _said(signed).items()}
-        return Missing(silent, told, bool(asked) or group.world_size == 1)
+        return AnswersToCall(silent, told, bool(asked) or group.world_size == 1)
 
     def _signatures(self, page: bytes) -> dict[int, str]:
         """The words that ranks of the group signed with, by rank. The first words of a rank that failed count."""
