@@ -40,7 +40,7 @@ def files(folder: Path) -> None:
 class FakeTestbed:
     """Runs no ranks; writes what they would have written."""
 
-    def __init__(self, nodes: int, ranks_per_node: int, inter: str | None, intra: str | None) -> None:
+    def __init__(self, nodes: int, ranks_per_node: int, inter: str | None, intra: str | None, *_: object) -> None:
         self.failed = inter == "1kbit"
 
     def __enter__(self) -> "FakeTestbed":

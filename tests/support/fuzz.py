@@ -83,7 +83,8 @@ rivals = st.builds(
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     plan = draw(plans())
-    ratios = dict.fromkeys(("sent_energy", "residual_norm", "error_norm"), st.none() | numbers)
+    measured = "exchange_us", "predicted_us", "sent_energy", "residual_norm", "error_norm"
+    ratios = dict.fromkeys(measured, st.none() | numbers)
     bucket = st.builds(BucketRecord, **dict.fromkeys(BucketRecord.__struct_fields__, counts) | ratios)
     step = st.builds(
         StepRecord,

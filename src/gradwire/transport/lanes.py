@@ -1,5 +1,6 @@
 """Lanes: links, each with the one thread that submits to it, and the failure that ended their work, if one did."""
 
+import atexit
 import base64
 import hashlib
 import logging
@@ -668,6 +669,16 @@ class AnswersToCall(NamedTuple):
 
 _HERE = "here"
 """The words of a rank that waited for others."""
+_CONNECTING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads that connect to a store. A thread in C++ would end the whole process with SIGABRT when the interpreter ends."""
+_LONGEST_AT_EXIT_S = 10.0
+
+
+@atexit.register
+def _end_connecting() -> None:
+    until = time.monotonic() + _LONGEST_AT_EXIT_S
+    for thread in list(_CONNECTING):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class RollCall:
@@ -687,6 +698,7 @@ class RollCall:
         self._store: Any = None
         self._is_closed = False
         self._connecting = threading.Thread(target=self._connect, args=(name,), name="gradwire-roll-call", daemon=True)
+        _CONNECTING.add(self._connecting)
         self._connecting.start()
 
     def _connect(self, name: str) -> None:

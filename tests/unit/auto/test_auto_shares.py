@@ -17,6 +17,7 @@ class MadeUpMoments:
 
     def __init__(self, *_: object) -> None:
         self.rows = [[70.0, 100.0], [80.0, 110.0]]
+        self.cpu_s = self.wall_s = 1.0
 
     def ended(self, *_: float) -> None: ...
 
@@ -42,11 +43,11 @@ def speeds(inputs: float, other: Callable[[list[float]], list[float]]) -> tuple[
 
 def test_speed_is_input_elements_over_the_time_until_the_last_gradient() -> None:
     assert speeds(50.0, lambda own: own) == (0.5, 0.5)
-    assert speeds(50.0, lambda own: [*own[:2], 200.0, 25.0, *own[4:]]) == (0.5, 0.125)
+    assert speeds(50.0, lambda own: [*own[:3], 200.0, 25.0, *own[5:]]) == (0.5, 0.125)
 
 
 def test_batches_that_nobody_saw_count_as_equal() -> None:
-    assert speeds(0.0, lambda own: [*own[:2], 200.0, 25.0, *own[4:]]) == (0.01, 0.005)
+    assert speeds(0.0, lambda own: [*own[:3], 200.0, 25.0, *own[5:]]) == (0.01, 0.005)
 
 
 @pytest.mark.parametrize(("shares", "words"), [((2 / 3, 1 / 3), "33 to 67 %"), ((0.51, 0.49), ""), ((), "")])

@@ -20,6 +20,7 @@ import gradwire as gw
 from gradwire.collectives import ShardedSum, schemes
 from gradwire.core import TensorInfo
 from gradwire.engine.buffers import BuffersBeside
+from gradwire.engine.torch_hooks import hooks
 from gradwire.exchange import Exchange, host_codec
 from gradwire.exchange.exchange import BOTH, GATHER, REDUCE
 from gradwire.exchange.host_codec import HostCodec, Staging
@@ -231,7 +232,23 @@ def staged(device: Device) -> None:
             )
 
 
-SCENARIOS = (whole_steps, narrow_residuals, gathers_later, gather_alone, on_a_lane, buffers_beside, offloaded, staged)
+def scale_of_a_scaler(device: Device) -> None:
+    """The scale of a GradScaler is copied to the host, which reads the copy."""
+    with lanes_of(device) as lanes:
+        scale = torch.ones(1)
+        copy = hooks._ScaleCopy(torch.empty(1), lanes.data[0].link.streams)
+        for _ in range(2):
+            scale.mul_(2)
+            copy.take(scale)
+            scale.mul_(2)  # the script goes on
+            with device.on_host():
+                copy.value()
+
+
+SCENARIOS = (
+    *(whole_steps, narrow_residuals, gathers_later, gather_alone),
+    *(on_a_lane, buffers_beside, offloaded, staged, scale_of_a_scaler),
+)
 
 
 @pytest.fixture(autouse=True)
