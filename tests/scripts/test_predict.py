@@ -41,6 +41,9 @@ class FakeTestbed:
     """Runs no ranks; writes what they would have written."""
 
     def __init__(self, nodes: int, ranks_per_node: int, inter: str | None, intra: str | None, *_: object) -> None:
+        self.failed = False
+
+    def set_inter(self, inter: str | None) -> None:
         self.failed = inter == "1kbit"
 
     def __enter__(self) -> "FakeTestbed":
