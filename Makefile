@@ -30,7 +30,7 @@ coverage: .venv/.dev
 test: .venv/.dev
 	$(PYTEST) -m "not slow" --durations=25
 
-# what `make test` leaves out, and more broken files; of a test with hundreds of cases that start ranks, twenty-five
+# what `make test` leaves out, and more broken files; of a test with hundreds of cases that start ranks, twelve
 test-slow: .venv/.dev
 	$(PYTEST) -m slow --durations=25
 	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) -k test_fuzz tests/unit

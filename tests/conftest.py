@@ -69,7 +69,7 @@ QUICK_CASES = {
 }
 """How many cases of a parametrized test `make test` runs at most, by folder. Other folders run all cases."""
 
-SLOW_CASES = 25
+SLOW_CASES = 12
 """How many of the others `make test-slow` runs at most, where a case starts ranks; `make test-all` runs all."""
 
 
