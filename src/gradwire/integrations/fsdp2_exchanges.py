@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -168,8 +167,8 @@ class ModuleExchanges:
     def stats(self) -> dict[str, ExchangeStats]:
         """Statistics of this rank's exchanges, by `gradients of MODULE`, `parameters of MODULE`; of a second buffer `... (2)`."""
         found = [(name, at, each) for name, p in self._packs.items() for at, each in enumerate(p.exchanges.values(), 1)]
-        stats = partial(of_one_phase) if self._job.one_phase else lambda each: each
-        return {name if at == 1 else f"{name} ({at})": stats(exchange.stats()) for name, at, exchange in found}
+        stats = {name if at == 1 else f"{name} ({at})": exchange.stats() for name, at, exchange in found}
+        return {name: of_one_phase(each) for name, each in stats.items()} if self._job.one_phase else stats
 
     def close(self) -> None:
         """End the threads. No backward may follow."""

@@ -723,7 +723,7 @@ class RollCall:
         # whatever a stranger wrote before is a line of its own
         store.append(self._PAGE, f"\n{rank} {signature}\n")
 
-    def missing(self, patience_s: float) -> "AnswersToCall":
+    def missing(self, patience_s: float) -> AnswersToCall:
         """Ask who signed, until all did or the patience is over. When a rank said why it failed, nobody waits for others."""
         group = self._group
         signed: dict[int, str] = {}
