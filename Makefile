@@ -35,9 +35,11 @@ test-slow: .venv/.dev
 	$(PYTEST) -m slow --durations=25
 	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) -k test_fuzz tests/unit
 
-# both in one run, which starts workers and collects tests once
+# both in one run, which starts workers and collects tests once. What fails beside other tests runs again alone: ranks that share
+# two processors with everything else miss limits of time now and then. What fails twice fails
 test-ci: .venv/.dev
-	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) --durations=40
+	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) --durations=40 || { [ $$? = 1 ] && echo "Again, alone:" \
+		&& $(PY) -m pytest --last-failed --last-failed-no-failures=none -rA; }
 
 # every case; most of an hour
 test-all: .venv/.dev

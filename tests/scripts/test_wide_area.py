@@ -45,8 +45,9 @@ def test_sites_need_a_network_and_nodes() -> None:
 
 
 def nearly(found: Found) -> bool:
-    """Whether it is as ordered, on a machine that does other things too."""
-    return not too_far(found) or (found.late > 0.01 and abs(found.error) < 0.3)
+    """Whether it is as ordered, on a machine that does other things too: they lengthen round trips, and delay the relay."""
+    longer = "round trip" in found.what and 0 < found.error < 0.3
+    return not too_far(found) or longer or (found.late > 0.01 and abs(found.error) < 0.3)
 
 
 @pytest.mark.network
