@@ -6,7 +6,7 @@ PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 # bytecode is kept: the tests and their workers would compile gradwire and themselves again in every process
 unexport PYTHONDONTWRITEBYTECODE
-PYTHONS := src tests benchmarks examples docs/conf.py docs/pictures/draw.py setup.py
+PYTHONS := src tests benchmarks examples docs/conf.py docs/notebooks/make.py docs/pictures/draw.py setup.py
 
 .PHONY: demo unit coverage test test-slow test-ci test-all check docs docs-links wheel bench soak fuzz fuzz-threads fmt clean
 demo: .venv/.demo

@@ -8,7 +8,7 @@ A comment before a block says what is done with it:
     <!-- run: 2 ranks -->       a `python` block is run on two ranks, with a new `model`, `optimizer`, `loader` and `train`
     <!-- output -->             each line of the block is a line that a block above it printed; numbers may be others
 
-Blocks of one page run in their order, in one folder. A block without a comment is shown only.
+Blocks of one page run in their order, in one folder, which has the repository's `examples`. A block without a comment is shown only.
 """
 
 import os
@@ -101,6 +101,7 @@ def run_page(interpreters: Interpreters, page: Path, folder: Path, emulates: boo
     """Run the blocks of a page in a folder. Returns what went wrong."""
     wrong: list[str] = []
     printed, skipped, waiting = "", False, list[str]()
+    (folder / "examples").symlink_to(ROOT / "examples")
     for block in [*blocks(page), Block("", "", "", "")]:
         ranks = block.mark == "run" and block.about == "2 ranks"
         if waiting and not ranks and block.mark != "output":

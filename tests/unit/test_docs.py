@@ -423,3 +423,34 @@ def test_commands_on_the_page_exist_with_their_options(page: Path) -> None:
         known = {"--help"} | {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         options = re.findall(r"(?<!\S)(--?[a-z][\w-]*)", rest.partition(" -- ")[0].partition("#")[0])
         assert [option for option in options if option not in known] == [], (name, rest)
+
+
+MOST_WORDS = 25
+GUIDES = [
+    ROOT / "README.md",
+    *sorted(page for part in ("tutorials", "how-to", "integrations") for page in (ROOT / "docs" / part).glob("*.md")),
+]
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a page's paragraphs and list items, without code, tables and headings."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(?:\||#|!).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "Code", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*>]|\d+\.)\s)", text):
+        plain = " ".join(paragraph.split()).replace("*", "")
+        yield from re.split(r"(?<=[.!?:])\s+(?=[A-Z])", plain)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_sentences_of_guides_are_short(page: Path) -> None:
+    long = [
+        sentence for sentence in sentences(page.read_text()) if len(re.findall(r"[\w'%./-]*\w[\w'%./-]*", sentence)) > MOST_WORDS
+    ]
+    assert not long
+
+
+def test_long_sentences_are_seen() -> None:
+    page = "# " + "a " * 30 + "\n\n- Short. " + "Word " * 30 + "\n\n| " + "cell " * 30 + "|\n"
+    assert [len(sentence.split()) > MOST_WORDS for sentence in sentences(page)].count(True) == 1
