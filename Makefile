@@ -35,9 +35,12 @@ test-slow: .venv/.dev
 	$(PYTEST) -m slow --durations=25
 	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) -k test_fuzz tests/unit
 
-# both in one run, which starts workers and collects tests once
+# for CI: the tests of both in one run, with fewer cases; then those that measure time, when nothing else runs
 test-ci: .venv/.dev
-	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) --durations=40
+	@failed=0; \
+	GRADWIRE_CI_CASES=1 GRADWIRE_FUZZ_EXAMPLES=60 $(PYTEST) -m "not timing and not thorough" --durations=40 || failed=1; \
+	$(PY) -m pytest -m timing --durations=10 || failed=1; \
+	exit $$failed
 
 # every case; most of an hour
 test-all: .venv/.dev
