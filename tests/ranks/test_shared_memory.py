@@ -383,6 +383,7 @@ def test_killed_ranks_leave_no_memory() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_hundred_killed_ranks_leave_no_memory() -> None:
     """Each survivor names a rank that was killed, in time. Two hundred in `make test-all`, else forty."""
     kill_often(50 if "GRADWIRE_ALL_CASES" in os.environ else 10, 10, ranks=5, seed=2)

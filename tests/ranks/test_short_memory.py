@@ -94,6 +94,7 @@ def test_some_lines(plan: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_line(plan: str) -> None:
     """Every one in `make test-all`, which takes a quarter of an hour."""
