@@ -16,6 +16,8 @@ demo: .venv/.demo
 # three on two cores: tests wait more than they compute
 WORKERS ?= 3
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# only after exit code 1, tests that failed: not where pytest was interrupted or could not begin
+AGAIN = { [ $$? = 1 ] && echo "Once more, alone:" && $(PY) -m pytest --last-failed --last-failed-no-failures=none -rA; }
 
 # one to three minutes: nothing but functions of one process
 unit: .venv/.dev
@@ -35,11 +37,15 @@ test-slow: .venv/.dev
 	$(PYTEST) -m slow --durations=25
 	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) -k test_fuzz tests/unit
 
-# both in one run, which starts workers and collects tests once. What fails beside other tests runs again alone: ranks that share
-# two processors with everything else miss limits of time now and then. What fails twice fails
+# for CI: the tests of both in one run, with fewer cases; then those that measure time, when nothing else runs. What fails runs once
+# more, alone: ranks that share two processors with other tests miss limits of time now and then. What fails twice fails
+test-ci: export GRADWIRE_CI_CASES = 1
+test-ci: export GRADWIRE_FUZZ_EXAMPLES = 60
 test-ci: .venv/.dev
-	GRADWIRE_FUZZ_EXAMPLES=150 $(PYTEST) --durations=40 || { [ $$? = 1 ] && echo "Again, alone:" \
-		&& $(PY) -m pytest --last-failed --last-failed-no-failures=none -rA; }
+	@failed=0; \
+	$(PYTEST) -m "not timing and not thorough" --durations=40 || $(AGAIN) || failed=1; \
+	$(PY) -m pytest -m timing --durations=10 || $(AGAIN) || failed=1; \
+	exit $$failed
 
 # every case; most of an hour
 test-all: .venv/.dev

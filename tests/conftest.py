@@ -49,14 +49,17 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 LONGEST_FIRST = (
     "test_soak", "test_doc_blocks", "test_bench_gpu", "test_bench_worker", "test_power_loss", "test_short_memory", "test_fsdp2",
+    "test_kernels_triton",
     "test_torch_tests", "test_docs_build", "test_testbed", "test_engine_residuals", "test_options_run", "test_auto_local",
     "test_exchange", "test_engine_equality", "test_auto_live", "test_auto_schedules", "test_auto_bits", "test_pipelined",
     "test_doctor", "test_examples", "test_bench_demo", "test_bench_schemes", "test_outside", "test_engine_faults",
     "test_scripts_interrupts", "test_engine_feedback", "test_damage", "test_engine_recovery", "test_delayed_scripts",
-    "test_kernels_triton_blocks", "test_predict", "test_local_kills", "test_structure", "test_scripts_compile",
-    "test_fuzz_formats", "test_phases",
+    "test_predict", "test_local_kills", "test_scripts_compile", "test_fuzz_formats", "test_phases",
 )  # fmt: skip
 """Files that take longest, or wait most. A worker that took one of them up last would leave the others idle."""
+
+WITH_TRITON = ("test_kernels_triton", "test_kernels_local_update")
+"""How the names of files begin that use the fixtures `interpreter` and `compiler`."""
 
 QUICK_CASES = {
     "ranks": 3,
@@ -72,15 +75,29 @@ QUICK_CASES = {
 SLOW_CASES = 12
 """How many of the others `make test-slow` runs at most, where a case starts ranks; `make test-all` runs all."""
 
+CI_CASES = {
+    "ranks": 6,
+    "integrations": 6,
+    "scripts": 5,
+    "kernels": 24,
+    "compressors": 75,
+    "costs": 75,
+    "planner": 60,
+}
+"""How many cases of a parametrized test `make test-ci` runs at most: those of `make test`, and some of the others."""
 
 _SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
+_TIMING = re.compile(r"pytest\.mark\.timing\b")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files of slow tests alone where no slow test runs: to load the frameworks that they import takes seconds."""
-    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
-        return bool(_SLOW_FILE.search(collection_path.read_text(encoding="utf-8"))) or None
-    return None
+    """Leave files alone of which no test runs: to load what they import takes seconds."""
+    marks = config.option.markexpr
+    if collection_path.suffix != ".py" or not marks.startswith(("not slow", "timing")):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    runs = _TIMING.search(text) if marks.startswith("timing") else not _SLOW_FILE.search(text)
+    return None if runs else True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -107,24 +124,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases[str(item.path), item.originalname].append(item)
     left = config.stash.setdefault(_SAMPLED, {})
     for of_one_test in cases.values():
-        slow = sorted(set(of_one_test) - sample(of_one_test), key=_chance)
+        folder = of_one_test[0].path.parent.name
+        slow = sorted(set(of_one_test) - sample(of_one_test, QUICK_CASES[folder]), key=_chance)
+        out = left_out_of(slow, of_one_test, folder)
         if slow:
-            folder = slow[0].path.parent.name
-            tests, kept, total = left.get(folder, (0, 0, 0))
-            left[folder] = tests + 1, kept + len(of_one_test) - len(slow), total + len(of_one_test)
+            tests, quick, run, total = left.get(folder, (0, 0, 0, 0))
+            count = len(of_one_test)
+            left[folder] = tests + 1, quick + count - len(slow), run + count - len(out), total + count
         for item in slow:
             item.add_marker("slow")
-        if slow and slow[0].path.parent.name == "ranks" and "GRADWIRE_ALL_CASES" not in os.environ:
-            left_out += slow[SLOW_CASES:]
+        left_out += out
     config.hook.pytest_deselected(items=left_out)
-    out = set(left_out)
-    items[:] = [item for item in items if item not in out]
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
     place = {name: at for at, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
-_SAMPLED = pytest.StashKey[dict[str, tuple[int, int, int]]]()
-"""By folder: the tests with more cases than `make test` runs, how many cases it runs of them, and how many there are."""
+def left_out_of(slow: list[pytest.Function], cases: list[pytest.Function], folder: str) -> list[pytest.Function]:
+    """The slow cases of a test that neither `make test-slow` runs, nor `make test-ci` if that is what runs now."""
+    if "GRADWIRE_ALL_CASES" in os.environ:
+        return []
+    if _IS_CI:
+        first = sample(cases, CI_CASES[folder])
+        more = CI_CASES[folder] - (len(cases) - len(slow))
+        return sorted(slow, key=lambda case: case not in first)[max(0, more) :]
+    return slow[SLOW_CASES:] if folder == "ranks" else []
+
+
+_IS_CI = "GRADWIRE_CI_CASES" in os.environ
+
+_SAMPLED = pytest.StashKey[dict[str, tuple[int, int, int, int]]]()
+"""By folder: how many tests have more cases than `make test` runs, how many cases it runs of them, how many `make test-slow` or
+`make test-ci` run with them, and how many there are."""
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -134,10 +166,23 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 class Workers:
-    """Receives what workers of pytest-xdist sampled; every worker samples alike."""
+    """Tells workers of pytest-xdist what to run, and receives what they sampled; every worker samples alike."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Give all files that need the processes of `triton_processes` to one worker: the processes take seconds to start."""
+        if config.getvalue("dist") != "loadfile":
+            return None
+        from xdist.scheduler import LoadFileScheduling
+
+        class ByProcesses(LoadFileScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                file = super()._split_scope(nodeid)
+                return "tests of Triton" if Path(file).stem.startswith(WITH_TRITON) else file
+
+        return ByProcesses(config, log)
 
     def pytest_testnodedown(self, node: Any) -> None:
         self._config.stash[_SAMPLED] = getattr(node, "workeroutput", {}).get("sampled", {})
@@ -151,20 +196,25 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say which folders' cases are a sample, so that a green run is not taken for all cases."""
     sampled = config.stash.get(_SAMPLED, {})
-    if sampled and "GRADWIRE_ALL_CASES" not in os.environ:
+    if sampled and "GRADWIRE_ALL_CASES" not in os.environ and not config.option.markexpr.startswith("timing"):
         terminalreporter.section("sampled cases")
-        for folder, (tests, kept, total) in sorted(sampled.items()):
-            terminalreporter.write_line(f"{folder}: `make test` runs {kept} of {total} cases of {tests} tests")
-        terminalreporter.write_line("`make test-slow` runs more of them, `make test-all` every case.")
+        with_slow = "`make test-ci`" if _IS_CI else "with `make test-slow`"
+        for folder, (tests, quick, run, total) in sorted(sampled.items()):
+            terminalreporter.write_line(
+                f"{folder}: of {total} cases of {tests} tests `make test` runs {quick}, {with_slow} {run}"
+            )
+        if "not thorough" in config.option.markexpr:
+            terminalreporter.write_line("Tests with the mark `thorough` run in `make test-slow`.")
+        terminalreporter.write_line("`make test-all` runs every case.")
 
 
-def sample(cases: list[pytest.Function]) -> set[pytest.Function]:
-    """Cases in which every value of every parameter occurs, as far as the folder's number allows; the same in every run."""
+def sample(cases: list[pytest.Function], most: int) -> set[pytest.Function]:
+    """At most so many cases, in which every value of every parameter occurs if they suffice; the same in every run."""
     kept: set[pytest.Function] = set()
     seen: set[tuple[str, int]] = set()
     for case in sorted(cases, key=_chance):
         values = {(name, id(value)) for name, value in case.callspec.params.items()}
-        if not values <= seen and len(kept) < QUICK_CASES[case.path.parent.name]:
+        if not values <= seen and len(kept) < most:
             kept.add(case)
             seen |= values
     return kept

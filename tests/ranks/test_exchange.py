@@ -85,7 +85,7 @@ def both_ways(spec: gw.Spec) -> dict[str, tuple[list[str], list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.thorough])])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.id)
 def test_the_bits_are_those_of_parallelize(threads: Threads, spec: gw.Spec, ranks: int) -> None:
     first, *others = threads.run(ranks, both_ways, spec, deadline_s=240.0)

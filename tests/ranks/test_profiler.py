@@ -149,6 +149,7 @@ def test_ranks_that_share_a_processor_are_found(worlds: Worlds) -> None:
     assert found[0] is not None and 0 < found[0] < 1.9, "1 processor, or less where others use it"
 
 
+@pytest.mark.timing
 def test_a_profile_of_a_training_loop(worlds: Worlds, tmp_path: Path) -> None:
     first, second = worlds.run(2, profiled, str(tmp_path / "out"), 5, [gw.TopK(0.01)])
     assert first[4] and second[4], "a profiled run learns the same, bit for bit"

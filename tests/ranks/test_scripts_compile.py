@@ -176,7 +176,7 @@ def whole_and_blocks() -> list[tuple[float, list[str]]]:
     found = []
     for whole in (True, False):
         torch._dynamo.reset()
-        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
         handle = gw.parallelize(model, plan=gw.Identity())
         if whole:
             model.compile(backend=EAGER)
@@ -190,6 +190,7 @@ def whole_and_blocks() -> list[tuple[float, list[str]]]:
     return found
 
 
+@pytest.mark.timing
 def test_a_model_compiled_as_a_whole_is_told_what_it_costs(worlds: Worlds) -> None:
     for (whole, told), (blocks, nothing) in worlds.run(2, whole_and_blocks):
         assert whole > blocks > 0

@@ -285,7 +285,7 @@ def wait_and_break_off() -> tuple[str, float, float]:
 def test_a_wait_takes_no_processor_and_another_thread_can_end_it(worlds: Worlds) -> None:
     (words, told_after_s, busy_s), _ = worlds.run(2, wait_and_break_off)
     assert "rank 0 waited for bucket 0" in words
-    assert told_after_s < 5.0 and busy_s < 0.5
+    assert told_after_s < 20.0 and busy_s < 0.5
 
 
 # ---- nothing is left
@@ -329,7 +329,7 @@ def trained_until_killed(plan: Any, after_s: dict[int, float]) -> Survivor:
         threading.Timer(after_s[rank], lambda: os.kill(parent, signal.SIGKILL)).start()
     began = first = time.monotonic()
     try:
-        while began - first < 15:
+        while began - first < 30:
             began = time.monotonic()
             model(gradients).backward()
             optimizer.step()
@@ -383,6 +383,7 @@ def test_killed_ranks_leave_no_memory() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_hundred_killed_ranks_leave_no_memory() -> None:
     """Each survivor names a rank that was killed, in time. Two hundred in `make test-all`, else forty."""
     kill_often(50 if "GRADWIRE_ALL_CASES" in os.environ else 10, 10, ranks=5, seed=2)

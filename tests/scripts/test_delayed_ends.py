@@ -287,7 +287,7 @@ def die(victim: int) -> list[str]:
             use()
         except gw.GradwireError as error:
             told.append(f"{type(error).__name__}: {error}")
-    assert time.monotonic() - started < TIMEOUT_S + 4
+    assert time.monotonic() - started < TIMEOUT_S + 15
     kept = digest(run.model.state_dict().values())  # an emergency checkpoint of the last step that counted
     run.handle.detach()
     assert before and kept

@@ -78,10 +78,10 @@ def test_a_script_ends_by_itself(interpreters: Interpreters, tmp_path: Path, end
             assert rank.stdout.readline() == "done\n" or pytest.fail(rank.communicate(timeout=30)[1])
         started = time.monotonic()
         for rank in ranks:
-            _, stderr = rank.communicate(timeout=30)
+            _, stderr = rank.communicate(timeout=60)
             assert rank.returncode == 0, stderr
             assert "Error" not in stderr
-        assert time.monotonic() - started < 20  # also on a busy machine; nobody waits for a timeout
+        assert time.monotonic() - started < 40  # also on a busy machine; nobody waits for a timeout
 
 
 def test_an_exception_in_backward_ends_the_script(interpreters: Interpreters, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_ctrl_c_ends_a_rank_that_waits_in_backward(interpreters: Interpreters, t
         time.sleep(1)
         waiting.send_signal(signal.SIGINT)
         started = time.monotonic()
-        _, stderr = waiting.communicate(timeout=30)
-        assert time.monotonic() - started < 10
+        _, stderr = waiting.communicate(timeout=60)
+        assert time.monotonic() - started < 30
         assert "KeyboardInterrupt" in stderr
         assert waiting.returncode in (1, -signal.SIGINT, 130)

@@ -176,7 +176,7 @@ def test_a_rank_that_dies_before_its_gathers_is_named_by_the_others() -> None:
             assert all(words == outcome.value[0][0] for words, _ in outcome.value)
             words, seconds = outcome.value[0]
             assert words.startswith("CommunicationError") and "allgather" in words
-            assert seconds < TIMEOUT_S + 4
+            assert seconds < TIMEOUT_S + 15
 
 
 def drop_after_a_step(schedule: gw.Pipelined, victim: int | None) -> tuple[list[bool], str]:

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.network
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SOURCE = SUPPORT.parents[1] / "src"
 RANKS = 3
-FOUND_S = 12.0
-"""What is promised; the group's timeout is 60 s."""
+FOUND_S, ROOM_S = 12.0, 10.0
+"""What is promised, and what more a test that runs with others allows; the group's timeout is 60 s."""
 BUSY_S = 11.0
 """What rank 0 computes in the scenario "alone", and hears of nothing meanwhile."""
 
@@ -67,12 +67,12 @@ class Training:
             self.ends[scenario][rank] = words
 
 
-def expect_named(training: Training, scenario: str, victim: int) -> None:
+def expect_named(training: Training, scenario: str, victim: int, within_s: float) -> None:
     told = training.told[scenario]
     assert sorted(told) == list(range(RANKS)), training.lines
     for rank, (seconds, words) in told.items():
         alone = scenario == "alone" and rank == 0
-        assert seconds < FOUND_S + (BUSY_S if alone else 0), (scenario, rank, seconds, words)
+        assert seconds < within_s + (BUSY_S if alone else 0), (scenario, rank, seconds, words)
         if rank == victim:
             others = ", ".join(str(other) for other in range(RANKS) if other != victim)
             assert f"ranks {others} did not answer, nor did the kernel" in words
@@ -80,8 +80,9 @@ def expect_named(training: Training, scenario: str, victim: int) -> None:
             assert f"rank {victim} did not answer, nor did the kernel" in words, words
 
 
+@pytest.mark.timing
 def test_a_machine_without_power_is_found_in_an_exchange(cluster: EmulatedCluster) -> None:
-    expect_named(Training(cluster, {"wires": 2}), "wires", 2)
+    expect_named(Training(cluster, {"wires": 2}), "wires", 2, FOUND_S)
 
 
 @pytest.mark.slow
@@ -94,7 +95,7 @@ def test_a_machine_without_power_is_found_in_all_schedules(cluster: EmulatedClus
     """Also where gloo carries gradients, and where a rank computes; and where the machine is the store's host."""
     training = Training(cluster, victims)
     for scenario, victim in victims.items():
-        expect_named(training, scenario, victim)
+        expect_named(training, scenario, victim, FOUND_S + ROOM_S)
 
 
 @pytest.mark.slow

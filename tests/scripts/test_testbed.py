@@ -169,14 +169,18 @@ def test_output_is_whole_and_prefixed(clean: None, script: Script, capfd: pytest
 def test_the_first_failure_ends_the_run(clean: None, script: Script, caplog: pytest.LogCaptureFixture) -> None:
     argv = script("""
         import os, sys, time
+        runs = f"{sys.argv[0]}.runs"
         if os.environ["RANK"] == "1":
+            while not os.path.exists(runs):
+                time.sleep(0.01)
             sys.exit(7)
+        open(runs, "w").close()
         time.sleep(0.3)
         print("I saw it too")
         time.sleep(60)
     """)
     with caplog.at_level(logging.WARNING, "gradwire.testbed"), EmulatedCluster(2) as cluster:
-        cluster.grace = Grace(after_failure=1.5, after_signal=2.0)
+        cluster.grace = Grace(after_failure=3.0, after_signal=2.0)
         code, lines = gather(cluster, argv)
     assert code == 7
     assert lines == [(0, "stdout", "I saw it too")]

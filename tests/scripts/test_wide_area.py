@@ -50,6 +50,7 @@ def nearly(found: Found) -> bool:
     return not too_far(found) or longer or (found.late > 0.01 and abs(found.error) < 0.3)
 
 
+@pytest.mark.timing
 @pytest.mark.network
 def test_a_round_trip_takes_its_time(clean: None) -> None:
     assert nearly(found := measured("40ms")), found

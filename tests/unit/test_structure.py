@@ -4,9 +4,11 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,15 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def by_kind(tree: ast.AST) -> defaultdict[type[ast.AST], list[Any]]:
+    """All nodes of a tree by their class: each tree is walked once, for all rules."""
+    found: defaultdict[type[ast.AST], list[Any]] = defaultdict(list)
+    for node in ast.walk(tree):
+        found[type(node)].append(node)
+    return found
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(SRC).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -78,23 +89,26 @@ def is_type_checking(node: ast.AST) -> bool:
     )
 
 
-def nodes(tree: ast.AST, *, functions: bool = True) -> Iterator[ast.AST]:
-    """All nodes that run: not the bodies of `if TYPE_CHECKING`, and those of functions only if asked."""
+def statements(tree: ast.AST, *, functions: bool = True) -> Iterator[ast.stmt]:
+    """All statements that run: not the bodies of `if TYPE_CHECKING`, and those of functions only if asked."""
     for child in ast.iter_child_nodes(tree):
         if is_type_checking(child):
             assert isinstance(child, ast.If)
             for other in child.orelse:
                 yield other
-                yield from nodes(other, functions=functions)
-        elif functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield child
-            yield from nodes(child, functions=functions)
+                yield from statements(other, functions=functions)
+        elif isinstance(child, ast.stmt):
+            if functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield child
+                yield from statements(child, functions=functions)
+        elif isinstance(child, (ast.ExceptHandler, ast.match_case)):
+            yield from statements(child, functions=functions)
 
 
 def imported(path: Path, *, functions: bool = True) -> set[str]:
     """Full names of the modules that a file imports; of `from a import b` both a and, if it is a module, a.b."""
     found: set[str] = set()
-    for node in nodes(parsed(path), functions=functions):
+    for node in statements(parsed(path), functions=functions):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -129,12 +143,14 @@ def within(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) in FORBIDDEN])
-def test_rooms_import_only_what_they_may(module: str) -> None:
-    wrong = {
-        name: f"imported by {importer}" for name, importer in reached(module).items() if within(name, FORBIDDEN[room_of(module)])
-    }
-    assert not wrong, f"{module} reaches {wrong}"
+def test_rooms_import_only_what_they_may() -> None:
+    wrong = [
+        f"{module} reaches {name}, imported by {importer}"
+        for module in MODULES
+        for name, importer in reached(module).items()
+        if within(name, FORBIDDEN.get(room_of(module), ()))
+    ]
+    assert not wrong
 
 
 OWN_FACES = (
@@ -156,12 +172,8 @@ OWN_FACES = (
 def test_a_package_is_entered_through_its_face() -> None:
     wrong = []
     for module, path in MODULES.items():
-        for node in ast.walk(parsed(path)):
-            if (
-                not isinstance(node, ast.ImportFrom)
-                or node.module not in MODULES
-                or room_of(node.module) in ("", room_of(module))
-            ):
+        for node in by_kind(parsed(path))[ast.ImportFrom]:
+            if node.module not in MODULES or room_of(node.module) in ("", room_of(module)):
                 continue
             shown = all_of(parse(node.module)) if node.module.count(".") == 1 else []
             for alias in node.names:
@@ -195,8 +207,8 @@ def file_circles() -> list[set[str]]:
 def typed_imports(module: str) -> set[str]:
     """The modules that a file names in any import, those for types included."""
     found: set[str] = set()
-    for node in ast.walk(parsed(MODULES[module])):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
+    for node in by_kind(parse(module))[ast.ImportFrom]:
+        if node.module is not None:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found & MODULES.keys()
 
@@ -249,9 +261,8 @@ def classes() -> dict[str, list[str]]:
     """The modules of each class name; private ones too."""
     found: dict[str, list[str]] = {}
     for module, path in MODULES.items():
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name.lstrip("_"), []).append(module)
+        for node in by_kind(parsed(path))[ast.ClassDef]:
+            found.setdefault(node.name.lstrip("_"), []).append(module)
     return found
 
 
@@ -268,9 +279,10 @@ def test_integrations_are_thin() -> None:
 
 def own_names(tree: ast.AST) -> set[str]:
     """Private names that a module defines, as attributes, methods, functions or variables."""
-    names = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    return names | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    kinds = by_kind(tree)
+    names = {node.name for node in [*kinds[ast.FunctionDef], *kinds[ast.ClassDef]]}
+    names |= {node.attr for node in kinds[ast.Attribute] if isinstance(node.ctx, ast.Store)}
+    return names | {node.id for node in kinds[ast.Name] if isinstance(node.ctx, ast.Store)}
 
 
 def test_no_private_attribute_of_another_package_is_used() -> None:
@@ -280,8 +292,8 @@ def test_no_private_attribute_of_another_package_is_used() -> None:
         defined.setdefault(room_of(module), set()).update(name for name in own_names(tree) if name.startswith("_"))
     wrong = []
     for module, tree in trees.items():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+        for node in by_kind(tree)[ast.Attribute]:
+            if not node.attr.startswith("_") or node.attr.startswith("__"):
                 continue
             if node.attr in ("_replace", "_asdict", "_fields", "_exit"):  # public names of tuples and of os
                 continue
@@ -299,10 +311,8 @@ def reaches_into_exchanges(tree: ast.AST) -> list[int]:
     """The lines that ask a variable or attribute with the name of an exchange for a part of its inside."""
     return [
         node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and node.attr in INSIDE
-        and getattr(node.value, "attr", getattr(node.value, "id", "")) in HOLDS_AN_EXCHANGE
+        for node in by_kind(tree)[ast.Attribute]
+        if node.attr in INSIDE and getattr(node.value, "attr", getattr(node.value, "id", "")) in HOLDS_AN_EXCHANGE
     ]
 
 
@@ -338,8 +348,8 @@ def test_what_a_schedule_is_like_is_asked_of_it() -> None:
     for module, path in MODULES.items():
         if within(module, ("gradwire.core", "gradwire.engine.schedules")):
             continue
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
+        for node in by_kind(parsed(path))[ast.Call]:
+            if isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
                 named = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
                 if named & set(SCHEDULES):
                     wrong.append(f"{module}:{node.lineno}")
@@ -352,8 +362,8 @@ def test_nothing_imports_what_a_wheel_does_not_have() -> None:
     named = {
         f"{module}:{node.lineno}"
         for module, path in MODULES.items()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(".")[0] == "benchmarks"
+        for node in by_kind(parsed(path))[ast.Constant]
+        if isinstance(node.value, str) and node.value.split(".")[0] == "benchmarks"
     }
     assert not named
 
@@ -368,22 +378,23 @@ def test_the_walk_sees_what_python_does() -> None:
     assert "gradwire.errors" in reached("gradwire.plan.policy")
     assert "gradwire" in reached("gradwire.core.specs")
     code = "if TYPE_CHECKING:\n import a\nelse:\n import b\ndef f():\n import c\nif True:\n import d\n"
-    names = [node.names[0].name for node in nodes(ast.parse(code)) if isinstance(node, ast.Import)]
+    names = [node.names[0].name for node in statements(ast.parse(code)) if isinstance(node, ast.Import)]
     assert names == ["b", "c", "d"]
-    shallow = [node.names[0].name for node in nodes(ast.parse(code), functions=False) if isinstance(node, ast.Import)]
+    shallow = [node.names[0].name for node in statements(ast.parse(code), functions=False) if isinstance(node, ast.Import)]
     assert shallow == ["b", "d"]
 
 
 def bound_names(tree: ast.Module) -> set[str]:
     """Names that a module's top level binds."""
     names: set[str] = set()
-    for node in nodes(tree, functions=False):
+    for node in statements(tree, functions=False):
         if isinstance(node, ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
+        for part in ast.iter_child_nodes(node):
+            if not isinstance(part, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+                names |= {each.id for each in ast.walk(part) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
     return names | {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
 
 
@@ -410,16 +421,19 @@ def parse(module: str) -> ast.Module:
     return parsed(MODULES[module])
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_public_modules_say_what_is_public(module: str) -> None:
-    tree = parse(module)
-    names, listed = bound_names(tree), all_of(tree)
-    if listed is None:
-        assert not names or is_internal(module), f"{module} has no __all__"
-        return
-    assert len(set(listed)) == len(listed)
-    if "__getattr__" not in names:
-        assert set(listed) <= names, f"{module}.__all__ names what it does not have: {set(listed) - names}"
+def test_public_modules_say_what_is_public() -> None:
+    wrong = []
+    for module in MODULES:
+        tree = parse(module)
+        names, listed = bound_names(tree), all_of(tree)
+        if listed is None:
+            wrong += [f"{module} has no __all__"] if names and not is_internal(module) else []
+            continue
+        if len(set(listed)) < len(listed):
+            wrong.append(f"{module}.__all__ has a name twice")
+        if "__getattr__" not in names and not set(listed) <= names:
+            wrong.append(f"{module}.__all__ names what it does not have: {set(listed) - names}")
+    assert not wrong
 
 
 def isort_key(name: str) -> tuple[int, str]:
@@ -442,9 +456,9 @@ def test_dir_shows_the_public_names_and_nothing_else() -> None:
     assert set(python(code).split()) == {name for name in gradwire.__all__ if not name.startswith("_")}
 
 
-def python(code: str) -> str:
+def python(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -456,27 +470,26 @@ def python(code: str) -> str:
 
 HEAVY = ("torch", "numpy", "triton", "typer", "rich", "sklearn", "matplotlib")
 
+# what may not be loaded when these modules are, and those above them
+LIGHT: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("gradwire", "gradwire.errors"): (*HEAVY, "msgspec"),
+    (
+        *("gradwire.core", "gradwire.costs", "gradwire.planner", "gradwire.sim.timeline"),
+        *("gradwire.record.run", "gradwire.report.page", "gradwire.report.pictures"),
+    ): HEAVY,
+    ("gradwire.testbed",): TORCH,
+    ("gradwire.api",): FRAMEWORKS,
+}
 
-@pytest.mark.parametrize(
-    ("module", "unloaded"),
-    [
-        ("gradwire", (*HEAVY, "msgspec")),
-        ("gradwire.errors", (*HEAVY, "msgspec")),
-        ("gradwire.core", HEAVY),
-        ("gradwire.costs", HEAVY),
-        ("gradwire.planner", HEAVY),
-        ("gradwire.sim.timeline", HEAVY),
-        ("gradwire.record.run", HEAVY),
-        ("gradwire.report.page", HEAVY),
-        ("gradwire.report.pictures", HEAVY),
-        ("gradwire.testbed", TORCH),
-        ("gradwire.api", FRAMEWORKS),
-    ],
-)
-def test_light_imports_stay_light(module: str, unloaded: tuple[str, ...]) -> None:
-    loaded = python(f"import sys, {module}; print(*sys.modules)").split()
-    assert module in loaded
-    assert {name for name in loaded if within(name, unloaded)} == set()
+
+def test_light_imports_stay_light() -> None:
+    modules = [module for group in LIGHT for module in group]
+    code = "import importlib, sys\nfor module in sys.argv[1:]:\n importlib.import_module(module)\n print(*sys.modules)"
+    loaded = dict(zip(modules, python(code, *modules).splitlines(), strict=True))
+    for group, unloaded in LIGHT.items():
+        for module in group:
+            assert module in loaded[module].split()
+            assert [name for name in loaded[module].split() if within(name, unloaded)] == [], f"{module} loads them"
 
 
 # room of tests -> modules of tests/support that no file there may import
@@ -490,13 +503,13 @@ TEST_ROOMS = {
 }
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.stem)
-def test_tests_are_in_their_rooms(path: Path) -> None:
-    room, *packages = path.relative_to(ROOT / "tests").parts[:-1]
-    assert room in TEST_ROOMS
-    assert not imported(path) & TEST_ROOMS[room], "this starts processes: move the file"
-    if room == "unit" and packages:
-        assert packages[0] in {room_of(name) for name in MODULES}
+def test_tests_are_in_their_rooms() -> None:
+    rooms = {room_of(name) for name in MODULES}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        room, *packages = path.relative_to(ROOT / "tests").parts[:-1]
+        assert room in TEST_ROOMS, path
+        assert not imported(path) & TEST_ROOMS[room], f"{path} starts processes: move the file"
+        assert room != "unit" or not packages or packages[0] in rooms, path
 
 
 def test_no_two_files_of_tests_have_one_name() -> None:
@@ -557,16 +570,24 @@ def called(tree: ast.AST) -> list[tuple[str, ast.Call]]:
     """Every call, with the dotted name of what is called, import aliases resolved."""
     found = []
     real: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            real |= {alias.asname: alias.name for alias in node.names if alias.asname}
-        elif isinstance(node, ast.ImportFrom):
-            real |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            first, _, rest = ast.unparse(node.func).partition(".")
-            found.append((real.get(first, first) + (rest and "." + rest), node))
+    for node in by_kind(tree)[ast.Import]:
+        real |= {alias.asname: alias.name for alias in node.names if alias.asname}
+    for node in by_kind(tree)[ast.ImportFrom]:
+        real |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in by_kind(tree)[ast.Call]:
+        first, _, rest = dotted(node.func).partition(".")
+        found.append((real.get(first, first) + (rest and "." + rest), node))
     return found
+
+
+def dotted(function: ast.expr) -> str:
+    """The text of what is called. Names with dots, which most are, need no unparsing."""
+    names: list[str] = []
+    node = function
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return ".".join([node.id if isinstance(node, ast.Name) else ast.unparse(node), *names])
 
 
 def is_one_of(name: str, names: set[str]) -> bool:
@@ -600,16 +621,19 @@ def writing(tree: ast.AST) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_is_unpickled(module: str) -> None:
+def test_nothing_is_unpickled() -> None:
     """What comes from the wire or a file is read as the format that it should be, and runs nothing."""
-    assert unpickling(parse(module)) == []
+    assert [f"{module}: {each}" for module in MODULES for each in unpickling(parse(module))] == []
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name not in MAY_WRITE])
-def test_files_are_written_by_the_one_helper(module: str) -> None:
+def test_files_are_written_by_the_one_helper() -> None:
     into_memory = {"gradwire.report.pictures": "savefig", "gradwire.integrations.handles": "torch.save"}
-    wrong = [each for each in writing(parse(module)) if into_memory.get(module, "\n") not in each]
+    wrong = [
+        f"{module}: {each}"
+        for module in MODULES.keys() - MAY_WRITE
+        for each in writing(parse(module))
+        if into_memory.get(module, "\n") not in each
+    ]
     assert wrong == [], "write_whole of gradwire.core.files leaves no half-written file"
 
 

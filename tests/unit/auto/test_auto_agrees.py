@@ -220,5 +220,6 @@ def test_ranks_with_different_clocks_decide_alike(made_up: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_ranks_with_different_clocks_decide_alike_a_thousand_times(made_up: None) -> None:
     check(range(1000, 2000))

@@ -168,7 +168,7 @@ def test_a_peer_that_is_gone_silent_or_shut_down_is_named(wires: Wires) -> None:
         time.sleep(0.1)
         waiting.shut_down()
         with pytest.raises(LinkError):
-            running.result(timeout=5)
+            running.result(timeout=30)
 
 
 def test_a_kernel_that_refuses_ends_the_list(wires: Wires) -> None:
@@ -319,7 +319,7 @@ def test_elements_wait_for_their_turn(options: dict[str, bool]) -> None:
         time.sleep(0.5)
         assert not running.done() and time.process_time() - began < 0.1
         connected[0].run(senders[0], Meter())
-        running.result(timeout=5)
+        running.result(timeout=30)
     assert total.item() == 2.0**24  # of ones first it would be 2 more
     for wire in connected:
         wire.close()

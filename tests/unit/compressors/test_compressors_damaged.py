@@ -65,6 +65,7 @@ def test_a_wire_notices_flips(spec: Spec) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ kernels")
 def test_a_wire_notices_100_000_flips() -> None:
     assert sum(flips_that_are_missed(spec, -(-100_000 // len(SENT))) for spec in SENT) == 0

@@ -30,7 +30,7 @@ class Rank:
 @pytest.fixture
 def store() -> dist.Store:
     found = dist.HashStore()
-    found.set_timeout(timedelta(seconds=5))
+    found.set_timeout(timedelta(seconds=60))
     return found
 
 
@@ -76,4 +76,4 @@ def test_a_rank_that_goes_on_while_another_looks_keeps_nobody_waiting(store: dis
     began = time.monotonic()
     assert first.step() is None
     # with keys that are deleted, `get` waited here until the store's timeout
-    assert time.monotonic() - began < 4 and not first.steps._told
+    assert time.monotonic() - began < 30 and not first.steps._told

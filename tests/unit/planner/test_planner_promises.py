@@ -29,6 +29,7 @@ def test_promises_hold_of_random_jobs(first):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", range(10_000, 11_000, 100))
 def test_promises_hold_of_many_random_jobs(first):
     assert not check_many(first, 100)["counterexamples"]
