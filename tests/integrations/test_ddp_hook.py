@@ -16,6 +16,7 @@ from beside_ddp import batch, everything, normalised, plain, sgd
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from worlds import Given, World, Worlds, digest, seeded
 
 import gradwire as gw
@@ -80,6 +81,18 @@ class Sparse(nn.Module):
         return self.dense(self.sparse((inputs.abs() * 20).long().clamp(max=49)))  # type: ignore[no-any-return]
 
 
+class EndsInCheckpoint(nn.Module):
+    """Recomputes its last layers in backward once `recomputes` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest, self.recomputes = nn.Linear(6, 6), plain(), False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = self.first(inputs).tanh()
+        return checkpoint(self.rest, inputs, use_reentrant=True) if self.recomputes else self.rest(inputs)
+
+
 def convolutional() -> nn.Sequential:
     layers = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Conv2d(4, 3, 1), nn.Flatten())
     return layers.to(memory_format=torch.channels_last)
@@ -134,6 +147,14 @@ def unclipped(run: DistributedDataParallel, _: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+def recomputes_later(run: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(5):
+        optimizer.zero_grad()
+        run.module.recomputes = step >= 3
+        run(batch(step)).square().mean().backward()
+        optimizer.step()
+
+
 Loop = Callable[[DistributedDataParallel, torch.optim.Optimizer], None]
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Loop, dict[str, Any]]] = {
@@ -153,6 +174,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loop, dict[str, Any]]] = {
     "channels last": (convolutional, ordinary, {}),
     "frozen": (frozen, ordinary, {}),
     "sparse": (Sparse, unclipped, {}),
+    "reentrant later": (EndsInCheckpoint, recomputes_later, {}),
     "sparse alone": (lambda: Sparse(alone=True), unclipped, {}),
 }
 

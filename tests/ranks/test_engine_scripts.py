@@ -1,6 +1,7 @@
 """Ordinary training scripts under an identity plan end with plain DDP's numbers, bit for bit on two ranks."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -386,6 +387,74 @@ def resumed_with_checkpoints() -> int:
 
 def test_reentrant_checkpointing_in_a_resumed_run(worlds: Worlds) -> None:
     assert worlds.run(2, resumed_with_checkpoints) == [2, 2]
+
+
+class EndsInCheckpoint(nn.Module):
+    """Recomputes its last layers in backward once `recomputes` is set. Then the first gradient is that of an inner backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.recomputes = False
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(x).tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        return checkpoint(self.end, x, use_reentrant=True) if self.recomputes else self.end(x)
+
+
+def recomputes_later(script: Script) -> None:
+    for step in range(6):
+        script.model.recomputes = step in (2, 3, 5)
+        script.run(script.inputs(4, 6, step=step)).square().mean().backward()
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+
+
+def recomputes_later_in_an_accumulation(script: Script) -> None:
+    for step in range(6):
+        script.model.recomputes = step >= 2
+        with nullcontext() if step % 3 == 2 else script.no_sync():
+            script.run(script.inputs(4, 6, step=step)).square().mean().backward()
+        if step % 3 == 2:
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("loop", [recomputes_later, recomputes_later_in_an_accumulation])
+def test_reentrant_checkpointing_that_begins_in_a_later_step(worlds: Worlds, loop: Loop) -> None:
+    assert_as_ddp(worlds, EndsInCheckpoint, loop)
+
+
+def left_while_it_recomputes() -> list[torch.Tensor]:
+    """The gradients of the last step. In the step before, a backward inside the backward raises after its first gradient."""
+    torch.manual_seed(0)
+    model = EndsInCheckpoint()
+    handle = gw.parallelize(model, plan=gw.Identity())
+    model(torch.ones(2, 6)).sum().backward()
+    model.zero_grad()
+    model.recomputes = True
+    failing = model.middle.weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 6)).sum().backward()
+    failing.remove()
+    handle.reset()
+    model((1.0 + dist.get_rank()) * torch.ones(2, 6)).sum().backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def test_a_reentrant_checkpoint_that_raises_is_left_out(worlds: Worlds) -> None:
+    means = None
+    for rank in range(2):
+        torch.manual_seed(0)
+        model = EndsInCheckpoint()
+        model((1.0 + rank) * torch.ones(2, 6)).sum().backward()
+        own = [each.grad / 2 for each in model.parameters() if each.grad is not None]
+        means = own if means is None else [a + b for a, b in zip(means, own, strict=True)]
+    for gradients in worlds.run(2, left_while_it_recomputes):
+        torch.testing.assert_close(gradients, means)
 
 
 def parts_without_the_whole() -> tuple[str, int, bool]:

@@ -13,7 +13,8 @@ The states of a step, `StepState`:
 5. BROKEN, after a collective failed. It stays so.
 
 A rank without batches takes part in steps with zeros and without a backward (`run_out`). Where reentrant checkpointing runs
-backwards inside the backward, everything is sent when the outermost backward ends.
+backwards inside the backward, everything is sent when the outermost backward ends. The first forward is searched for such
+checkpoints; one that comes later is noticed by its first gradient.
 """
 
 import time
@@ -177,6 +178,8 @@ class Reducer:
         """Whether a backward was finished: what its graph is like is known then."""
         self._used: set[int] = set()
         self._outer_task = -1
+        self._outermost_task, self._began_inside = NO_BACKWARD, False
+        """The backward that reached an output of the model and has not ended, and whether its step began in a backward inside."""
         self._release: weakref.finalize[..., ScheduleEvents] | None = None
         self._hooks = GradientHooks(self, Reducer.gradient_coming, Reducer.gradient_ready)
 
@@ -274,7 +277,12 @@ class Reducer:
             schedule.after_forward(outputs)
 
     def _sends_now(self, gradient: torch.Tensor) -> None:
-        self._decided = torch._C._current_graph_task_id(), True
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._outermost_task):
+            # a backward inside this one may bring the first gradient, and cannot ask for a call at the end of this one
+            self._outermost_task = task
+            Variable._execution_engine.queue_callback(self._end_outermost)
+        self._decided = task, True
 
     def _only_accumulates(self, gradient: torch.Tensor) -> None:
         if self._decided[0] != (task := torch._C._current_graph_task_id()):
@@ -302,8 +310,9 @@ class Reducer:
         self.lanes.check()
         if not self.in_hand:
             if in_reentrant_backward():
-                raise reentrant_refusal(self.names[index])
-            self._begin_in_backward()
+                self._begin_inside(index)
+            else:
+                self._begin_in_backward()
         elif not self._deferred:
             if torch._C._current_graph_task_id() == self._outer_task:
                 self._fill_complete()
@@ -342,6 +351,22 @@ class Reducer:
         self.arrivals.task = NO_BACKWARD if self._deferred else self._outer_task
         Variable._execution_engine.queue_callback(partial(self._end, BackwardState.DONE))
 
+    def _begin_inside(self, index: int) -> None:
+        """Begin a step in a backward inside the backward, where a reentrant checkpoint came in a later step than the first. From
+        now on everything is sent when the outermost backward ends. Raises StepStateError if that one is not known."""
+        if self._outermost_task == NO_BACKWARD:
+            raise reentrant_refusal(self.names[index])
+        self._deferred = self._began_inside = True
+        self._outer_task = self._outermost_task
+        self.observers.begins()
+        self.begin_by_schedule()
+
+    def _end_outermost(self) -> None:
+        self._outermost_task = NO_BACKWARD
+        if self._began_inside:
+            self._began_inside = False
+            self._end(BackwardState.DONE)
+
     def begin_by_schedule(self) -> None:
         """Let the schedule begin a step. Raises StepStateError if it does not."""
         self.schedule.on_begin()
@@ -368,8 +393,10 @@ class Reducer:
         """
         self.lanes.check()
         inside = torch._C._current_graph_task_id() != -1
-        if self.in_hand and not inside:
-            raise was_left(self, "a new forward begins")
+        if not inside:
+            self._outermost_task, self._began_inside = NO_BACKWARD, False  # an exception may have left the last backward
+            if self.in_hand:
+                raise was_left(self, "a new forward begins")
         return not inside
 
     def _end_left(self) -> None:
