@@ -15,9 +15,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import gradwire as gw
+from gradwire.bench.jobs import make_job
 from gradwire.bench.ranks import Ranks, sent_by_interface
 
 WARMUP_STEPS, DECIDING_STEPS, TURN_STEPS = 4, 20, 3
-"""Steps that do not count: before the first turn, and before that of arms that choose their plan; and the steps of a turn."""
+"""Steps of an arm's first turn, which do not count: usually, and where the arm chooses its plan. And the steps of other turns."""
 BATCH, LENGTH, WORDS = 4, 64, 4608
 PLAN = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2)))
 """The plan that auto chooses on such links in the class "safe"."""
@@ -39,18 +41,22 @@ Arm = Callable[[int, Callable[[], None]], None]
 
 
 class Turns:
-    """The arm that has the turn, and the times and bytes of the steps that count."""
+    """The arm that has the turn, and the times and bytes of the steps that count.
 
-    def __init__(self, names: Sequence[str], rounds: int, ranks: Ranks, warmup: int = WARMUP_STEPS) -> None:
+    warmup: arms with another number of steps in their first turn than WARMUP_STEPS.
+    """
+
+    def __init__(self, names: Sequence[str], rounds: int, ranks: Ranks, warmup: Mapping[str, int] = MappingProxyType({})) -> None:
         self.names, self.ranks = names, ranks
         self.us: dict[str, list[float]] = {name: [] for name in names}
         self.sent: dict[str, int] = dict.fromkeys(names, 0)
-        self.steps = warmup + rounds * TURN_STEPS
-        self._turns = [(name, warmup) for name in names]
+        self._turns = [(name, warmup.get(name, WARMUP_STEPS)) for name in names]
+        self.counted = rounds * TURN_STEPS
+        self.steps = {name: first + self.counted for name, first in self._turns}
         for at in range(rounds):
             first = at % len(names)
             self._turns += [(name, TURN_STEPS) for name in (*names[first:], *names[:first])]
-        self._lefts = dict.fromkeys(names, self.steps)
+        self._lefts = dict(self.steps)
         self._at, self._left = 0, 0
         self._moved = threading.Condition()
 
@@ -94,9 +100,9 @@ class Turns:
         try:
             self.begin(name)
             torch.manual_seed(0)
-            arm(self.steps, partial(self.step, name))
+            arm(self.steps[name], partial(self.step, name))
             gc.collect()  # the lanes of a hook end here, in the arm's turn
-            assert self._lefts[name] == 0, f"{name} made {self.steps - self._lefts[name]} of {self.steps} steps"
+            assert self._lefts[name] == 0, f"{name} made {self.steps[name] - self._lefts[name]} of {self.steps[name]} steps"
             self.end()
         except BaseException:
             traceback.print_exc()
@@ -201,22 +207,24 @@ def lightning(way: str, steps: int, stepped: Callable[[], None]) -> None:
     trainer.fit(Module(), DataLoader(Tokens(), batch_size=BATCH))
 
 
-def hook(way: str, steps: int, stepped: Callable[[], None]) -> None:
-    model, handle = gpt2(), None
-    optimizer, trained = adamw(model), model
+def hook(way: str, steps: int, stepped: Callable[[], None], job: str = "gpt2") -> None:
+    model = gpt2() if job == "gpt2" else make_job(job).make_model(0)
+    optimizer, trained, decided = adamw(model), model, None  # type: Any, Any, Any
     if way == "ddp":
         trained = DistributedDataParallel(model)
     elif way == "hook":
         trained = DistributedDataParallel(model, bucket_cap_mb_list=gw.bucket_sizes(model, PLAN))
         trained.register_comm_hook(gw.DDPState(PLAN), gw.ddp_hook)
     elif way == "auto hook":
-        trained = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
-        trained.register_comm_hook(gw.DDPState(), gw.ddp_hook)
+        trained, decided = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True), gw.DDPState()
+        trained.register_comm_hook(decided, gw.ddp_hook)
     elif way in ("parallelize", "auto"):
-        handle = gw.parallelize(model, optimizer, plan="auto" if way == "auto" else PLAN)
-    _loop(trained, optimizer, steps, stepped)
-    if handle is not None:
-        handle.detach()
+        decided = gw.parallelize(model, optimizer, plan="auto" if way == "auto" else PLAN)
+    _loop(_losses(trained, job), optimizer, steps, stepped)
+    if decided is not None and decided.decision is not None and dist.get_rank() == 0:
+        print(json.dumps({f"decision of {way}": str(decided.decision)}), flush=True)
+    if isinstance(decided, gw.Handle):
+        decided.detach()
 
 
 def sharded(way: str, steps: int, stepped: Callable[[], None]) -> None:
@@ -231,7 +239,7 @@ def sharded(way: str, steps: int, stepped: Callable[[], None]) -> None:
     if way != "floor" and way != "native":
         rounded = gw.QSGD(bits=8) if way == ROUNDED else None
         exchanges = fsdp2.compress(model, plans.get(way, "auto"), parameters=rounded)
-    _loop(model, adamw(model), steps, stepped)
+    _loop(_losses(model), adamw(model), steps, stepped)
     if exchanges is not None:
         exchanges.close()
 
@@ -252,32 +260,58 @@ def hsdp(way: str, steps: int, stepped: Callable[[], None]) -> None:
     fully_shard(model, mesh=shards)
     if way in ("gradwire", "auto"):
         exchanges = fsdp2.replicate(model, mesh["between"].get_group(), "auto" if way == "auto" else gw.QSGD(bits=4))
-    _loop(model, adamw(model), steps, stepped)
+    _loop(_losses(model), adamw(model), steps, stepped)
     if exchanges is not None:
         exchanges.close()
 
 
-def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, stepped: Callable[[], None]) -> None:
+def _losses(model: nn.Module, job: str = "gpt2") -> Iterator[torch.Tensor]:
+    """The losses of this rank's batches."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if job != "gpt2":
+        given = make_job(job)
+        for step in range(len(Tokens())):
+            yield given.loss(model, given.batch(rank, world_size, step))
+        return
     # the ranks of a node share its batch, as they share its processors
     batch_size = BATCH // int(os.environ["LOCAL_WORLD_SIZE"])
-    loader = DataLoader(Tokens(), batch_size=batch_size, sampler=range(rank, len(Tokens()), world_size))
-    for _, batch in zip(range(steps), loader, strict=False):
-        model(**batch).loss.backward()
+    for batch in DataLoader(Tokens(), batch_size=batch_size, sampler=range(rank, len(Tokens()), world_size)):
+        yield model(**batch).loss
+
+
+def _loop(losses: Iterator[torch.Tensor], optimizer: torch.optim.Optimizer, steps: int, stepped: Callable[[], None]) -> None:
+    for _ in range(steps):
+        next(losses).backward()
         optimizer.step()
         optimizer.zero_grad()
         stepped()
 
 
+class Cell(NamedTuple):
+    """Arms that train one job over one link, in so many rounds of turns."""
+
+    train: Callable[[str, int, Callable[[], None]], None]
+    ways: Sequence[str]
+    link: str = "200mbit"
+    rounds: int = 10
+
+
+DECIDING = ("auto hook", "auto", ROUNDED)
 WHOLE = ("floor", "ddp", "gradwire")
-CELLS: dict[str, tuple[Callable[[str, int, Callable[[], None]], None], Sequence[str]]] = {
-    "transformers": (transformers, WHOLE),
-    "accelerate": (accelerate, WHOLE),
-    "lightning": (lightning, WHOLE),
-    "hook": (hook, ("floor", "ddp", "hook", "parallelize")),
-    "auto": (hook, ("floor", "ddp", "auto hook", "auto")),
-    "fsdp2": (sharded, ("floor", "native", "4 bits", "2 bits", "auto", ROUNDED)),
-    "hsdp": (hsdp, ("floor", "native", "gradwire", "auto")),
+AUTO_JOBS = ("gpt2", "transformer")
+AUTO_ROUNDS = {"100mbit": 8, "200mbit": 14, "1000mbit": 28, "unlimited": 28}
+"""Rounds of the cells over each link: a cell takes at most 2.5 minutes."""
+CELLS = {
+    "transformers": Cell(transformers, WHOLE),
+    "accelerate": Cell(accelerate, WHOLE),
+    "lightning": Cell(lightning, WHOLE),
+    "hook": Cell(hook, ("floor", "ddp", "hook", "parallelize")),
+    "fsdp2": Cell(sharded, ("floor", "native", "4 bits", "2 bits", "auto", ROUNDED)),
+    "hsdp": Cell(hsdp, ("floor", "native", "gradwire", "auto")),
+} | {
+    f"auto-{job}-{link}": Cell(partial(hook, job=job), ("floor", "ddp", "auto hook", "auto"), link, rounds)
+    for job in AUTO_JOBS
+    for link, rounds in AUTO_ROUNDS.items()
 }
 
 
@@ -285,18 +319,16 @@ def main(cell: str, rounds: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TORCHELASTIC_RUN_ID": "benchmarks"}
     ranks = Ranks(300.0, communicating=True)
-    train, ways = CELLS[cell]
-    warmup = DECIDING_STEPS if cell == "auto" else WARMUP_STEPS
-    turns = Turns(ways, rounds, ranks, warmup)
+    train, ways, *_ = CELLS[cell]
+    turns = Turns(ways, rounds, ranks, dict.fromkeys(DECIDING, DECIDING_STEPS))
     turns.run({way: partial(train, way) for way in ways})
     steps = ranks.gather(turns.us)
     sent = ranks.gather(turns.sent)
     if ranks.rank == 0:
         mean = {way: [sum(us) / len(us) for us in zip(*(each[way] for each in steps), strict=True)] for way in ways}
-        counted = {way: us[warmup:] for way, us in mean.items()}
+        counted = {way: us[-turns.counted :] for way, us in mean.items()}
         bytes_a_step = {way: sent[0][way] / len(counted[way]) for way in ways}
-        parameters = sum(each.numel() for each in gpt2().parameters())
-        print(json.dumps({"cell": cell, "parameters": parameters, "step_us": counted, "sent": bytes_a_step}), flush=True)
+        print(json.dumps({"cell": cell, "step_us": counted, "sent": bytes_a_step}), flush=True)
     ranks.close()
     os._exit(0)  # an ordinary exit aborts now and then in C++, after all is measured, where the DDP hook was used
 

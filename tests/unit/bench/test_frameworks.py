@@ -35,11 +35,13 @@ def test_one_arm_at_a_time_trains_and_the_order_rotates(monkeypatch):
 
         return train
 
-    turns = Turns(("a", "b", "c"), 2, Alone())
+    turns = Turns(("a", "b", "c"), 2, Alone(), {"b": 9})
     turns.run({name: arm(name) for name in "abc"})
-    order = [(name, WARMUP_STEPS) for name in "abc"] + [(name, TURN_STEPS) for name in "abcbca"]
+    warmup = {"a": WARMUP_STEPS, "b": 9, "c": WARMUP_STEPS}
+    order = [*warmup.items()] + [(name, TURN_STEPS) for name in "abcbca"]
     assert seen == [name for name, steps in order for _ in range(steps)]
-    assert all(len(us) == WARMUP_STEPS + 2 * TURN_STEPS and min(us) >= 1000 for us in turns.us.values())
+    assert turns.counted == 2 * TURN_STEPS
+    assert all(len(us) == warmup[name] + 2 * TURN_STEPS and min(us) >= 1000 for name, us in turns.us.items())
 
 
 @pytest.mark.parametrize(
@@ -49,13 +51,15 @@ def test_one_arm_at_a_time_trains_and_the_order_rotates(monkeypatch):
         ("lightning", {"floor": 400, "ddp": 1600, "gradwire": 520}, {}, ["lightning: 0.77 of what is possible"]),
         ("hook", {"floor": 400, "ddp": 1600, "hook": 550, "parallelize": 500}, {}, []),
         ("hook", {"floor": 400, "ddp": 1600, "hook": 600, "parallelize": 500}, {}, ["hook: the hook over parallelize"]),
+        ("auto-gpt2-200mbit", {"floor": 4, "ddp": 9, "auto hook": 10, "auto": 9}, {}, ["over DDP is 0.900", "is 0.900"]),
+        ("auto-gpt2-unlimited", {"floor": 4, "ddp": 9, "auto hook": 9, "auto": 8}, {}, []),
         ("hsdp", {"floor": 4, "native": 20, "gradwire": 8}, {"native": 100, "gradwire": 13}, []),
         ("hsdp", {"floor": 4, "native": 20, "gradwire": 11}, {"native": 100, "gradwire": 15}, ["bytes", "steps"]),
     ],
 )
 def test_goals(cell, step_ms, sent, missed):
     steps = {name: [ms * 1e3] * 6 for name, ms in step_ms.items()}
-    found = {"cell": cell, "step_us": steps, "sent": dict.fromkeys(steps, 0) | sent}
+    found = {"cell": cell, "link": cell.rsplit("-", 1)[-1], "step_us": steps, "sent": dict.fromkeys(steps, 0) | sent}
     told = missed_by(found)
     assert len(told) == len(missed)
     assert all(words in each for words, each in zip(missed, told, strict=True))
