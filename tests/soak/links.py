@@ -81,8 +81,8 @@ def _outage(stage: Stage, seconds: float) -> list[End]:
                 return [ended(outcome) for outcome in world.collect(90)]
             # torch waits 5 s for each worker of a DataLoader when the iterator is collected, after the error
             ends = [ended(outcome) for outcome in world.collect(SILENCE_S + 2 * ALLOWANCE_S + 20)]
-            stage.notes.latency_s = max(end.at for end in ends) - at
-            expect(stage.notes.latency_s <= SILENCE_S + 2 * ALLOWANCE_S + 5, f"the last error came after {stage.notes.latency_s:.1f} s")
+            stage.notes.latency_s = latest = max(end.at for end in ends) - at
+            expect(latest <= SILENCE_S + 2 * ALLOWANCE_S + 5, f"the last error came after {latest:.1f} s")
             return ends
     finally:
         cluster.set_link(node, up=True)

@@ -8,7 +8,8 @@ A comment before a block says what is done with it:
     <!-- run: 2 ranks -->       a `python` block is run on two ranks, with a new `model`, `optimizer`, `loader` and `train`
     <!-- output -->             each line of the block is a line that a block above it printed; numbers may be others
 
-Blocks of one page run in their order, in one folder, which has the repository's `examples`. A block without a comment is shown only.
+Blocks of one page run in their order, in one folder, which has the repository's `examples`. A block without a comment is shown
+only.
 """
 
 import os
