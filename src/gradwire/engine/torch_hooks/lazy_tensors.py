@@ -82,6 +82,7 @@ def use_later(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
 
 def raise_later(tensor: torch.Tensor, error: Exception) -> None:
     """Give up the tensor's wait: each use raises such an error. It keeps nothing but the error's words."""
+    vars(tensor).pop("_gradwire_wait", None)  # an ordinary tensor has one where `use_later` itself failed
     if is_later(tensor):
         vars(tensor)["_gradwire_wait"] = partial(_raise, type(error), error.args)
 
