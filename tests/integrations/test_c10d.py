@@ -262,20 +262,31 @@ def test_a_rank_that_died_is_told(by_ddp: bool) -> None:
     assert first.kind == "returned" and "rank 1" in first.value
 
 
-def disagreeing() -> str:
-    group = group_of(min_numel=1000, bits=4 + dist.get_rank())
+def disagreeing(what: str) -> tuple[str, float]:
+    rank, began = dist.get_rank(), time.monotonic()
+    settings = {"bits": {"bits": 4 + rank}, "min_numel": {"min_numel": 1000 + 9000 * rank}}.get(what, {})
+    group = group_of(**{"min_numel": 1000, **settings})
+    if what == "number of parameters" and rank == 0:
+        c10d.register_model(network())
+    if what == "names or bits":
+        c10d.register_model(network())
+        c10d.set_layer_bits("0.weight", 4 + rank)
     try:
         dist.all_reduce(torch.ones(5000), group=group)
     except gw.DisagreementError as error:
-        return str(error)
+        return str(error), time.monotonic() - began
     finally:
+        c10d.register_model(nn.Module())
         end(group)
-    return ""
+    return "", 0.0
 
 
-def test_ranks_with_other_bits_are_told_so(worlds: Worlds) -> None:
-    for told in worlds.run(2, disagreeing):
-        assert told.startswith("ranks disagree on the plan")
+@pytest.mark.parametrize("what", ["bits", "min_numel", "number of parameters", "names or bits"])
+def test_ranks_with_other_settings_are_told_so_at_once(worlds: Worlds, what: str) -> None:
+    """With other settings one rank would quantise what the other leaves to gloo, and both would wait for the timeout."""
+    for told, took_s in worlds.run(2, disagreeing, what):
+        assert told.startswith(f"ranks disagree on the {what}")
+        assert took_s < 30.0
 
 
 def test_wrong_names_and_bits_are_refused() -> None:

@@ -1,8 +1,11 @@
 """Members that come and go, with torchft's lighthouse and real processes: one is killed and restarted."""
 
+import copy
+import gc
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from elastic_member import TIMEOUT_S
 from interpreters import Interpreters
 
 import gradwire as gw
+from gradwire.engine import REGISTRY, Keeps
+from gradwire.integrations import torchft
 
 EXAMPLE = Path(gw.__file__).parents[2] / "examples" / "elastic_train.py"
 
@@ -34,10 +39,61 @@ def test_fragments_are_refused() -> None:
         gw.elastic(*linear(), plan=plan, lighthouse="127.0.0.1:1")
 
 
+@pytest.mark.parametrize("wrong", [{"timeout_s": 0}, {"timeout_s": None}, {"timeout_s": float("inf")}, {"min_replicas": 0}])
+def test_values_for_off_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(gw.PlanError, match=next(iter(wrong))):
+        gw.elastic(*linear(), plan=gw.Identity(), lighthouse="127.0.0.1:1", **wrong)
+
+
 def test_without_an_address_it_says_what_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     with pytest.raises(gw.StepStateError, match="gradwire lighthouse"):
         gw.elastic(*linear(), plan=gw.Identity())
+
+
+class Nobody:
+    """Takes the place of the members of a job."""
+
+    def __init__(self, *_: Any) -> None: ...
+    def leave(self) -> None: ...
+
+
+def test_a_model_has_one_job_which_lives_as_long_as_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchft, "Members", Nobody)
+    model, optimizer = linear()
+    options: dict[str, Any] = {"plan": gw.Identity(), "lighthouse": "127.0.0.1:1"}
+    job = weakref.ref(gw.elastic(model, optimizer, **options))
+    gc.collect()
+    assert job() is not None, "the hooks of a job that is gone average nothing"
+    with pytest.raises(gw.StepStateError, match="averaged twice"):
+        gw.elastic(model, optimizer, **options)
+    assert not any(isinstance(each, Keeps) for each in vars(copy.deepcopy(model)).values())
+    job().leave()
+    gw.elastic(model, optimizer, **options).leave()
+
+
+def test_a_model_with_a_handle_is_refused() -> None:
+    model, optimizer = linear()
+    REGISTRY.add(model, model.parameters(), None)
+    with pytest.raises(gw.StepStateError, match="detach"):
+        gw.elastic(model, optimizer, plan=gw.Identity(), lighthouse="127.0.0.1:1")
+
+
+def test_states_of_optimizers_in_another_order_are_refused() -> None:
+    """The state of an optimizer has numbers in place of names, so another one of the same size would take it without a word."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    both = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in model]
+    model(torch.ones(1, 3)).sum().backward()
+    for each in both:
+        each.step()
+    state = torchft._state_of(model, (), both).save()
+    torchft._state_of(model, (), both).load(state)
+    with pytest.raises(
+        gw.DisagreementError, match=r"SGD of \[\['0.weight', '0.bias'\]\], and this one has SGD of \[\['1.weight'"
+    ):
+        torchft._state_of(model, (), both[::-1]).load(state)
+    with pytest.raises(gw.DisagreementError, match="has nothing in its place"):
+        torchft._state_of(model, (), both[:1]).load(state)
 
 
 def test_without_torchft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from worlds import Worlds, digest, gradwire_threads, seeded
 
 import gradwire as gw
 from gradwire.integrations import fsdp2
-from gradwire.integrations.handles import to_bytes
+from gradwire.integrations.handles import from_bytes, to_bytes
+from gradwire.integrations.packs import ModulePacks
 
 FEEDBACK = gw.ErrorFeedback(gw.QSGD(bits=2))
 
@@ -463,6 +465,107 @@ def test_residuals_survive_another_number_of_ranks(
     for name, whole in exact.items():
         missing, left = ((whole - each).norm() / whole.norm() for each in (first[name], first[name] + later[name]))
         assert missing > 0.01 and left < 1e-5, name
+
+
+def passed_on(folder: str, into: str, replicas: int) -> None:
+    """Load what another number of ranks saved, and save it before any backward."""
+    run = on_replicas(replicas, FIFTHS)
+    run.exchanges.load_state_dict(fsdp2.saved_states(folder))
+    dcp.save({"gradwire": run.exchanges}, checkpoint_id=into)
+    run.exchanges.close()
+
+
+def ended_as_saved(folder: str, replicas: int) -> dict[str, torch.Tensor]:
+    """As `ended`, with as many ranks as saved."""
+    run = on_replicas(replicas, FIFTHS)
+    dcp.load({"gradwire": run.exchanges}, checkpoint_id=folder)
+    for step in range(12):
+        run.step(step, 0, scale=0.0)
+    run.exchanges.close()
+    return run.sums
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "last"), [((2, 3, 3), 0, ended_as_saved), ((3, 2, 3), 0, ended), ((4, 2, 4), 2, ended)]
+)
+def test_residuals_survive_a_save_before_the_first_backward(
+    worlds: Worlds, tmp_path: Path, ranks: tuple[int, int, int], replicas: int, last: Callable[..., dict[str, torch.Tensor]]
+) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    exact, sent = worlds.run(ranks[0], begun, first, replicas)[0]
+    worlds.run(ranks[1], passed_on, first, second, replicas)
+    later = worlds.run(ranks[2], last, second, replicas)[0]
+    for name, whole in exact.items():
+        missing, left = ((whole - each).norm() / whole.norm() for each in (sent[name], sent[name] + later[name]))
+        assert missing > 0.01 and left < 1e-5, name
+
+
+def resaved_in_turns(folder: str, into: str) -> dict[str, torch.Tensor]:
+    """Load what another number of ranks saved of two heads, use one, save, and go on with the other. The gradients of all these
+    steps, which have none of their own."""
+    run = Fsdp((5, 9), FIFTHS, None)
+    run.exchanges.load_state_dict(fsdp2.saved_states(folder))
+    for step in range(12):
+        run.step(step, 0, scale=0.0)
+    dcp.save({"gradwire": run.exchanges}, checkpoint_id=into)
+    again = Fsdp((5, 9), FIFTHS, None)
+    dcp.load({"gradwire": again.exchanges}, checkpoint_id=into)
+    for step in range(12):
+        again.step(step, 1, scale=0.0)
+    sums = {name: run.sums.get(name, 0) + again.sums.get(name, 0) for name in {*run.sums, *again.sums}}
+    for each in (run, again):
+        each.exchanges.close()
+    return sums
+
+
+def begun_with_heads(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    plain, ours = (Fsdp((5, 9), spec, None) for spec in (None, FIFTHS))
+    for run in (plain, ours):
+        for head in (0, 1):
+            run.step(0, head, scale=30.0)
+    dcp.save({"gradwire": ours.exchanges}, checkpoint_id=folder)
+    ours.exchanges.close()
+    return plain.sums, ours.sums
+
+
+def test_a_head_that_was_not_used_yet_keeps_its_residuals_in_a_save(worlds: Worlds, tmp_path: Path) -> None:
+    exact, sent = worlds.run(2, begun_with_heads, str(tmp_path / "first"))[0]
+    later = worlds.run(3, resaved_in_turns, str(tmp_path / "first"), str(tmp_path / "second"))[0]
+    for name in ("heads.0.weight", "heads.1.weight"):
+        missing, left = ((exact[name] - each).norm() / exact[name].norm() for each in (sent[name], sent[name] + later[name]))
+        assert missing > 0.01 and left < 1e-5, name
+
+
+def test_states_of_two_saves_are_refused() -> None:
+    states = {rank: {"step": 3 + rank, "packs": [], "kept": {}} for rank in range(2)}
+    with pytest.raises(ValueError, match="different numbers of exchanges"):
+        ModulePacks().load_others(states)
+
+
+def one_state_does_not_fit() -> tuple[str, float]:
+    """Rank 1's state was saved under another plan."""
+    before = Fsdp((5,), FEEDBACK, None)
+    before.step(0, 0)
+    ((key, saved),) = before.exchanges.state_dict().items()
+    states = from_bytes(saved)
+    for _, state in states["gradients of model"]["packs"]:
+        for name in [each for each in state if each.endswith("/plan")] if dist.get_rank() == 1 else ():
+            state[name] = torch.zeros_like(state[name])
+    before.exchanges.close()
+    after = Fsdp((5,), FEEDBACK, None)
+    after.exchanges.load_state_dict({key: to_bytes(states)})
+    began = time.monotonic()
+    with pytest.raises((ValueError, gw.DisagreementError)) as error:
+        after.step(1, 0)
+    after.exchanges.close()
+    return str(error.value), time.monotonic() - began
+
+
+def test_a_state_that_does_not_fit_on_one_rank_is_told_on_all_at_once(worlds: Worlds) -> None:
+    (first, first_s), (second, second_s) = worlds.run(2, one_state_does_not_fit)
+    assert "rank 1: the state was saved under plan 0000" in first
+    assert second.startswith("the state was saved under plan 0000")
+    assert max(first_s, second_s) < 30.0
 
 
 def read_early(ours: bool, how: str) -> tuple[list[float], list[bool]]:

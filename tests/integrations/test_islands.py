@@ -1,6 +1,7 @@
 """Islands: local steps between groups that average gradients in every step, compared with DiLoCo in plain torch."""
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -144,6 +145,55 @@ def resumed(shards: bool) -> tuple[str, str]:
 def test_a_run_goes_on_from_its_state(worlds: Worlds, shards: bool) -> None:
     for usual, again in worlds.run(4, resumed, shards):
         assert usual == again
+
+
+def not_kept() -> tuple[str, str, str]:
+    """The weights one step before an exchange and at the exchange, in a script that does not keep what `gw.islands` returns, and
+    what a second call raises."""
+    policy = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=EVERY))
+    model, optimizer, _ = built(False, policy)
+    gc.collect()
+    train(model, optimizer, range(EVERY - 1))
+    before = digest([whole(model)])
+    train(model, optimizer, range(EVERY - 1, EVERY))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    with pytest.raises(gw.StepStateError) as error:
+        gw.islands(model, optimizer, mesh, policy)
+    return before, digest([whole(model)]), str(error.value)
+
+
+def test_a_script_need_not_keep_it_and_a_second_call_is_refused(worlds: Worlds) -> None:
+    ends = worlds.run(4, not_kept)
+    assert len({before for before, *_ in ends}) == 2, "islands train apart"
+    assert len({after for _, after, _ in ends}) == 1
+    assert all("trains on islands already" in said for *_, said in ends)
+
+
+def of_unlike_steps(who: int, how: str) -> str:
+    """What a rank raises that loads its state, where rank `who` loads one of another step, or one that does not fit."""
+    policy = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), schedule=gw.LocalSteps(every=EVERY))
+    model, optimizer, made = built(False, policy)
+    train(model, optimizer, range(EVERY))
+    state = made.state_dict()
+    if dist.get_rank() == who:
+        state["steps"] = state["steps"] + EVERY
+        if how == "damaged":
+            del state["weights"]
+    with pytest.raises(ValueError) as error:
+        made.load_state_dict(state)
+    made.detach()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("who", [1, 2])
+def test_states_of_different_steps_are_told_on_all_ranks(worlds: Worlds, who: int) -> None:
+    for said in worlds.run(4, of_unlike_steps, who, "other step"):
+        assert "states of different steps: [" in said
+
+
+def test_a_state_that_one_rank_cannot_load_is_told_on_all_ranks(worlds: Worlds) -> None:
+    for said in worlds.run(4, of_unlike_steps, 3, "damaged"):
+        assert "no rank goes on" in said
 
 
 def refused() -> list[str]:

@@ -52,6 +52,47 @@ print("done", flush=True)
 """
 
 
+STOPPED_STORE = """
+import os, signal, sys, time
+from types import ModuleType, SimpleNamespace
+from torch.distributed import PrefixStore, TCPStore
+from gradwire.transport.keys import JobKey
+from gradwire.transport.lanes import RollCall
+
+read, write = os.pipe()
+host = os.fork()
+if host == 0:
+    hosted = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(write, str(hosted.port).encode())
+    time.sleep(60)
+    os._exit(0)
+store = TCPStore("127.0.0.1", int(os.read(read, 20)), is_master=False, wait_for_workers=False)
+
+class WhileTheInterpreterEnds:
+    def __del__(self, kill=os.kill, host=host, number=signal.SIGKILL, sleep=time.sleep):
+        kill(host, number)  # the wait for the store ends now
+        sleep(3.0)
+
+# modules go when the interpreter ends
+sys.modules["last"] = ModuleType("last")
+sys.modules["last"].kept = WhileTheInterpreterEnds()
+met = SimpleNamespace(key=JobKey(bytes(32)))
+named = dict(process_group=store, met=met, store=lambda name: PrefixStore(name, store))
+call = RollCall(SimpleNamespace(rank=0, world_size=2, global_ranks=(0, 1), **named), "job")
+call._connecting.join()
+os.kill(host, signal.SIGSTOP)
+print(call.missing(0.2).is_known, flush=True)
+"""
+
+
+def test_an_answer_of_the_store_while_the_interpreter_ends_ends_nothing_else(tmp_path: Path) -> None:
+    """The rank that hosts the store is stopped when a survivor asks who failed, and is killed while the survivor exits."""
+    script = tmp_path / "survivor.py"
+    script.write_text(STOPPED_STORE)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.returncode) == ("False\n", 0), ended.stderr
+
+
 @contextmanager
 def two_ranks(interpreters: Interpreters, folder: Path, ending: str) -> Iterator[list[subprocess.Popen[str]]]:
     """The script as torchrun would start it; whatever is left at the end is killed."""

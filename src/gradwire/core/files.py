@@ -13,8 +13,9 @@ from gradwire.errors import FormatError, WriteError
 def write_whole(path: str | os.PathLike[str], content: str | bytes, private: bool = False) -> None:
     """Write a temporary file in the target's folder, flush it to disk, and rename it to the target. Text is UTF-8.
 
-    private: only this user may read a file that is made new. A file that is there keeps its mode. A symbolic link still points to
-    the target, unless another user put the link into a folder where everybody may write. A target that is no regular file, such
+    private: only this user may read a file that is made new. A file that is there keeps its mode; if it is another user's, others
+    may not write the new one. A symbolic link still points to the target. Links that another user put into a folder where
+    everybody may write are refused, also as folders on the way. A target that is no regular file, such
     as `/dev/stdout`, is written directly.
     Raises WriteError, an OSError, that names the file. The old file is then unchanged, and no temporary file is left.
     """
@@ -22,7 +23,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, private: boo
     name = printable(os.fspath(path), longest=1024)
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        _check_link(path, name)
+        _check_links(path, name)
         if target.exists() and not target.is_file():
             target.write_bytes(data)
         else:
@@ -47,8 +48,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:
-    """Make the folder and its parents if they are missing. Raises WriteError, an OSError, that names the folder."""
+    """Make the folder and its parents if they are missing. Raises WriteError, an OSError, that names the folder: also for one
+    behind a symbolic link that another user put into a folder where everybody may write."""
     folder = Path(path)
+    _check_links(path, printable(os.fspath(path), longest=1024))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -59,21 +62,23 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _check_link(path: str | os.PathLike[str], name: str) -> None:
-    """Raises WriteError for a symbolic link of another user in a folder where everybody may write, as in /tmp."""
-    if not os.path.islink(path):
-        return
-    owner, folder = os.lstat(path).st_uid, os.stat(os.path.dirname(os.path.abspath(path)))
-    if folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH and owner not in (os.geteuid(), folder.st_uid):
-        raise WriteError(
-            f"{name}: cannot be written: it is a symbolic link that user {owner} made in a folder where everybody may write, and "
-            "it may point to a file of yours. Remove it, or choose another folder."
-        )
+def _check_links(path: str | os.PathLike[str], name: str) -> None:
+    """Raises WriteError if the path, or a folder on the way to it, is a symbolic link of another user in a folder where everybody
+    may write, as in /tmp."""
+    whole = Path(os.path.abspath(path))
+    for each in filter(os.path.islink, (whole, *whole.parents)):
+        owner, folder = os.lstat(each).st_uid, os.stat(each.parent)
+        if folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH and owner not in (os.geteuid(), folder.st_uid):
+            what = "it" if each == whole else printable(str(each), longest=1024)
+            raise WriteError(
+                f"{name}: cannot be written: {what} is a symbolic link that user {owner} made in a folder where everybody may "
+                "write, and it may point to a file of yours. Remove it, or choose another folder."
+            )
 
 
 def _replace(target: Path, data: bytes, private: bool) -> None:
     temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}")
-    kept = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+    kept = _kept_mode(target.stat(), private) if target.exists() else None
     flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private or kept is not None else 0o666
     try:
         with open(os.open(temporary, flags, mode), "wb") as file:
@@ -88,6 +93,12 @@ def _replace(target: Path, data: bytes, private: bool) -> None:
             temporary.unlink(missing_ok=True)
         raise
     _sync(target.parent)
+
+
+def _kept_mode(status: os.stat_result, private: bool) -> int:
+    """The mode of a file that takes the place of another. Of one that another user made, what lets others write is left out."""
+    mode = stat.S_IMODE(status.st_mode)
+    return mode if status.st_uid == os.geteuid() else mode & (0o600 if private else 0o755)
 
 
 def _sync(folder: Path) -> None:

@@ -15,6 +15,8 @@ import msgspec
 
 _SECRET = re.compile(r"token|secret|passw|pwd|credential|api.?key|access.?key|private.?key|auth|^-*key$", re.IGNORECASE)
 _USER = re.compile(r"(\w+://)[^/@\s]*@")
+_TOKEN = re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|eyJ)[\w-]{8,}")
+"""The beginnings of well-known kinds of tokens, whatever their option is named."""
 _HIDDEN = "..."
 
 
@@ -46,8 +48,8 @@ class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def without_secrets(argv: Sequence[str], all_words: bool = False) -> list[str]:
     """A command without secrets. Commands of gradwire itself keep their arguments, other programs keep theirs with `all_words`.
 
-    Left out are values of options and variables that are named like secrets (token, key, password), what stands before the host
-    of a URL, and code after `-c`.
+    Left out are values of options and variables that are named like secrets (token, key, password), tokens of well-known kinds,
+    what stands before the host of a URL, and code after `-c`.
     """
     with_value = ("-X", "-W")  # options of Python
     ends = (at for at, word in enumerate(argv) if at and not word.startswith("-") and argv[at - 1] not in with_value)
@@ -64,7 +66,7 @@ def without_secrets(argv: Sequence[str], all_words: bool = False) -> list[str]:
             word = f"{option}={_HIDDEN}"
         elif _SECRET.search(before) and before.startswith("-") and "=" not in before and not word.startswith("-"):
             word = _HIDDEN
-        kept.append(_USER.sub(rf"\1{_HIDDEN}@", word))
+        kept.append(_TOKEN.sub(_HIDDEN, _USER.sub(rf"\1{_HIDDEN}@", word)))
     return kept
 
 

@@ -2,7 +2,7 @@
 
 from gradwire.engine.prepare import facts, prepare
 from gradwire.engine.reducer import Observer, Observers, reset
-from gradwire.engine.registry import REGISTRY
+from gradwire.engine.registry import REGISTRY, Keeps
 from gradwire.engine.saving import SET, load_state, state_of, state_of_decision
 from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
@@ -27,6 +27,7 @@ __all__ = [
     "EndsLater",
     "GradientHooks",
     "GradientWatcher",
+    "Keeps",
     "ModelHook",
     "Observer",
     "Observers",

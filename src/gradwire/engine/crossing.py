@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from gradwire.engine.reducer import Reducer
 from gradwire.errors import StepStateError
+from gradwire.transport import waits_for_store
 
 LONG_S = 1.0
 """A step that takes longer is looked at. Larger: crossed handles are found later, and slow steps cost less."""
@@ -116,7 +117,8 @@ class Crossing:
             late = time.monotonic() - LONG_S
             if len(self._users) > 1 or not any((each.since or late) < late for each in list(self._watched)):
                 continue
-            with suppress(Exception):  # the store may be gone with its rank, or not have been there: then the timeout ends it
+            # the store may be gone with its rank, or not have been there: then the timeout ends it
+            with suppress(Exception), waits_for_store():
                 if store is None:
                     default: Any = distributed_c10d._get_default_store()
                     store = distributed_c10d.PrefixStore("gradwire/crossing", default.clone())

@@ -9,8 +9,8 @@ from gradwire.engine.torch_hooks.hooks import Patch
 _HANDLE = "_gradwire_handle"
 
 
-class _Keeps(Patch):
-    """Stands in a model's `__dict__` and keeps its handle. Copies of the model have none.
+class Keeps(Patch):
+    """Stands in a model's `__dict__` and keeps its handle, or another object that trains it. Copies of the model have none.
 
     The model itself keeps the handle, not a table: an error that was raised holds the frames of the script, and so the model.
     Where the handle holds such an error, the two are garbage together, which a table of handles would keep for ever.
@@ -22,9 +22,9 @@ class _Keeps(Patch):
     def before_copy(self) -> None:
         """Nothing of it is copied."""
 
-    def __deepcopy__(self, _: object) -> "_Keeps":
+    def __deepcopy__(self, _: object) -> "Keeps":
         # for classes whose copies `leave_hooks_behind` does not see to
-        return _Keeps(None)
+        return Keeps(None)
 
 
 class Registry:
@@ -34,7 +34,7 @@ class Registry:
         self._owned = torch.utils.weak.WeakIdKeyDictionary()
 
     def add(self, model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter], handle: object) -> None:
-        vars(model)[_HANDLE] = _Keeps(handle)
+        vars(model)[_HANDLE] = Keeps(handle)
         for parameter in parameters:
             self._owned[parameter] = True
 

@@ -9,6 +9,7 @@ Importing this module registers the backend "gradwire". It quantises large all-r
 with `gw.QSGD`, and exchanges them one after another on a thread while backward runs. For everything else it is gloo.
 """
 
+import hashlib
 import warnings
 import weakref
 from collections import deque
@@ -24,7 +25,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 
 from gradwire._version import __version__
 from gradwire.core import QSGD, Identity, near, whole
-from gradwire.errors import PlanError
+from gradwire.errors import DisagreementError, PlanError
 from gradwire.exchange import Exchange, golden_digests, info_of
 from gradwire.plan import Policy
 from gradwire.transport import KERNELS, Lanes, agree
@@ -41,6 +42,8 @@ class _Settings:
     """The settings of all groups of this process."""
 
     bits, min_numel = 4, 2**14
+    changes = 0
+    """How often a script has changed them."""
 
     def __init__(self) -> None:
         self.parameters: dict[str, weakref.ref[torch.nn.Parameter]] = {}
@@ -55,6 +58,7 @@ def quantise(bits: int = 4, min_numel: int = 2**14) -> None:
     every rank, before the first all-reduce. Raises SpecError for other bits, PlanError for a wrong `min_numel`."""
     whole("min_numel", min_numel, "elements of the smallest all-reduce that is quantised", low=1, error=PlanError)
     _settings.bits, _settings.min_numel = QSGD(bits=bits).bits, min_numel
+    _settings.changes += 1
 
 
 def register_model(model: torch.nn.Module) -> None:
@@ -63,6 +67,7 @@ def register_model(model: torch.nn.Module) -> None:
     DDP with `gradient_as_bucket_view=True`, or in `all_reduce(p.grad)`."""
     _settings.parameters = {name: weakref.ref(each) for name, each in model.named_parameters() if each.requires_grad}
     _settings.layers = {}
+    _settings.changes += 1
 
 
 def exclude_layer(name: str) -> None:
@@ -81,6 +86,7 @@ def _set(name: str, spec: QSGD | Identity) -> None:
     if not found:
         raise PlanError(f"no layer is named {name!r}{near(name, _settings.parameters)}. Call register_model first.")
     _settings.layers |= dict.fromkeys(found, spec)
+    _settings.changes += 1
 
 
 class QuantisingGroup(dist.ProcessGroup):
@@ -94,6 +100,8 @@ class QuantisingGroup(dist.ProcessGroup):
         self._set_default_backend(kind)
         self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._lanes: Lanes | None = None
+        self._compared = -1
+        """The changes of settings after which ranks compared them last."""
         self._exchanges: dict[tuple[Any, ...], Exchange | None] = {}  # the last used last; None: gloo did it once
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="gradwire-c10d")
 
@@ -104,6 +112,8 @@ class QuantisingGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """All-reduce with gloo, or quantise in an exchange on the worker's thread. Returns a work that completes at the end."""
         opts, tensor = opts or dist.AllreduceOptions(), tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+        if self._compared != _settings.changes:
+            self._compare_settings()
         sums, means = (opts.reduceOp == each for each in (dist.ReduceOp.SUM, dist.ReduceOp.AVG))
         parts, factor = self._parts(tensor) if sums or means else None, self.size() if sums else 1
         exchange = self._exchange_of(parts) if parts else None
@@ -118,6 +128,25 @@ class QuantisingGroup(dist.ProcessGroup):
         self._worker.shutdown()
         if self._lanes is not None:
             self._lanes.stop()
+
+    def _compare_settings(self) -> None:
+        """Compare the settings of all ranks, at the first all-reduce and after each change: with others ranks would make other
+        collectives, and wait. Raises DisagreementError on all ranks."""
+        self._compared = _settings.changes
+        layers = repr([(name, _settings.layers.get(name)) for name in _settings.parameters]).encode()
+        digest = int.from_bytes(hashlib.blake2s(layers, digest_size=7).digest())
+        own = torch.tensor([_settings.bits, _settings.min_numel, len(_settings.parameters), digest])
+        everybody = [torch.empty_like(own) for _ in range(self.size())]
+        dist.all_gather(everybody, own, group=self)
+        whats = "bits", "min_numel", "number of parameters of the registered model", "names or bits of layers"
+        ranks = dist.get_process_group_ranks(self)
+        for rank, other in zip(ranks, everybody, strict=True):
+            for what, value, first in zip(whats, other.tolist(), everybody[0].tolist(), strict=True):
+                if value != first:
+                    raise DisagreementError(
+                        f"ranks disagree on the {what} of their all-reduces: rank {ranks[0]} has {first}, rank {rank} has "
+                        f"{value}. Call quantise, register_model, exclude_layer and set_layer_bits alike on every rank."
+                    ).about([ranks[0], rank])
 
     def _parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """The tensor's layers by name, or the whole tensor; None if the tensor is not quantised."""

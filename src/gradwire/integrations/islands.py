@@ -8,6 +8,7 @@ the same local weights, whole or in shards. Between islands, ranks at the same p
   sends the model once, however many ranks it has.
 """
 
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,12 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradwire.core import show
-from gradwire.engine import ModelHook
-from gradwire.errors import PlanError
+from gradwire.engine import Keeps, ModelHook, leave_hooks_behind
+from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
 
 __all__ = ["Islands", "islands"]
+
+_NOT_LOADED = -1
+_KEPT = "_gradwire_islands"
 
 
 def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, plan: Any) -> "Islands":
@@ -33,7 +37,8 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     plan: a policy whose schedule is `gw.LocalSteps(...)`, such as `gw.Uniform(spec, schedule=...)`.
 
     All islands begin with the weights of the first. `optimizer.step()` raises CommunicationError where a rank died or stalled.
-    Raises PlanError for another mesh or schedule, and for a model of which only a part is sharded.
+    What it returns lives as long as the model, or until `detach()`. Raises PlanError for another mesh or schedule, and for a
+    model of which only a part is sharded; StepStateError for a model that trains on islands already.
 
     Example, for 2 islands of 4 ranks, inside which gradients are averaged exactly::
 
@@ -47,14 +52,22 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     schedule: Any = getattr(plan, "schedule", None)
     if schedule is None or schedule.word != "local":
         raise PlanError(f"plan is {show(plan)}: islands train apart, so pass a policy with schedule=gw.LocalSteps(...).")
-    return Islands(model, optimizer, mesh, plan)
+    if _KEPT in vars(model):
+        raise StepStateError(
+            "the model trains on islands already: its weights would be averaged twice. Keep what the first call returned, or "
+            "call its detach() before."
+        )
+    made = Islands(model, optimizer, mesh, plan)
+    leave_hooks_behind(model)
+    vars(model)[_KEPT] = Keeps(made)
+    return made
 
 
 class Islands:
     """A model in training on islands, as `gw.islands` returns it."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, plan: Any) -> None:
-        between, self._inside = mesh.get_group(0), mesh.get_group(1)
+        self._between, self._inside = mesh.get_group(0), mesh.get_group(1)
         parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         sharded = {name for name, each in parameters.items() if isinstance(each, DTensor)}
         if sharded and sharded != parameters.keys():
@@ -62,7 +75,7 @@ class Islands:
             raise PlanError(f"{whole!r} is no shard, and other parameters are. Call fully_shard on the whole model.")
         self._local = {name: _shard(each) for name, each in parameters.items()}
         for tensor in [*self._local.values(), *map(_shard, model.buffers())]:
-            dist.broadcast(tensor, dist.get_global_rank(between, 0), group=between)
+            dist.broadcast(tensor, dist.get_global_rank(self._between, 0), group=self._between)
         self._owners = {} if sharded else _owners(self._local, self._inside.size())
         place = self._inside.rank()
         own = {name for name, each in self._local.items() if each.numel() and self._owners.get(name, place) == place}
@@ -73,8 +86,9 @@ class Islands:
         embeddings = embeddings_of(model)
         tensors = {name: TensorMeta.of(self._local[name], id(parameters[name]) in embeddings) for name in reversed(parameters)}
         tensors = {name: each for name, each in tensors.items() if name in own}
-        self.exchange = Exchange(tensors, plan, between) if tensors else None
+        self.exchange = Exchange(tensors, plan, self._between) if tensors else None
         """The exchange with the same place of the other islands; None on a rank without a tensor."""
+        self._model = weakref.ref(model)
         self._hook = optimizer.register_step_post_hook(ModelHook(self, Islands._after_step))
 
     def global_weights(self) -> AbstractContextManager[None]:
@@ -92,15 +106,39 @@ class Islands:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` returned on this rank. The parameters then hold the global weights. If the state was not made
-        at an exchange, load the model's own state after it."""
-        self._outer.load(state)
-        self.steps = int(state["steps"])
-        if self.exchange is not None:
-            self.exchange.load_state_dict(state["residuals"])
+        at an exchange, load the model's own state after it. Collective. Raises ValueError on all ranks if one cannot load its
+        state, and if these are of different steps: load the states of one save then."""
+        problem: Exception | None = None
+        try:
+            steps = int(state["steps"])
+            if self.exchange is not None:
+                self.exchange.load_state_dict(state["residuals"])
+            self._outer.load(state)
+        except Exception as error:  # the other ranks wait for this one
+            problem, steps = error, _NOT_LOADED
+        everybody = self._of_all_ranks(steps)
+        if problem is not None:
+            raise ValueError(f"this rank could not load its state, so no rank goes on: {problem}") from problem
+        if _NOT_LOADED in everybody:
+            raise ValueError("another rank could not load its state, so no rank goes on. See the logs of all ranks.")
+        if len({*everybody}) > 1:
+            raise ValueError(f"ranks loaded states of different steps: {everybody}. Load the states of one save.")
+        self.steps = steps
+
+    def _of_all_ranks(self, number: int) -> list[int]:
+        """The numbers of all ranks, island by island."""
+        found = torch.tensor([number], device=next(iter(self._local.values())).device)
+        for group in (self._inside, self._between):
+            rows = [torch.empty_like(found) for _ in range(group.size())]
+            dist.all_gather(rows, found, group=group)
+            found = torch.cat(rows)
+        return [int(each) for each in found.tolist()]
 
     def detach(self) -> None:
         """End the exchanges. The model keeps the weights that it has."""
         self._hook.remove()
+        if (model := self._model()) is not None:
+            vars(model).pop(_KEPT, None)
         if self.exchange is not None:
             self.exchange.close()
 

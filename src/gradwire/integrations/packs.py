@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from gradwire.errors import PlanError
 from gradwire.exchange import SHARED, Exchange, State, added_up, looks_up_rows, read_state
-from gradwire.integrations.resharding import whole_residuals
+from gradwire.integrations.handles import resume_together
+from gradwire.integrations.resharding import ALL_RANKS, whole_residuals
 from gradwire.transport import Group
 
 __all__ = ["ModulePacks", "Pack", "only_viewed", "pack_of", "packed_embeddings", "shard_number"]
@@ -95,10 +96,14 @@ class ModulePacks:
         """`{what}/{at}/{parameter}`, the parameter's part of the exchange's tensor number `at`."""
         self._saved: dict[Pack, dict[str, Tensor]] = {}
         """States of exchanges that are not made yet."""
+        self._resumes = False
+        """Whether it began with a state that is not empty."""
         self._others: Mapping[int, Mapping[str, Any]] = {}
         """States of another number of ranks, until there is a group."""
         self._wholes: dict[str, Tensor] = {}
         """`{what}/{parameter}`: residuals from these states, not cut into shards yet."""
+        self._wholes_of = ALL_RANKS
+        """The rank in the group whose residuals these are; ALL_RANKS: those of all ranks, the same on each."""
 
     def exchange_of(
         self, pack: Pack, tensors: Mapping[str, Tensor], make: Callable[[], Exchange], group: ProcessGroup, place: int | None
@@ -110,11 +115,13 @@ class ModulePacks:
             made = make()
             if self._others:
                 self._wholes, self._others = whole_residuals(self._others, group.rank(), group.size()), {}
+                self._wholes_of = ALL_RANKS if place is None else group.rank()
             self._cut(pack, group, place)
             self._make_room(pack, [*tensors], made.group)
-            if (saved := self._saved.pop(pack, None)) is not None:
-                made.load_state_dict(saved)
-            else:
+            saved = self._saved.pop(pack, {})
+            if self._resumes:  # on all ranks: they compare their steps when they meet
+                resume_together(made, saved)
+            if not saved:
                 made.residuals.take_over(self._take(pack, [*tensors], made.flats[0].device))
             self.exchanges[pack] = made
         exchange = self.exchanges[pack]
@@ -124,13 +131,18 @@ class ModulePacks:
     def state(self) -> dict[str, Any]:
         """The content that `load` takes."""
         packs = {**self._saved, **{pack: exchange.state_dict() for pack, exchange in self.exchanges.items()}}
-        return {"step": self.step, "packs": [(tuple(pack), state) for pack, state in packs.items()], "kept": self._kept}
+        state = {"step": self.step, "packs": [(tuple(pack), state) for pack, state in packs.items()], "kept": self._kept}
+        # from another number of ranks, and not used yet
+        state |= {"others": dict(self._others)} if self._others else {}
+        return state | ({"wholes": (self._wholes_of, self._wholes)} if self._wholes else {})
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Begin with what `state` returned. Raises ValueError if it is something else."""
         try:
             self.step, self._kept = int(saved["step"]), dict(saved["kept"])
             self._saved = {Pack(*pack): state for pack, state in saved["packs"]}
+            self._others, self._resumes = saved.get("others", {}), self.step > 0
+            self._wholes_of, self._wholes = saved.get("wholes", (ALL_RANKS, {}))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 "the state does not say which parameters its residuals belong to: an older gradwire saved it, or it is damaged. "
@@ -138,9 +150,14 @@ class ModulePacks:
             ) from error
 
     def load_others(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Begin with the residuals that another number of ranks saved, by global rank."""
-        self._others = saved
-        self.step = max((int(state["step"]) for state in saved.values()), default=0)
+        """Begin with the residuals that another number of ranks saved, by global rank. Raises ValueError if these ranks did not
+        save together."""
+        steps = {rank: int(state["step"]) for rank, state in saved.items()}
+        if len({*steps.values()}) > 1:
+            raise ValueError(f"ranks saved after different numbers of exchanges: {steps}. Pass the states of one save.")
+        # the ranks that saved had not used what others saved before them
+        self._others = next((state["others"] for state in saved.values() if "others" in state), saved)
+        self.step = max(steps.values(), default=0)
 
     def _make_room(self, pack: Pack, tensors: list[str], group: Group) -> None:
         """Keep by parameter what the packs that overlap with this one remember."""

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from gradwire.exchange import SHARED, added_up
 
-__all__ = ["whole_residuals"]
+__all__ = ["ALL_RANKS", "whole_residuals"]
+
+ALL_RANKS = -1
 
 _MEMORY = re.compile(r"rank\d+/(\w+/(?:[0-3]|left)/.+)", re.DOTALL)
 _ALIKE = (SHARED, "energy")
@@ -41,7 +43,18 @@ def whole_residuals(saved: Mapping[int, Mapping[str, Any]], rank: int, size: int
     for key, found in shards.items():
         count, first = 1 + max(found), next(iter(found.values()))
         wholes[key] = torch.cat([found.get(place, torch.zeros_like(first)) for place in range(count)])
+    uncut = dict(state["wholes"] for state in saved.values() if "wholes" in state)
+    for of, residuals in uncut.items():
+        if of == ALL_RANKS or of % size == rank:
+            for key, whole in residuals.items():
+                wholes[key] = _sum(wholes[key], whole) if key in wholes else whole
     return wholes
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    """The sum of two parameters' residuals, of which one may have more padding at its end."""
+    short, long = sorted((first, second), key=len)
+    return long + torch.nn.functional.pad(short, (0, len(long) - len(short)))
 
 
 def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, int | None, Tensor]]:

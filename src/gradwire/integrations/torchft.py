@@ -10,16 +10,19 @@ Each member is a process of its own with a whole replica, started by a torchrun 
 """
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from gradwire.auto import AutoDecision
-from gradwire.core import Backward, Plan, show
-from gradwire.errors import PlanError, StepStateError
+from gradwire.core import Backward, Plan, number, show, whole
+from gradwire.engine import REGISTRY, Keeps
+from gradwire.errors import DisagreementError, PlanError, StepStateError
 from gradwire.exchange import ExchangeStats, TensorMeta, embeddings_of, info_of
 from gradwire.integrations.elastic_auto import ElasticAuto
 from gradwire.integrations.gradient_means import GradientMeans
@@ -28,6 +31,8 @@ from gradwire.integrations.members import Members
 from gradwire.integrations.outer_steps import LocalRounds, check_rounds
 
 __all__ = ["ElasticJob", "elastic"]
+
+_KEPT = "_gradwire_elastic"
 
 
 def elastic(
@@ -56,7 +61,9 @@ def elastic(
     A joiner gets weights, buffers, the optimizers' state and the step from another member. A step whose exchange fails does not
     count: the members that are left go on with the next batch. Parameters without a gradient count as zeros.
 
-    Raises PlanError without the package torchft, and for other schedules; StepStateError without an address.
+    Raises PlanError without the package torchft, for other schedules, and for a timeout of 0 or without end; StepStateError
+    without an address, and for a model that a handle or another job trains. The job lives as long as the model, or until
+    `leave()`.
 
     Example, in a script that one torchrun on each machine starts::
 
@@ -66,6 +73,13 @@ def elastic(
             optimizer.step()
             optimizer.zero_grad()
     """
+    number("timeout_s", timeout_s, "seconds that a wait for another member may take", positive=True, error=PlanError)
+    whole("min_replicas", min_replicas, "the least members of a step", low=1, error=PlanError)
+    if _KEPT in vars(model) or any(map(REGISTRY.owns, model.parameters())):
+        raise StepStateError(
+            "the model trains in an elastic job or with a handle already: its gradients would be averaged twice. Call leave() of "
+            "the job, or detach() of the handle, before."
+        )
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
     if not lighthouse:
@@ -98,13 +112,18 @@ def elastic(
     tensors = {name: TensorMeta.of(each, id(each) in embeddings) for name, each in reversed(named.items())}
     members = Members(tensors, plan, state, lighthouse, min_replicas, timedelta(seconds=timeout_s))
     means.begin(members)
-    return ElasticJob(members, means, auto)
+    job = ElasticJob(model, members, means, auto)
+    vars(model)[_KEPT] = Keeps(job)
+    return job
 
 
 class ElasticJob:
     """A model in training among members that come and go, as `gw.elastic` returns it."""
 
-    def __init__(self, members: Members, means: GradientMeans | LocalRounds, auto: ElasticAuto | None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, members: Members, means: GradientMeans | LocalRounds, auto: ElasticAuto | None
+    ) -> None:
+        self._model = weakref.ref(model)
         self._members, self._means, self._auto = members, means, auto
 
     @property
@@ -151,6 +170,8 @@ class ElasticJob:
         """Leave the job, and the model alone. The others go on."""
         self._means.detach()
         self._members.leave()
+        if (model := self._model()) is not None:
+            vars(model).pop(_KEPT, None)
 
 
 def _state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[Any]) -> MemberState:
@@ -160,13 +181,30 @@ def _state_of(model: torch.nn.Module, without: Collection[str], others: Sequence
         named = [*model.named_parameters(), *model.named_buffers()]
         return {name: each.detach() for name, each in named if name not in without}
 
+    def labels() -> list[str]:
+        names = {id(each): name for name, each in model.named_parameters()}
+        return [_label(each, names) for each in others]
+
     def save() -> dict[str, Any]:
-        return {"tensors": tensors(), "others": [each.state_dict() for each in others]}
+        return {"tensors": tensors(), "others": [each.state_dict() for each in others], "labels": labels()}
 
     def load(state: dict[str, Any]) -> None:
+        if state["labels"] != (own := labels()):
+            theirs, mine = next((a, b) for a, b in zip_longest(state["labels"], own, fillvalue="nothing") if a != b)
+            raise DisagreementError(
+                f"another member sent the state of {theirs}, and this one has {mine} in its place. Pass the same optimizers, "
+                "with the same parameters, and the same `also` in the same order on every member."
+            )
         for name, each in tensors().items():
             each.copy_(state["tensors"][name])
         for each, saved in zip(others, state["others"], strict=True):
             each.load_state_dict(saved)
 
     return MemberState(save, load)
+
+
+def _label(each: Any, names: Mapping[int, str]) -> str:
+    """The kind of an object with a state; of an optimizer also its parameters, since its state has them by number."""
+    groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
+    stepped = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in groups]
+    return type(each).__name__ + (f" of {stepped}" if groups else "")

@@ -3,6 +3,7 @@
 from gradwire.transport.addresses import own_address
 from gradwire.transport.agreement import KERNELS, agree, broadcast_bytes, bytes_of, copy_from, gather_bytes
 from gradwire.transport.devices import device_name, kind_of, standing_in
+from gradwire.transport.exits import waits_for_store
 from gradwire.transport.flight import FlightRecord
 from gradwire.transport.grid import Grid, node_name
 from gradwire.transport.heartbeats import LONGEST_S, SHORTEST_S
@@ -56,4 +57,5 @@ __all__ = [
     "standing_in",
     "streams_for",
     "transfer",
+    "waits_for_store",
 ]

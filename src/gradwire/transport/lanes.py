@@ -1,6 +1,5 @@
 """Lanes: links, each with the one thread that submits to it, and the failure that ended their work, if one did."""
 
-import atexit
 import base64
 import hashlib
 import logging
@@ -27,6 +26,7 @@ from gradwire.errors import CommunicationError, GradwireError, StepStateError
 from gradwire.transport.adapters import SLOW_GBPS
 from gradwire.transport.agreement import agree
 from gradwire.transport.devices import kind_of, offload_lanes
+from gradwire.transport.exits import waits_for_store
 from gradwire.transport.flight import Flight
 from gradwire.transport.heartbeats import Heartbeats, usual_silence_s
 from gradwire.transport.link import Group, Link
@@ -669,16 +669,6 @@ class AnswersToCall(NamedTuple):
 
 _HERE = "here"
 """The words of a rank that waited for others."""
-_CONNECTING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""Threads that connect to a store. A thread in C++ would end the whole process with SIGABRT when the interpreter ends."""
-_LONGEST_AT_EXIT_S = 10.0
-
-
-@atexit.register
-def _end_connecting() -> None:
-    until = time.monotonic() + _LONGEST_AT_EXIT_S
-    for thread in list(_CONNECTING):
-        thread.join(max(0.0, until - time.monotonic()))
 
 
 class RollCall:
@@ -698,11 +688,10 @@ class RollCall:
         self._store: Any = None
         self._is_closed = False
         self._connecting = threading.Thread(target=self._connect, args=(name,), name="gradwire-roll-call", daemon=True)
-        _CONNECTING.add(self._connecting)
         self._connecting.start()
 
     def _connect(self, name: str) -> None:
-        with suppress(Exception):
+        with suppress(Exception), waits_for_store():
             store = self._group.store(f"{name}/failed")
             # a group's own store has a connection of its own; its host may be gone, so that a clone would wait in C++
             store = store.clone() if self._group.process_group is not None else store
@@ -758,7 +747,8 @@ class RollCall:
             with suppress(Exception):
                 self._connecting.join(patience_s)
                 if self._store is not None:
-                    call(self._store)
+                    with waits_for_store():
+                        call(self._store)
 
         caller = threading.Thread(target=ask, name="gradwire-roll-call", daemon=True)
         caller.start()

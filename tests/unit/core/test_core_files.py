@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradwire.core import Cluster, Link
-from gradwire.core.files import write_whole
+from gradwire.core.files import make_folder, write_whole
 from gradwire.errors import GradwireError, WriteError
 
 CLUSTER = Cluster(nodes=2, ranks_per_node=4, intra=Link(5.0, 400.0), inter=Link(30.0, 25.0))
@@ -160,3 +160,29 @@ def test_a_link_that_another_user_put_into_a_shared_folder_is_refused(tmp_path: 
     with pytest.raises(WriteError, match="a symbolic link that user 12345 made in a folder where everybody may write"):
         CLUSTER.save(shared / "cluster.json")
     assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link of another user")
+def test_a_folder_behind_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    shared, theirs = tmp_path / "shared", tmp_path / "theirs"
+    for folder in (shared, theirs):
+        folder.mkdir()
+    shared.chmod(0o1777)
+    (shared / "runs").symlink_to(theirs)
+    os.lchown(shared / "runs", 12345, 12345)
+    with pytest.raises(WriteError, match=r"shared/runs is a symbolic link that user 12345 made"):
+        CLUSTER.save(shared / "runs" / "cluster.json")
+    with pytest.raises(WriteError, match=r"shared/runs is a symbolic link"):
+        make_folder(shared / "runs" / "mine")
+    assert not list(theirs.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write in place of another user's file")
+@pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o644)])
+def test_a_file_that_another_user_made_does_not_decide_who_may_write(tmp_path: Path, private: bool, mode: int) -> None:
+    path = tmp_path / "run.json"
+    path.touch()
+    path.chmod(0o666)
+    os.chown(path, 12345, 12345)
+    write_whole(path, b"mine", private=private)
+    assert mode_of(path) == mode

@@ -37,3 +37,18 @@ def test_commands_of_gradwire_keep_their_arguments() -> None:
 def test_code_on_the_command_line_is_left_out() -> None:
     assert without_secrets(["python", "-c", "login('hf_123')", "more"]) == ["python", "-c", "..."]
     assert without_secrets(["python"]) == ["python"]
+
+
+def test_tokens_are_known_by_their_beginning() -> None:
+    words = [
+        "train.py",
+        "--hub",
+        "hf_AbCdEfGhIjKl",
+        "--header=Bearer sk-proj-0123456789",
+        "--name",
+        "hf_base",
+        "--id",
+        "AKIA0123456789ABCDEF",
+    ]
+    kept = without_secrets(["python", *words], all_words=True)
+    assert kept == ["python", "train.py", "--hub", "...", "--header=Bearer ...", "--name", "hf_base", "--id", "..."]

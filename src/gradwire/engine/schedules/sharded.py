@@ -310,6 +310,7 @@ class ShardedSchedule:
     def optimizer_state_dict(self, rank: int | None) -> dict[str, Any]:
         self.settle()
         optimizer, lanes = self._living_optimizer(), self._reducer.lanes
+        lanes.await_queued()
         with lanes.told("the optimizer's state of all ranks", self._reducer.step):
             whole = lanes.control.submit(partial(self._of_shards.whole_state, optimizer)).result()
         if rank is not None and rank != self._reducer.group.rank:
