@@ -1,43 +1,61 @@
-"""Members of an elastic job that are killed, leave and join: `python -m soak.members --events 100`.
+"""Members of an elastic job that are killed, leave and join: `python -m soak.members --events 100 --steps 2000`.
 
-After each event the members that are left must go on within the timeout. All members must have equal weights after each step that
-counts, and the last ones must keep no descriptor and no thread.
+Each plan trains twice: with random events, and undisturbed with as many members, steps and samples. It passes if
+
+- members that stay go on within the timeout plus 2 s after each event,
+- all members have equal weights after each step that counts,
+- members that end keep no descriptor and no thread,
+- the held-out loss is at most 1 % above that of the undisturbed run.
+
+The lines that it prints also have the pauses after each kind of event, and those of the others while one joins.
 """
 
 import argparse
 import json
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
-from crowd import LEAST, START_S, Crowd
+from crowd import LEAST, START_S, Crowd, Member
 from elastic_member import PLANS, TIMEOUT_S
 from interpreters import Interpreters
 
 MOST = 4
 """Members at a time."""
+BATCH = 16
+"""Samples of a member's step."""
+SILENCE_S = 1.0
+"""Of the lighthouse: the default of `gradwire lighthouse`."""
+MOST_LOSS = 1.01
+"""The loss, over that of an undisturbed run."""
 ENDS = (None, 0, -signal.SIGKILL)
 """Exit codes of members that live, leave, or were killed."""
 
 
-def come_and_go(interpreters: Interpreters, plan: str, events: int, seed: int = 0, size: int = MOST) -> dict[str, Any]:
-    """Let so many random events happen to a job, and check what must hold. Returns what was seen."""
+def come_and_go(
+    interpreters: Interpreters, plan: str, events: int, seed: int = 0, size: int = MOST, steps: int = 0
+) -> dict[str, Any]:
+    """Let so many random events happen to a job of at least so many steps, and check what must hold. Returns what was seen."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="gradwire-members-") as folder:
-        crowd = Crowd(interpreters, plan, folder)
+        crowd = Crowd(interpreters, plan, folder, BATCH, SILENCE_S)
         try:
             crowd.await_steps([crowd.join() for _ in range(size)], 3, START_S)
-            pauses, kinds = [], []
-            for _ in range(events):
+            pauses: dict[str, list[float]] = {}
+            for left in range(events, 0, -1):
                 kind = chance.choice(["killed", "leaves", "joins", "stalls"])
                 living = crowd.living
                 kind = "joins" if len(living) <= LEAST else "killed" if len(living) >= size and kind == "joins" else kind
+                began = time.monotonic()
                 if kind == "joins":
                     crowd.await_steps([crowd.join()], 2, START_S)
+                    pauses.setdefault("others of a joiner", []).append(max(longest_gap(each, began) for each in living))
                 elif kind == "stalls":
                     stalled = chance.choice(living)
                     stalled.process.send_signal(signal.SIGSTOP)
@@ -45,37 +63,80 @@ def come_and_go(interpreters: Interpreters, plan: str, events: int, seed: int = 
                     stalled.process.send_signal(signal.SIGCONT)
                 else:
                     crowd.go(chance.choice(living), signal.SIGKILL if kind == "killed" else signal.SIGTERM)
-                pauses.append(crowd.await_steps(crowd.living, chance.randint(1, 8), TIMEOUT_S + 2))
-                kinds.append(kind)
+                most = max(8, 2 * (steps - crowd.last_step) // left)
+                pauses.setdefault(kind, []).append(crowd.await_steps(crowd.living, chance.randint(1, most), TIMEOUT_S + 2))
                 time.sleep(chance.random() * 0.1)
-            ending = crowd.living
-            crowd.finish()
-            ended = [each.process.returncode for each in ending]
-            last = {(each.steps[-1]["step"], each.steps[-1]["weights"]) for each in ending}
+            ending = crowd.finish(steps)
             return {
                 "plan": plan,
-                "events": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
-                "steps": max(step for step, _ in last),
-                "ended": ended,
-                "crashed": [each.process.returncode for each in crowd.all if each.process.returncode not in ENDS],
-                "last": len(last),
-                "unequal": crowd.unequal_steps(),
-                "left": [each.end for each in ending if each.end is None or each.end["before"] != each.end["after"]],
-                "longest pause, s": round(max(pauses, default=0.0), 2),
-                "loss": sum(each.steps[-1]["loss"] for each in ending) / len(ending),
-                "logs": crowd.logs() if any(each.process.returncode not in ENDS for each in crowd.all) else "",
+                "events": {kind: len(each) for kind, each in sorted(pauses.items())},
+                "median and longest pause, s": {
+                    kind: [round(statistics.median(each), 2), round(max(each), 2)] for kind, each in sorted(pauses.items())
+                },
+                **seen_of(crowd, ending),
             }
         finally:
             crowd.close()
 
 
+def undisturbed(interpreters: Interpreters, plan: str, steps: int, samples: int, size: int = MOST) -> dict[str, Any]:
+    """Train with as many steps and samples, and no event. Returns what was seen."""
+    with tempfile.TemporaryDirectory(prefix="gradwire-members-") as folder:
+        crowd = Crowd(interpreters, plan, folder, round(samples / steps / size), SILENCE_S)
+        try:
+            crowd.await_steps([crowd.join() for _ in range(size)], 3, START_S)
+            return seen_of(crowd, crowd.finish(steps))
+        finally:
+            crowd.close()
+
+
+def seen_of(crowd: Crowd, ending: list[Member]) -> dict[str, Any]:
+    """What can be seen of a job that has ended with these members."""
+    last = {(each.steps[-1]["step"], each.steps[-1]["weights"]) for each in ending}
+    # a member that leaves while it waits for others may be killed at the end of the run
+    ended = [each for each in crowd.all if each.process.returncode == 0]
+    members = {said["step"]: said["members"] for each in crowd.all for said in each.steps}
+    return {
+        "steps": max(step for step, _ in last),
+        "samples": BATCH * sum(members.values()),
+        "ended": [each.process.returncode for each in ending],
+        "crashed": [each.process.returncode for each in crowd.all if each.process.returncode not in ENDS],
+        "last": len(last),
+        "unequal": crowd.unequal_steps(),
+        "left": [each.end for each in ended if each.end is None or each.end["before"] != each.end["after"]],
+        "loss": sum(each.end["loss"] for each in ending if each.end) / len(ending),
+        "logs": crowd.logs() if any(each.process.returncode not in ENDS for each in crowd.all) else "",
+    }
+
+
+def longest_gap(member: Member, since_s: float) -> float:
+    """The longest time between two steps of a member, from a moment on."""
+    times = [since_s, *(said["at_s"] for said in member.steps if said["at_s"] >= since_s)]
+    return max((after - before for before, after in pairwise(times)), default=0.0)
+
+
 def passed(seen: dict[str, Any]) -> bool:
-    return not any(seen["ended"]) and not seen["crashed"] and seen["last"] == 1 and not seen["unequal"] and not seen["left"]
+    return (
+        not any(seen["ended"])
+        and not seen["crashed"]
+        and seen["last"] == 1
+        and not seen["unequal"]
+        and not seen["left"]
+        and seen["loss"] <= MOST_LOSS * seen.get("undisturbed loss", float("inf"))
+    )
+
+
+def trial(interpreters: Interpreters, plan: str, events: int, steps: int, seed: int) -> dict[str, Any]:
+    """Both runs of a plan."""
+    seen = come_and_go(interpreters, plan, events, seed, steps=steps)
+    alone = undisturbed(interpreters, plan, seen["steps"], seen["samples"])
+    return {**seen, "undisturbed loss": alone["loss"], "undisturbed passed": passed(alone)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m soak.members")
     parser.add_argument("--events", type=int, default=100, help="of each plan")
+    parser.add_argument("--steps", type=int, default=2000, help="of each plan, at least")
     parser.add_argument("--plans", default="exact,4 bits,2 bits with feedback,local", help=f"of {', '.join(PLANS)}")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -83,10 +144,14 @@ def main() -> int:
     try:
         for plan in options.plans.split(","):
             began = time.monotonic()
-            seen = come_and_go(interpreters, plan, options.events, options.seed)
-            good &= passed(seen)
+            try:
+                seen = trial(interpreters, plan, options.events, options.steps, options.seed)
+                well = passed(seen) and seen["undisturbed passed"]
+            except TimeoutError as error:
+                seen, well = {"plan": plan, "hung": str(error)}, False
+            good &= well
             took = timedelta(seconds=round(time.monotonic() - began))
-            print(f"{'passed' if passed(seen) else 'FAILED'} in {took}: {json.dumps(seen)}", flush=True)
+            print(f"{'passed' if well else 'FAILED'} in {took}: {json.dumps(seen)}", flush=True)
     finally:
         interpreters.close()
     return 0 if good else 1

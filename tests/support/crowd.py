@@ -47,7 +47,7 @@ class Member:
             said = json.loads(line)
             self.moved_s = time.monotonic()
             if "step" in said:
-                self.steps.append(said)
+                self.steps.append({**said, "at_s": self.moved_s})
             else:
                 self.end = said
 
@@ -55,25 +55,36 @@ class Member:
 class Crowd:
     """The members of one job, and their lighthouse."""
 
-    def __init__(self, interpreters: Interpreters, plan: str, folder: str) -> None:
+    def __init__(self, interpreters: Interpreters, plan: str, folder: str, batch: int = 16, silence_s: float = 3.0) -> None:
+        """batch: the samples of each step of a member. silence_s: of the lighthouse; long for a busy machine."""
         from torchft.coordination import LighthouseServer
 
-        self._interpreters, self._plan, self.folder = interpreters, plan, Path(folder)
+        self._interpreters, self._plan, self.folder, self._batch = interpreters, plan, Path(folder), batch
         self._lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=LEAST, join_timeout_ms=60_000, quorum_tick_ms=20, heartbeat_timeout_ms=1500
+            bind="127.0.0.1:0",
+            min_replicas=LEAST,
+            join_timeout_ms=60_000,
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=round(1e3 * silence_s),
         )
         self.address = f"127.0.0.1:{urlsplit(self._lighthouse.address()).port}"
         self.all: list[Member] = []
 
     @property
+    def last_step(self) -> int:
+        """The last step that a member has reported."""
+        return max(each.steps[-1]["step"] for each in self.all if each.steps)
+
+    @property
     def living(self) -> list[Member]:
         return [each for each in self.all if not each.goes and each.process.poll() is None]
 
-    def join(self, plan: str | None = None) -> Member:
-        """Start a member, with another plan than the others' if one is named."""
-        command = [sys.executable, str(SCRIPT), self.address, plan or self._plan, str(len(self.all)), str(self.folder)]
+    def join(self, plan: str | None = None, slow_s: float = 0.0) -> Member:
+        """Start a member, with another plan than the others' if one is named. slow_s: how long its state takes to come."""
+        words = [self.address, plan or self._plan, len(self.all), self.folder, self._batch]
+        command = [sys.executable, str(SCRIPT), *map(str, words)]
         paths = [str(SCRIPT.parents[2] / "src"), str(SCRIPT.parent)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo", "SLOW_S": str(slow_s)}
         with open(self.folder / f"member-{len(self.all)}.log", "w") as log:
             process = self._interpreters.start(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
         member = Member(process)
@@ -100,15 +111,19 @@ class Crowd:
             time.sleep(0.01)
         return longest
 
-    def finish(self) -> None:
-        """Let all that live end at one step."""
-        step = max(each.steps[-1]["step"] for each in self.all if each.steps)
+    def finish(self, least: int = 0) -> list[Member]:
+        """Let all that live end at one step, `least` or a later one. Returns those that did, without one that was taken for dead
+        just before: it finds no other any more."""
+        while (step := self.last_step) < least - 30:
+            self.await_steps(self.living, min(100, least - 30 - step), START_S)
         part = self.folder / "end.part"
-        part.write_text(str(step + 30))
+        part.write_text(str(max(least, step + 30)))
         part.rename(self.folder / "end")
-        for each in self.living:
+        ending = self.living
+        for each in ending:
             each.process.wait(START_S)
             each.reading.join(START_S)
+        return [each for each in ending if each.end is None or not each.end["behind"]]
 
     def close(self) -> None:
         for each in self.all:

@@ -1,8 +1,9 @@
 """A member of an elastic job that tests start, kill and restart: it writes a line of JSON for every step that counts.
 
-python elastic_member.py LIGHTHOUSE PLAN SEED FOLDER
+python elastic_member.py LIGHTHOUSE PLAN SEED FOLDER BATCH
 
-It trains until the step in the file FOLDER/end, and leaves earlier when it gets SIGTERM.
+It trains until the step in the file FOLDER/end, and leaves earlier when it gets SIGTERM. Its last line has the held-out loss, and
+what it held before and after.
 """
 
 import gc
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 import gradwire as gw
+from gradwire.integrations import members
 
 __all__ = ["PLANS", "TIMEOUT_S"]
 
@@ -32,6 +34,7 @@ PLANS: dict[str, Any] = {
     "auto": "auto",
     "local": gw.Uniform(gw.QSGD(bits=4), schedule=gw.LocalSteps.diloco(every=3)),
 }
+PATIENCE_S = 40.0
 PAUSE_S = 0.01
 """The time that a step computes, at least."""
 
@@ -39,7 +42,7 @@ PAUSE_S = 0.01
 def main() -> None:
     from torchft.coordination import LighthouseServer
 
-    lighthouse, plan, seed, folder = sys.argv[1:]
+    lighthouse, plan, seed, folder, batch = sys.argv[1:]
     torch.set_num_threads(1)
     leaves = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leaves.set())
@@ -49,33 +52,68 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.3, 2000)
-    teacher = torch.randn(20, 3, generator=torch.Generator().manual_seed(7))
+    same = torch.Generator().manual_seed(7)
+    teacher = torch.randn(20, 3, generator=same)
+    held_out = samples(4000, teacher, same)
     # the runtime of torchft's servers has two sockets until the process ends
     LighthouseServer(bind="127.0.0.1:0", min_replicas=1).shutdown()
     before = held()
+    slow_down(float(os.environ["SLOW_S"]))
     job = gw.elastic(
-        model, optimizer, plan=PLANS[plan], min_replicas=2, lighthouse=lighthouse, also=[scheduler], timeout_s=TIMEOUT_S
+        model,
+        optimizer,
+        plan=PLANS[plan],
+        min_replicas=2,
+        lighthouse=lighthouse,
+        also=[scheduler],
+        timeout_s=TIMEOUT_S,
+        patience_s=PATIENCE_S,
     )
-    end, told = Path(folder) / "end", 0
-    while not leaves.is_set() and not (end.exists() and job.step >= int(end.read_text())):
-        inputs = torch.randn(16, 20)
-        loss = (model(inputs) - inputs @ teacher).square().mean()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        time.sleep(PAUSE_S)
-        if job.step != told:
-            told = job.step
-            with job.global_weights():
-                weights = digest(model)
-            say(step=told, weights=weights, members=job.world_size, loss=loss.item(), decided=job.decision is not None)
+    end, told, behind = Path(folder) / "end", 0, False
+    try:
+        while not leaves.is_set() and not (end.exists() and job.step >= int(end.read_text())):
+            inputs, targets = samples(int(batch), teacher)
+            loss = (model(inputs) - targets).square().mean()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            time.sleep(PAUSE_S)
+            if job.step != told:
+                told = job.step
+                with job.global_weights():
+                    weights = digest(model)
+                say(step=told, weights=weights, members=job.world_size, loss=loss.item(), decided=job.decision is not None)
+    except gw.CommunicationError:
+        if not end.exists():
+            raise
+        behind = True
+    with job.global_weights(), torch.no_grad():
+        inputs, targets = held_out
+        last = (model(inputs) - targets).square().mean().item()
     job.leave()
     del job
     until = time.monotonic() + 10
     while held() != before and time.monotonic() < until:
         time.sleep(0.1)  # threads of C++ end a little later
-    say(before=before, after=held())
+    say(before=before, after=held(), loss=last, behind=behind)
+
+
+def slow_down(seconds: float) -> None:
+    """Let the state of another member come so much later."""
+    at_once = members.fetch
+
+    def late(*of_offer: Any) -> bytes:
+        time.sleep(seconds)
+        return at_once(*of_offer)
+
+    members.fetch = late
+
+
+def samples(count: int, teacher: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs, and what the teacher makes of them with some noise."""
+    inputs = torch.randn(count, 20, generator=generator)
+    return inputs, inputs @ teacher + torch.randn(count, 3, generator=generator)
 
 
 def digest(model: torch.nn.Module) -> str:

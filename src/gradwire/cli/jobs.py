@@ -230,7 +230,7 @@ def doctor(
 def lighthouse(
     bind: Annotated[str, typer.Option(help="Address and port to listen at. Members must reach it.")] = "0.0.0.0:29510",
     min_replicas: Annotated[int, typer.Option(help="The least members of a step; with fewer the job waits.", min=1)] = 2,
-    silence: Annotated[float, typer.Option(help="Seconds without a sign of life after which a member is gone.", min=0.3)] = 1.5,
+    silence: Annotated[float, typer.Option(help="Seconds without a sign of life after which a member is gone.", min=0.3)] = 1.0,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a living member that is behind.", min=0.1)] = 600.0,
 ) -> None:
     """Name the members of every step of an elastic job, for `gw.elastic`: torchft's lighthouse. Runs until it is interrupted."""
@@ -244,7 +244,7 @@ def lighthouse(
         bind=bind,
         min_replicas=min_replicas,
         join_timeout_ms=round(1e3 * patience),
-        quorum_tick_ms=50,
+        quorum_tick_ms=20,
         heartbeat_timeout_ms=round(1e3 * silence),
     )
     typer.echo(f"the lighthouse listens at {server.address()}")

@@ -9,6 +9,7 @@ from torch.autograd import Variable
 
 from gradwire.engine import ModelHook, in_reentrant_backward, leave_hooks_behind
 from gradwire.exchange import Exchange
+from gradwire.integrations.catch_up import Means
 from gradwire.integrations.elastic_auto import ElasticAuto
 from gradwire.integrations.members import Members
 
@@ -19,7 +20,10 @@ class GradientMeans:
     """Averages gradients while backward computes them.
 
     A training forward begins a step with the members of the quorum. `optimizer.step()` makes the step count. Where the exchange
-    failed, gradients are None, so that optimizers change nothing.
+    failed, gradients are zeros, for what reads them, such as a GradScaler. `optimizer.step()` then makes them None, so that
+    optimizers change nothing.
+
+    A joiner makes steps that the others have made with their means, until it has caught up.
     """
 
     def __init__(
@@ -37,6 +41,8 @@ class GradientMeans:
         """Whether backwards average nothing."""
         self._met: Exchange | None = None
         """The exchange of the step that a forward began."""
+        self._due: Means | None = None
+        """The means of the step that a forward began, if the others have made it."""
         self._sends = self._averaged = self._failed = False
         act = GradientMeans
         leave_hooks_behind(model)
@@ -70,24 +76,27 @@ class GradientMeans:
         if self._sends:  # an exception left the last backward
             self._sends, self._met = False, None
             self.members.give_up()
+        if self._averaged:  # no optimizer stepped after it, as where a GradScaler skips a step
+            self._met = self._due = None
         self._meet()
 
-    def _meet(self) -> Exchange:
-        """The exchange of this step, whose members have equal weights."""
-        if self._met is None:
-            self._met = self.members.meet()
-        return self._met
+    def _meet(self) -> None:
+        """Find the exchange of this step, whose members have equal weights, or the step's means."""
+        if self._met is None and self._due is None:
+            found = self.members.meet()
+            self._met, self._due = (found, None) if isinstance(found, Exchange) else (None, found)
 
     def _begin(self) -> None:
         """Begin to average."""
-        exchange = self._meet()
-        if self._auto is not None:
-            self._auto.use(exchange)
-        self.members.begin(exchange)
+        self._meet()
+        if self._met is not None:
+            if self._auto is not None:
+                self._auto.use(self._met)
+            self.members.begin(self._met)
 
     def _arrived(self, name: str, parameter: torch.nn.Parameter) -> None:
         """A gradient is accumulated. The optimizer's step averages what no backward does."""
-        if self.is_paused or self._met is None or self._failed:
+        if self.is_paused or self._failed or (self._met is None and self._due is None):
             return
         if not self._sends:
             if in_reentrant_backward():
@@ -95,29 +104,40 @@ class GradientMeans:
             self._sends = True
             self._begin()
             Variable._execution_engine.queue_callback(self._finish)
-        self._met.ready(name, parameter.grad)
-        if self._auto is not None:
-            self._auto.came(name, parameter.grad)
+        if self._met is not None:
+            self._send(self._met, name, parameter)
+            if self._auto is not None:
+                self._auto.came(name, parameter.grad)
+
+    @torch.no_grad()
+    def _send(self, exchange: Exchange, name: str, parameter: torch.nn.Parameter) -> None:
+        factor = self.members.factor
+        if parameter.grad is None or factor == 0.0:
+            parameter.grad = torch.zeros_like(parameter)
+        elif factor != 1.0:
+            parameter.grad.mul_(factor)
+        exchange.ready(name, parameter.grad)
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Backward is over: average what is left, and wait."""
-        exchange = self._meet()
-        for name, parameter in self._parameters.items():
-            if exchange.slots[name] not in exchange.sent:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                exchange.ready(name, parameter.grad)
         self._sends, self._averaged = False, True
+        if self._met is None:
+            assert self._due is not None
+            self._set_gradients(self._due)
+            return
+        for name, parameter in self._parameters.items():
+            if self._met.slots[name] not in self._met.sent:
+                self._send(self._met, name, parameter)
         began_s = time.perf_counter()
-        if not self.members.end(exchange):
+        if not self.members.end(self._met):
             self._failed = True
-            self._drop()
+            self._set_gradients({name: torch.zeros_like(parameter) for name, parameter in self._parameters.items()})
         self._exposed_s = time.perf_counter() - began_s
 
-    def _drop(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
+    def _set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients[name]
 
     @torch.no_grad()
     def _before_step(self, *_: object) -> None:
@@ -125,12 +145,13 @@ class GradientMeans:
             self._begin()
             self._finish()
         if self._failed:
-            self._drop()
+            for parameter in self._parameters.values():
+                parameter.grad = None
 
     def _after_step(self, *_: object) -> None:
         if not self._failed:
             self.members.commit()
-            if self._auto is not None:
+            if self._auto is not None and self._met is not None:
                 self._auto.ended(self.members, self._exposed_s)
-        self._met = None
+        self._met = self._due = None
         self._averaged = self._failed = False

@@ -24,7 +24,7 @@ from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
 
-__all__ = ["Islands", "islands"]
+__all__ = ["Islands", "islands", "owners_of", "shard_of", "share_inside"]
 
 _NOT_LOADED = -1
 _KEPT = "_gradwire_islands"
@@ -73,10 +73,10 @@ class Islands:
         if sharded and sharded != parameters.keys():
             whole = next(name for name in parameters if name not in sharded)
             raise PlanError(f"{whole!r} is no shard, and other parameters are. Call fully_shard on the whole model.")
-        self._local = {name: _shard(each) for name, each in parameters.items()}
-        for tensor in [*self._local.values(), *map(_shard, model.buffers())]:
+        self._local = {name: shard_of(each) for name, each in parameters.items()}
+        for tensor in [*self._local.values(), *map(shard_of, model.buffers())]:
             dist.broadcast(tensor, dist.get_global_rank(self._between, 0), group=self._between)
-        self._owners = {} if sharded else _owners(self._local, self._inside.size())
+        self._owners = {} if sharded else owners_of(self._local, self._inside.size())
         place = self._inside.rank()
         own = {name for name, each in self._local.items() if each.numel() and self._owners.get(name, place) == place}
         schedule = check_rounds(plan.schedule)
@@ -152,25 +152,27 @@ class Islands:
             self.exchange.average_(means)
             self._outer.step(means)
         for owner in sorted(set(self._owners.values())):
-            self._share([self._outer.weights[name] for name, other in self._owners.items() if other == owner], owner)
+            weights = [self._outer.weights[name] for name, other in self._owners.items() if other == owner]
+            share_inside(self._inside, weights, owner)
         self._outer.take_up()
 
-    def _share(self, weights: list[torch.Tensor], owner: int) -> None:
-        """Give all ranks of the island the new weights of the owner's tensors."""
-        for dtype in dict.fromkeys(each.dtype for each in weights):
-            chosen = [each for each in weights if each.dtype == dtype]
-            flat = torch.cat([each.reshape(-1) for each in chosen])
-            dist.broadcast(flat, dist.get_global_rank(self._inside, owner), group=self._inside)
-            for each, part in zip(chosen, flat.split([each.numel() for each in chosen]), strict=True):
-                each.copy_(part.view_as(each))
+
+def share_inside(island: dist.ProcessGroup, weights: list[torch.Tensor], owner: int) -> None:
+    """Give all ranks of an island the weights of the owner. Collective."""
+    for dtype in dict.fromkeys(each.dtype for each in weights):
+        chosen = [each for each in weights if each.dtype == dtype]
+        flat = torch.cat([each.reshape(-1) for each in chosen])
+        dist.broadcast(flat, dist.get_global_rank(island, owner), group=island)
+        for each, part in zip(chosen, flat.split([each.numel() for each in chosen]), strict=True):
+            each.copy_(part.view_as(each))
 
 
-def _shard(tensor: torch.Tensor) -> torch.Tensor:
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds, in the tensor's memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _owners(tensors: Mapping[str, torch.Tensor], places: int) -> dict[str, int]:
+def owners_of(tensors: Mapping[str, torch.Tensor], places: int) -> dict[str, int]:
     """The place in an island that exchanges each tensor: the largest tensor first, each to the place with the fewest bytes."""
     loads = [0] * places
     owners = {}

@@ -4,7 +4,8 @@ A member is one process with a whole replica of the model. Before a step it asks
 that make the step together. While the quorum stays, so does the exchange. Otherwise the members meet anew:
 
 1. They reach the store of one of them, under the quorum's number, and make a group and an exchange there.
-2. Members that are at the step already send their state to those that are not: weights, optimizer, step. No bytes are unpickled.
+2. Members that are at the step already give their state to those that are not: weights, optimizer, step. No bytes are unpickled.
+   The others do not wait for it: a joiner catches up (`catch_up.py`). Only in step 0, and with plan="auto", all members wait.
 3. Residuals go on, multiplied by the old number of members over the new one. Joiners begin with zeros.
 
 A member whose exchange fails leaves the group at once, so that the others' exchanges fail too, and asks for a new quorum.
@@ -13,24 +14,22 @@ A member whose exchange fails leaves the group at once, so that the others' exch
 import logging
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-from gradwire.errors import CommunicationError, DisagreementError, PlanError
+from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.exchange import Exchange, State, TensorMeta, is_alike
+from gradwire.integrations.catch_up import CatchUp, Means
 from gradwire.integrations.handles import from_bytes, to_bytes
-from gradwire.integrations.handover import MemberCard, MemberState, hand_over
-from gradwire.transport import Group, LinkError, own_address, transfer
+from gradwire.integrations.handover import MemberCard, MemberState, Offer, fetch, hand_over
+from gradwire.integrations.quorum import Lighthouse, NoQuorumError
+from gradwire.transport import LinkError
 
 __all__ = ["Members"]
 
 log = logging.getLogger(__name__)
-_AGAIN_S = 0.2
-"""Between two questions for a quorum of too few members."""
+_LEAVE_S = 2.0
+"""For a thread that waits for the lighthouse while this member leaves."""
 
 
 class Members:
@@ -41,45 +40,27 @@ class Members:
         tensors: dict[str, TensorMeta],
         plan: Any,
         state: MemberState,
-        lighthouse: str,
-        min_replicas: int,
-        timeout: timedelta,
+        lighthouse: Lighthouse,
+        catches_up: bool = True,
     ) -> None:
-        """lighthouse: the address of torchft's lighthouse. timeout: how long a wait for another member may take."""
-        try:
-            from torchft.coordination import ManagerClient, ManagerServer
-        except ImportError as error:
-            raise PlanError(
-                "members that come and go need the package torchft, which is not installed: pip install 'gradwire[elastic]'."
-            ) from error
+        """catches_up: whether joiners catch up while the others make steps; the same on all members."""
         self._tensors, self._plan, self._state = tensors, plan, state
-        self._min_replicas, self._timeout = min_replicas, timeout
-        url = urlsplit(lighthouse if "://" in lighthouse else f"http://{lighthouse}")
-        address = own_address(SimpleNamespace(host=url.hostname, port=url.port))
-        host = f"[{address}]" if ":" in address else address
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        self._server = ManagerServer(
-            replica_id=f"{address}-{self._store.port}",
-            lighthouse_addr=f"{url.scheme}://{url.netloc}",
-            hostname=host,
-            bind=f"{host}:0",
-            store_addr=f"{host}:{self._store.port}",
-            world_size=1,
-            heartbeat_interval=timedelta(milliseconds=100),
-            connect_timeout=timeout,
-            quorum_retries=0,
-        )
-        self._client = ManagerClient(self._server.address(), connect_timeout=timeout)
+        self._lighthouse, self._catches_up = lighthouse, catches_up
         self.step = 0
-        """Committed steps: the same on all members."""
-        self.taking_part: set[int] = set()
-        """The ranks of the members that joined before this step."""
+        """Committed steps: the same on all members that are not behind."""
+        self.parts, self.takes_part = 0, False
+        """The members whose gradients count in this step, 0 where all join, and whether this is one of them."""
         self.exchange: Exchange | None = None
         """The exchange of the present quorum; None before the first, and after a failure."""
         self._quorum_id, self._failures, self._took_part = -1, 0, False
+        self._named: Any = None
+        """A quorum that was named while this member caught up, and that it is to meet."""
         self._kept: tuple[State, int] = {}, 1
         """Residuals of the last exchange, and its number of members."""
         self._put_back: Callable[[], None] = lambda: None
+        self._catch_up: CatchUp | None = None
+        """The way to the step of the others; None where this member makes steps with them."""
+        self._offer = Offer(lighthouse.store, "", b"")
 
     @property
     def rank(self) -> int:
@@ -91,30 +72,44 @@ class Members:
         """The number of present members; 0 before the first quorum."""
         return self.exchange.group.world_size if self.exchange is not None else 0
 
-    def meet(self) -> Exchange:
-        """Return the exchange of the members that make the next step. Waits until there are enough. Raises CommunicationError
-        where the lighthouse is not reached, DisagreementError where members run other models or plans."""
+    @property
+    def factor(self) -> float:
+        """What to multiply gradients by before they are averaged, so that those of joiners count for nothing."""
+        return 1.0 if not self.parts else self.world_size / self.parts if self.takes_part else 0.0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the others made steps that this member still has to make."""
+        return self._catch_up is not None and self._catch_up.is_behind
+
+    def meet(self) -> Exchange | Means:
+        """Return the exchange of the members that make the next step, or the means of a step that the others have made. Waits
+        until there are enough members. Raises CommunicationError where the lighthouse is not reached or members do not come,
+        DisagreementError where members run other models or plans."""
         while True:
-            quorum = self._ask()
-            if quorum.replica_world_size < self._min_replicas:
-                time.sleep(_AGAIN_S)
-                continue
-            if quorum.quorum_id == self._quorum_id and self.exchange is not None and not quorum.heal:
-                return self.exchange
             try:
-                return self._meet(quorum)
+                if self._catch_up is not None:
+                    if (means := self._catch_up.next()) is not None:
+                        return means
+                    self._catch_up = None
+                quorum, self._named = self._named or self._lighthouse.ask(self.step, self._failures), None
+                if quorum.quorum_id != self._quorum_id or self.exchange is None:
+                    self._lighthouse.all_do(partial(self._meet, quorum))
+                elif quorum.heal:
+                    raise LinkError(None, ConnectionError(f"the others are at step {quorum.max_step}, and this one is not"))
+                else:
+                    self.parts, self.takes_part = quorum.max_world_size, True
+                if self.parts == self.world_size:
+                    self._offer.withdraw()
+                if self._catch_up is None:
+                    assert self.exchange is not None
+                    return self.exchange
             except (CommunicationError, LinkError, DisagreementError) as error:
-                if isinstance(error, DisagreementError) and not self._took_part:
+                if isinstance(error, NoQuorumError) or (isinstance(error, DisagreementError) and not self._took_part):
                     raise  # who joins with another model goes, and the others go on
-                log.info("the members of quorum %d did not meet: %s", quorum.quorum_id, error)
+                log.info("the members of quorum %d did not meet: %s", self._quorum_id, error)
                 self._failures += 1
                 self._part()
-
-    def average(self, exchange: Exchange, fill: Callable[[], None]) -> bool:
-        """Run a step of the exchange that `fill` fills. Returns whether it counts. If not, residuals are as before."""
-        self.begin(exchange)
-        fill()
-        return self.end(exchange)
 
     def begin(self, exchange: Exchange) -> None:
         """Begin a step of the exchange."""
@@ -124,7 +119,7 @@ class Members:
 
     def end(self, exchange: Exchange) -> bool:
         """Wait for the step. Returns whether it counts. Raises the error of this member's own part: the others go on alone."""
-        if exchange.finish_quietly():
+        if self._lighthouse.all_agree(exchange.finish_quietly()):
             exchange.wait()
             self._put_back = lambda: None
             return True
@@ -137,7 +132,6 @@ class Members:
     def commit(self) -> None:
         """The step counts and the weights hold it."""
         self.step, self._failures = self.step + 1, 0
-        self.taking_part = set(range(self.world_size))
 
     def give_up(self) -> None:
         """Leave the group, also in the middle of a step: the others' step fails, and the next one has a new quorum."""
@@ -146,55 +140,57 @@ class Members:
 
     def leave(self) -> None:
         """Leave the job. The others go on."""
+        catch_up, self._catch_up = self._catch_up, None
         self._part()
-        self._server.shutdown()
+        self._lighthouse.leave()
+        if catch_up is not None:
+            catch_up.join(_LEAVE_S)
 
     def _part(self, put_back: Callable[[], None] = lambda: None) -> None:
         """Leave the group, at once, and keep the residuals."""
         exchange, self.exchange = self.exchange, None
+        catch_up, self._catch_up = self._catch_up, None
         if exchange is not None:
             exchange.abort()
             put_back()
-            self._kept = exchange.residuals.carried(), exchange.group.world_size
+            self._kept = ({}, 1) if catch_up is not None else (exchange.residuals.carried(), exchange.group.world_size)
+        if catch_up is not None:
+            catch_up.join()
+            self._named = catch_up.named
+        self._offer.withdraw()
 
-    def _ask(self) -> Any:
-        try:
-            return self._client._quorum(
-                group_rank=0,
-                step=self.step,
-                checkpoint_metadata="",
-                shrink_only=False,
-                timeout=timedelta(hours=1),
-                init_sync=True,
-                commit_failures=self._failures,
-            )
-        except Exception as error:
-            raise CommunicationError(
-                f"step {self.step}: torchft's lighthouse named no members that make the step: {error}. Start `gradwire "
-                "lighthouse` where every member reaches it, and enough members."
-            ) from error
-
-    def _meet(self, quorum: Any) -> Exchange:
+    def _meet(self, quorum: Any) -> None:
         """Make the exchange of a quorum. Residuals of the last one go on, or the state of another member is loaded."""
+        began_s = time.monotonic()
         self._part()
         self._quorum_id = quorum.quorum_id
-        place = urlsplit(f"//{quorum.store_address}")
-        with transfer():
-            reached = TCPStore(place.hostname or "", place.port or 0, wait_for_workers=False, timeout=self._timeout)
-        store = PrefixStore(f"quorum {quorum.quorum_id}", reached)
-        group = Group.of_store(store, quorum.replica_rank, quorum.replica_world_size, self._timeout)
+        group = self._lighthouse.group_of(quorum)
         exchange = self.exchange = Exchange(self._tensors, self._plan, group)
         exchange.go_on(self._kept[0], quorum.max_step, self._kept[1])
-        alike = {key: value for key, value in exchange.residuals.carried().items() if is_alike(key)}
-        data = to_bytes({"alike": alike, **self._state.save()}) if quorum.recover_dst_replica_ranks else b""
-        card = MemberCard(quorum.heal or not self._took_part, dict.fromkeys(quorum.recover_dst_replica_ranks, len(data)))
+        waits, joiners = not self._catches_up or not quorum.max_step, quorum.recover_dst_replica_ranks
+        key, card, data = f"state {quorum.quorum_id}", MemberCard(quorum.heal or not self._took_part, {}), b""
+        if joiners:
+            alike = {key: value for key, value in exchange.residuals.carried().items() if is_alike(key)}
+            state = self._state.save()
+            data = to_bytes({"alike": alike, **(state if waits else {})})
+            card.sends = dict.fromkeys(joiners, len(data))
+            if not waits:
+                offered = to_bytes(state)
+                self._offer = Offer(self._lighthouse.store, key, offered)
+                card.store, card.offers = self._lighthouse.store_address, len(offered)
         cards, got = exchange.lanes.control.submit(lambda link: hand_over(link, card, data)).result()
+        self.parts, self.takes_part, self._failures = sum(not each.joins for each in cards), not card.joins, 0
         if quorum.heal:
             state = from_bytes(got)
             exchange.go_on(state.pop("alike"), quorum.max_step, group.world_size)
+            if not waits:
+                donor = next(each for each in cards if group.rank in each.sends)
+                catch_up = self._catch_up = CatchUp(exchange, self._tensors, quorum, partial(self._lighthouse.ask, self.step, 0))
+                state = from_bytes(fetch(donor.store, key, donor.offers, self._lighthouse.timeout, catch_up.check))
             self._state.load(state)
+            if self._catch_up is not None:
+                self._catch_up.state_came()
         self.step = quorum.max_step
-        self.taking_part = {rank for rank, each in enumerate(cards) if not each.joins}
         self._took_part = True
-        log.info("step %d is made by %d members, of which this is number %d", self.step, group.world_size, group.rank)
-        return exchange
+        took_s = time.monotonic() - began_s
+        log.info("step %d: number %d of %d members met in %.2f s", self.step, group.rank, group.world_size, took_s)

@@ -3,9 +3,8 @@
 Every member trains on weights L of its own. A round makes W anew from the mean of the outer gradients W - L, and L takes up W.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -85,23 +84,26 @@ class OuterSteps:
 class LocalRounds:
     """The `local` schedule among members that come and go.
 
-    A round asks for the quorum when its local steps are over. Who joins then sends zeros and counts for nothing in the mean. A
-    round whose exchange fails is made again, with the members that are left: no local step is lost.
+    A round asks for the quorum when its local steps are over. Who joins then sends zeros and counts for nothing in the mean, and
+    trains when it has the others' weights. A round whose exchange fails is made again, with the members that are left: no local
+    step is lost.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
+        outer: OuterSteps,
         optimizers: Sequence[torch.optim.Optimizer],
-        schedule: LocalSteps,
+        every: int,
+        share: Callable[[], None] = lambda: None,
     ) -> None:
+        """every: local steps of a round. share: called when this rank has the W of its own tensors, to get those of others."""
         self.is_paused = False
         self._members: Members | None = None
-        self._every, self._local_steps = schedule.every, 0
-        self._outer = OuterSteps(parameters, schedule)
+        self._every, self._local_steps = every, 0
+        self._outer, self._share = outer, share
         leave_hooks_behind(model)
-        self._hooks: list[Any] = [model.register_forward_pre_hook(ModelHook(self, LocalRounds._before_forward))]
+        self._hooks: list[Any] = [model.register_forward_pre_hook(ModelHook(self, LocalRounds._before_forward), prepend=True)]
         self._hooks.append(optimizers[-1].register_step_post_hook(ModelHook(self, LocalRounds._after_step)))
 
     def begin(self, members: Members) -> None:
@@ -143,19 +145,22 @@ class LocalRounds:
         members = self._members
         assert members is not None
         while True:
-            exchange = members.meet()
-            if not members.taking_part:
-                break  # all members begin, with the weights of one of them
-            part = members.rank in members.taking_part
-            means = self._outer.gradients(members.world_size / len(members.taking_part) if part else 0.0)
-            if members.average(exchange, partial(_fill, exchange, means)):
-                self._outer.step(means)
+            found = members.meet()
+            if not isinstance(found, Exchange):  # a round that the others made
+                self._outer.step(found)
+                members.commit()
+                if members.is_behind:
+                    continue
                 break
+            if members.parts:  # else all members begin, with the weights of one of them
+                means = self._outer.gradients(members.factor)
+                members.begin(found)
+                found.ready_all(means)
+                if not members.end(found):
+                    continue
+                self._outer.step(means)
+            members.commit()
+            break
+        self._share()
         self._outer.take_up()
         self._local_steps = 0
-        members.commit()
-
-
-def _fill(exchange: Exchange, tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        exchange.ready(name, tensor)

@@ -4,7 +4,9 @@ Each member is a process of its own with a whole replica, started by a torchrun 
 
 | file | what |
 |---|---|
-| `members.py` | the quorum, the exchange of each quorum, the state of joiners |
+| `quorum.py` | the lighthouse, which names the members of a step |
+| `members.py` | the exchange of each quorum, the state of joiners |
+| `catch_up.py` | steps that a joiner makes again, while the others go on |
 | `gradient_means.py` | the `backward` schedule: hooks on gradients and optimizers |
 | `outer_steps.py` | the `local` schedule: rounds of outer gradients |
 """
@@ -28,7 +30,8 @@ from gradwire.integrations.elastic_auto import ElasticAuto
 from gradwire.integrations.gradient_means import GradientMeans
 from gradwire.integrations.handover import MemberState
 from gradwire.integrations.members import Members
-from gradwire.integrations.outer_steps import LocalRounds, check_rounds
+from gradwire.integrations.outer_steps import LocalRounds, OuterSteps, check_rounds
+from gradwire.integrations.quorum import Lighthouse
 
 __all__ = ["ElasticJob", "elastic"]
 
@@ -45,6 +48,7 @@ def elastic(
     lighthouse: str | None = None,
     also: Sequence[Any] = (),
     timeout_s: float = 60.0,
+    patience_s: float = 900.0,
 ) -> "ElasticJob":
     """Train with members that come and go. Each is one process with a whole replica of the model.
 
@@ -55,15 +59,18 @@ def elastic(
     min_replicas: the least members of a step. With fewer the job waits.
     lighthouse: the address of `gradwire lighthouse`; None: the environment variable TORCHFT_LIGHTHOUSE.
     also: more objects that joiners get from another member, with `state_dict` and `load_state_dict`, such as a learning rate
-    scheduler.
+    scheduler or a GradScaler.
     timeout_s: how long a wait for another member may take before the step is given up.
+    patience_s: how long to wait for enough members before a step. Longer than the lighthouse's own `--patience`.
 
-    A joiner gets weights, buffers, the optimizers' state and the step from another member. A step whose exchange fails does not
-    count: the members that are left go on with the next batch. Parameters without a gradient count as zeros.
+    A joiner gets weights, buffers, the optimizers' state and the step from another member, and catches up while the others make
+    steps. A step whose exchange fails does not count: the members that are left go on with the next batch. Parameters without a
+    gradient count as zeros.
 
     Raises PlanError without the package torchft, for other schedules, and for a timeout of 0 or without end; StepStateError
     without an address, and for a model that a handle or another job trains. The job lives as long as the model, or until
-    `leave()`.
+    `leave()`. The training forward, or with local steps `optimizer.step()`, raises CommunicationError where members do not come
+    within `patience_s`.
 
     Example, in a script that one torchrun on each machine starts::
 
@@ -102,7 +109,8 @@ def elastic(
         means = GradientMeans(model, named, optimizers, auto)
         state = _state_of(model, (), [*optimizers, *also])
     elif schedule.word == "local":
-        means = LocalRounds(model, named, optimizers, check_rounds(schedule))
+        outer = OuterSteps(named, check_rounds(schedule))
+        means = LocalRounds(model, outer, optimizers, schedule.every)
         state = means.state(_state_of(model, named, [*optimizers, *also]))
     else:
         raise PlanError(
@@ -110,7 +118,8 @@ def elastic(
             "for the next step belongs to members that may be gone."
         )
     tensors = {name: TensorMeta.of(each, id(each) in embeddings) for name, each in reversed(named.items())}
-    members = Members(tensors, plan, state, lighthouse, min_replicas, timedelta(seconds=timeout_s))
+    reached = Lighthouse(lighthouse, min_replicas, timedelta(seconds=timeout_s), patience_s)
+    members = Members(tensors, plan, state, reached, catches_up=auto is None)
     means.begin(members)
     job = ElasticJob(model, members, means, auto)
     vars(model)[_KEPT] = Keeps(job)
@@ -140,6 +149,11 @@ class ElasticJob:
     def world_size(self) -> int:
         """The number of present members; 0 before the first step."""
         return self._members.world_size
+
+    @property
+    def taking_part(self) -> int:
+        """The number of members whose gradients count in the present step: without those that join or catch up."""
+        return self._members.parts or self._members.world_size
 
     @property
     def decision(self) -> AutoDecision | None:

@@ -1,0 +1,112 @@
+"""The lighthouse of torchft, as one member asks it who makes the next step."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from gradwire.errors import CommunicationError, PlanError
+from gradwire.integrations.handover import reach
+from gradwire.transport import Group, own_address
+
+__all__ = ["Lighthouse", "NoQuorumError"]
+
+_AGAIN_S = 0.2
+"""Between two questions for a quorum of too few members."""
+_HEARTBEAT = timedelta(milliseconds=100)
+
+
+class NoQuorumError(CommunicationError):
+    """The lighthouse named no members in time."""
+
+
+class Lighthouse:
+    """This member's connection to the lighthouse, and the store where others reach this member."""
+
+    def __init__(self, address: str, min_replicas: int, timeout: timedelta, patience_s: float) -> None:
+        """min_replicas: the least members of a step. timeout: how long a wait for another member may take. patience_s: how long
+        to wait for enough members. Raises PlanError without torchft."""
+        try:
+            import torchft.coordination  # noqa: F401
+        except ImportError as error:
+            raise PlanError(
+                "members that come and go need the package torchft, which is not installed: pip install 'gradwire[elastic]'."
+            ) from error
+        self._url = urlsplit(address if "://" in address else f"http://{address}")
+        self._min_replicas, self.timeout, self._patience_s = min_replicas, timeout, patience_s
+        self._own_address = own_address(SimpleNamespace(host=self._url.hostname, port=self._url.port))
+        self._host = f"[{self._own_address}]" if ":" in self._own_address else self._own_address
+        self.store = TCPStore(self._own_address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        """The store of this member."""
+        self.place = 0
+        """The rank in this member, which exchanges with the same ranks of others."""
+        self.store_address = f"{self._host}:{self.store.port}"
+        self._server: Any = None
+        self._client: Any = None
+
+    def ask(self, step: int, failures: int) -> Any:
+        """The quorum of the next step, once there are enough members. step: the steps that this member has made. failures: steps
+        and meetings that failed since the last step that counts. Raises NoQuorumError."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            try:
+                if self._client is None:
+                    self._enter()
+                quorum = self._client._quorum(
+                    group_rank=0,
+                    step=step,
+                    checkpoint_metadata="",
+                    shrink_only=False,
+                    timeout=timedelta(seconds=max(until - time.monotonic(), 0.001)),
+                    init_sync=True,
+                    commit_failures=failures,
+                )
+            except Exception as error:
+                raise NoQuorumError(
+                    f"step {step}: torchft's lighthouse named no members that make the step within {self._patience_s:g} s: "
+                    f"{error}. Either the lighthouse is not reached: start `gradwire lighthouse` where every member reaches it. "
+                    f"Or fewer than {self._min_replicas} members are left, since the others ended: then end this one too. Or a "
+                    "member is slower than `patience_s`."
+                ) from error
+            if quorum.replica_world_size >= self._min_replicas:
+                return quorum
+            time.sleep(_AGAIN_S)
+
+    def group_of(self, quorum: Any) -> Group:
+        """The group of the members of a quorum. Raises LinkError."""
+        store = PrefixStore(f"quorum {quorum.quorum_id}/{self.place}", reach(quorum.store_address, self.timeout))
+        return Group.of_store(store, quorum.replica_rank, quorum.replica_world_size, self.timeout)
+
+    def all_do(self, action: Callable[[], None]) -> None:
+        """Do something on all ranks of this member. Raises what the action raises, also where it failed on another rank."""
+        action()
+
+    def all_agree(self, is_well: bool) -> bool:
+        """Whether all ranks of this member say so. Collective in the member."""
+        return is_well
+
+    def leave(self) -> None:
+        """Give no more signs of life."""
+        if self._server is not None:
+            self._server.shutdown()
+
+    def _enter(self) -> None:
+        """Begin to give signs of life. From now on the others wait for this member, so not before it asks."""
+        from torchft.coordination import ManagerClient, ManagerServer
+
+        self._server = ManagerServer(
+            replica_id=f"{self._own_address}-{self.store.port}",
+            lighthouse_addr=f"{self._url.scheme}://{self._url.netloc}",
+            hostname=self._host,
+            bind=f"{self._host}:0",
+            store_addr=self.store_address,
+            world_size=1,
+            heartbeat_interval=_HEARTBEAT,
+            connect_timeout=self.timeout,
+            quorum_retries=0,
+        )
+        self._client = ManagerClient(self._server.address(), connect_timeout=self.timeout)

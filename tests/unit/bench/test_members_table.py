@@ -1,0 +1,41 @@
+"""The table of `python -m benchmarks members`, and when its members are killed."""
+
+import json
+from pathlib import Path
+
+from benchmarks.members import Course, kills_of, table
+
+
+def row(arm: str, samples: list[int], losses: list[float]) -> dict[str, object]:
+    curve = [
+        {"s": 10.0 * (number + 1), "steps": each // 16, "samples": each, "loss": loss}
+        for number, (each, loss) in enumerate(zip(samples, losses, strict=True))
+    ]
+    return {"link": "100mbit", "arm": arm, "seed": 0, "seconds": 30.0, "kills": 1, "curve": curve}
+
+
+def test_arms_are_compared_with_torchft_in_samples_and_in_seconds() -> None:
+    lines = table([row("torchft ddp", [16, 32, 48], [4.0, 3.0, 2.0]), row("elastic 2 bits", [96, 192, 288], [2.0, 1.5, 1.0])])
+    assert lines[2].split("|")[-4:-1] == ["  "] * 3
+    assert lines[3] == "| 100mbit | elastic 2 bits | 18 | 288 | 1.000 | torchft ddp | 6.0 | 3.0 |"
+
+
+def test_an_arm_that_never_reaches_the_loss_is_said_to() -> None:
+    lines = table([row("torchft diloco", [16], [2.0]), row("elastic local", [160], [2.5])])
+    assert lines[3].endswith("| torchft diloco | 10.0 | never |")
+
+
+def test_node_0_is_never_killed() -> None:
+    assert {node for _, node in kills_of(180.0, 7)} == {1, 2, 3}
+    assert all(0 < at_s < 180.0 for at_s, _ in kills_of(180.0, 7))
+
+
+def test_a_cell_begins_when_all_members_are_ready(tmp_path: Path) -> None:
+    course = Course(tmp_path, 0.0, [])
+    for rank in range(4):
+        assert not (tmp_path / "go").exists()
+        course.line(rank, "stdout", json.dumps({"ready": rank, "pid": 1}))
+    course.line(0, "stdout", json.dumps({"saved": 1, "s": 3.0, "steps": 2, "samples": 32}))
+    course.end()
+    assert (tmp_path / "go").exists() and (tmp_path / "end").exists()
+    assert [each["steps"] for each in course.saved] == [2]
