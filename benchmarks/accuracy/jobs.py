@@ -6,18 +6,21 @@ Three kinds of job suffer from a codec in different ways:
 - `tied` has the layout of GPT-2: the embedding is the head too, and query, key and value share the rows of one matrix.
 - `cnn` is the bench's residual network, with momentum.
 
-`wide-transformer` and `wide-tied` are the same at several times the size.
+`wide-transformer` and `wide-tied` are the same at several times the size. `gpt2` is a GPT-2 of transformers, for a check with a
+model, a text and a number of parameters that codecs were not tuned on (`--jobs gpt2 --ranks 4 --steps 400`).
 """
 
+import importlib.util
 import math
 from functools import cached_property
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradwire.bench.jobs import GPT, Batch, DigitsJob, Job, ResNet, TextJob, digits, standard_library_text
+from gradwire.bench.jobs import GPT, Batch, DigitsJob, Job, ResNet, TextJob, digits, standard_library_text, text_of
 from gradwire.core import near
 from gradwire.errors import FormatError
 
@@ -56,8 +59,11 @@ class PagesJob(TextJob, MeasuredJob):
 
     @cached_property
     def _pages(self) -> Tensor:
-        text = standard_library_text(self.vocabulary)
+        text = self._whole_text()
         return text[: len(text) // PAGE * PAGE].view(-1, PAGE)
+
+    def _whole_text(self) -> Tensor:
+        return standard_library_text(self.vocabulary)
 
     def _draw_held_out(self, generator: torch.Generator) -> Batch:
         pages = self._pages[9::10]
@@ -175,6 +181,30 @@ class WideTiedJob(TiedJob):
     width, layers, heads = 160, 3, 5
 
 
+class GPT2Job(TiedJob):
+    """A GPT-2 of transformers with 1.8 million parameters, without dropout, on the source of transformers. Rates as in `tied`."""
+
+    name = "gpt2"
+    width, layers, heads = 192, 4, 6
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        characters, following = batch
+        logits: Tensor = model(characters, use_cache=False).logits
+        return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+    def _model(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "vocab_size": self.vocabulary}
+        without: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return cast(nn.Module, GPT2LMHeadModel(GPT2Config(n_positions=self.context, **sizes, **without)))
+
+    def _whole_text(self) -> Tensor:
+        found = importlib.util.find_spec("transformers")
+        assert found is not None and found.origin is not None
+        return text_of(sorted(Path(found.origin).parent.glob("*.py")), self.vocabulary)
+
+
 class SmallCNNJob(DigitsJob, MeasuredJob):
     """The bench's residual network on digits with noise, narrower: 0.18 million parameters. Every fifth digit is held out."""
 
@@ -204,7 +234,7 @@ class SmallCNNJob(DigitsJob, MeasuredJob):
 
 
 JOBS: dict[str, type[MeasuredJob]] = {
-    job.name: job for job in (SmallTransformerJob, TiedJob, SmallCNNJob, WideTransformerJob, WideTiedJob)
+    job.name: job for job in (SmallTransformerJob, TiedJob, SmallCNNJob, WideTransformerJob, WideTiedJob, GPT2Job)
 }
 
 

@@ -19,7 +19,7 @@ from benchmarks.accuracy.forms import Form
 from benchmarks.accuracy.jobs import MeasuredJob
 from gradwire.compressors import roundtrip
 from gradwire.core import innermost
-from gradwire.exchange import Exchange
+from gradwire.exchange import Exchange, TensorMeta, embeddings_of
 from gradwire.transport.in_process import InProcessGroup, run_ranks
 
 __all__ = ["ElementWeights", "Witness", "policy_of", "train"]
@@ -276,9 +276,10 @@ def train(
     """
     found: dict[str, Any] = {}
     model, over = job.make_model(seed), threading.Event()  # here, since threads share the random state
+    embeddings = embeddings_of(model)
 
     def on_rank(group: InProcessGroup) -> None:
-        tensors = {name: torch.empty_like(parameter) for name, parameter in gradients_of(model).items()}
+        tensors = {name: TensorMeta.of(each, id(each) in embeddings) for name, each in gradients_of(model).items()}
         exchange = gw.Exchange(tensors, policy_of(form), process_group=group)
         try:
             exchanges = group.gather(exchange)

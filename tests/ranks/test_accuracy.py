@@ -16,7 +16,7 @@ from benchmarks.accuracy.jobs import job_of
 from benchmarks.accuracy.levels import Levels, lloyd_levels
 from benchmarks.accuracy.training import Training, gradients_of, policy_of, train
 from gradwire.compressors import SoleRank, compressor_for
-from gradwire.exchange import info_of, plan_for
+from gradwire.exchange import embeddings_of, info_of, plan_for
 from gradwire.kernels import Segment, Segments
 
 
@@ -26,7 +26,8 @@ def replicas(job_name: str, form: str, steps: int) -> tuple[list[torch.Tensor], 
     model = built(0, lambda: job.make_model(seed=0))
     optimizer = job.make_optimizer(model)
     rates = [group["lr"] for group in optimizer.param_groups]
-    tensors = [info_of(name, tensor) for name, tensor in gradients_of(model).items()]
+    embeddings = embeddings_of(model)
+    tensors = [info_of(name, tensor, id(tensor) in embeddings) for name, tensor in gradients_of(model).items()]
     plan, _ = plan_for(policy_of(form_of(form)), tensors, here.world_size)
     handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     for step in range(steps):

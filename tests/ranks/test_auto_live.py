@@ -285,6 +285,30 @@ def feedback_is_fast(plan: gw.Plan, step: int) -> tuple[float, float]:
     return (6.0 if feedback else 10.0), 1.0
 
 
+def warming_up() -> tuple[list[tuple[int, bool]], int]:
+    """After each step: the steps of warm-up of what runs next, and whether it sends 2 bits. Then the step of the decision."""
+    torch.manual_seed(0)
+    job, seen = Clocked(Shuffled(SIZES), feedback_is_fast), []
+    for number in range(40):
+        job.step(number)
+        exchange = job.handle.session.exchange
+        specs = {spec for bucket in exchange.plan.buckets for spec in bucket.specs if isinstance(spec, gw.ErrorFeedback)}
+        ran = {spec.at_step(exchange.made_for).inner.bits for spec in specs}
+        seen.append((max((spec.warm_up_steps for spec in specs), default=-1), ran == {2}))
+    decisions = [decision.step for decision in job.handle.decisions]
+    job.handle.detach()
+    assert len(decisions) == 1, "the end of the warm-up counted as a change of links"
+    return seen, decisions[0]
+
+
+def test_a_warm_up_is_left_out_of_the_trial_and_goes_on_after_it(worlds: Worlds) -> None:
+    for seen, decided in worlds.run(2, warming_up):
+        tried, later = seen[3 : decided - 1], seen[decided:]
+        assert set(seen[:2]) == {(20, False)}
+        assert (0, True) in tried and all(warm_up != 20 for warm_up, _ in tried)
+        assert later == [(20, number >= 20) for number in range(decided + 1, 41)]
+
+
 def saved_run() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     job = Clocked(Shuffled(SIZES), feedback_is_fast)

@@ -22,7 +22,7 @@ from gradwire.core import (
     word,
 )
 from gradwire.errors import PlanError
-from gradwire.plan import Policy, Uniform, Where
+from gradwire.plan import EMBEDDINGS, Policy, Uniform, Where
 
 ACCURACIES = ("exact", "safe", "aggressive")
 """exact: nothing is encoded. safe: only specs whose held-out loss ended at most 1 % above that of exact sums on this number of
@@ -36,11 +36,7 @@ SCHEDULES = ("backward", "pipelined", "delayed", "local")
 # ordered by the loss in docs/compressors.md, the most accurate first; so are schedules below
 _MEASURED: tuple[Spec, ...] = (FOUR_BITS, WEIGHTED_8, WEIGHTED)
 """The specs that have rows for some number of ranks."""
-_TWO_BITS = ErrorFeedback(QSGD(bits=2))
-_TWO_BITS_RANKS = 2
-"""The largest number of ranks on which 2 bits without weights are in the class "safe". Their loss ends 0.7 % above there, in an
-interval of 2.1 % (`python -m benchmarks cd_sgd`), which is too wide. They stay until 2 bits with weights suit embeddings."""
-_AGGRESSIVE: tuple[Spec, ...] = (PowerSGD(rank=4), EFSignSGD(), ErrorFeedback(TopK(0.01)))
+_AGGRESSIVE: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=2)), PowerSGD(rank=4), EFSignSGD(), ErrorFeedback(TopK(0.01)))
 STEPS_FOR_ONE = {PowerSGD(rank=4): 1.2, EFSignSGD(): 1.6, ErrorFeedback(TopK(0.01)): 2.0}
 """Steps needed for the progress of one step of plain DDP: the geometric mean over the bench's three jobs, each at least 1, by
 `python -m benchmarks losses`. Other specs need 1."""
@@ -117,27 +113,31 @@ def schedules_of(accuracy: str | float, words: Sequence[str], ranks: int) -> tup
 
 
 def specs_of(accuracy: str | float, tensors: Sequence[TensorInfo], ranks: int) -> tuple[Spec, ...]:
-    """The specs allowed for these tensors in addition to no compression, the most accurate first. Where a tensor is an embedding,
-    specs without a code for zero are left out, since the planner does not know which tensors are embeddings."""
-    if not any(tensor.dtype in _ENCODED_DTYPES for tensor in tensors):
-        return ()
-    looked_up = any(tensor.embedding for tensor in tensors)
-    return tuple(spec for spec in all_specs(accuracy, ranks) if spec.keeps_zeros or not looked_up)
+    """The specs allowed for these tensors in addition to no compression, the most accurate first."""
+    return all_specs(accuracy, ranks) if any(tensor.dtype in _ENCODED_DTYPES for tensor in tensors) else ()
+
+
+def with_embeddings(specs: Iterable[Spec]) -> tuple[Spec, ...]:
+    """Return the specs, and the one that sends embeddings where one of the specs has no code for zero.
+
+    >>> with_embeddings([EFSignSGD()])
+    (EFSignSGD(), QSGD(bits=4, block=128))
+    """
+    found = tuple(specs)
+    return found if all(spec.keeps_zeros for spec in found) else tuple(dict.fromkeys((*found, EMBEDDINGS)))
 
 
 def all_specs(accuracy: str | float, ranks: int) -> tuple[Spec, ...]:
     """The specs that the class allows in addition to no compression on this number of ranks, the most accurate first.
 
-    >>> all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED), all_specs("safe", ranks=2)[-1]
-    (True, ErrorFeedback(QSGD(bits=2, block=128, rounding='nearest')))
+    >>> all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED), all_specs("safe", ranks=16) == (FOUR_BITS,)
+    (True, True)
     >>> all_specs(0.004, ranks=2)
     (QSGD(bits=4, block=128),)
     """
     if accuracy == "aggressive":
-        return (FOUR_BITS, WEIGHTED, _TWO_BITS, *_AGGRESSIVE)
-    most = most_loss(accuracy)
-    two_bits = (_TWO_BITS,) if ranks <= _TWO_BITS_RANKS and most >= SAFE_LOSS else ()
-    return *(spec for spec in _MEASURED if allowed(spec, ranks, most)), *two_bits
+        return (FOUR_BITS, WEIGHTED, *_AGGRESSIVE)
+    return tuple(spec for spec in _MEASURED if allowed(spec, ranks, most_loss(accuracy)))
 
 
 def later_specs(accuracy: str | float, words: Sequence[str], ranks: int) -> tuple[Spec, ...]:
@@ -146,7 +146,7 @@ def later_specs(accuracy: str | float, words: Sequence[str], ranks: int) -> tupl
     trained_alone = [LocalSteps()] if "local" in words else []
     found = [*specs, *(spec for each in [*schedules, *trained_alone] for spec in specs_under(each, specs))]
     corrections = [each.correction for each in schedules if each.correction is not None]
-    return tuple(dict.fromkeys([*found, *corrections]))
+    return tuple(dict.fromkeys(with_embeddings([*found, *corrections])))
 
 
 def steps_for_one(specs: Iterable[Spec]) -> float:
@@ -167,7 +167,7 @@ def specs_under(schedule: Schedule, specs: Sequence[Spec]) -> tuple[Spec, ...]:
     if not schedule.costs_accuracy:
         return tuple(specs)
     if schedule.sends_weights:
-        return tuple(spec for spec in LOCAL_SPECS if spec in specs or (spec == SPARSELOCO and specs))
+        return LOCAL_SPECS if specs else ()
     return _DELAYED_SPECS if specs else ()
 
 
@@ -180,7 +180,6 @@ def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
 
 
 def first_policy(accuracy: str | float, tensors: Sequence[TensorInfo], ranks: int) -> Policy:
-    """The policy until the first decision: the smallest spec of the class "safe" that suits embeddings too."""
-    small = (*_MEASURED, *((_TWO_BITS,) if ranks <= _TWO_BITS_RANKS else ()))
-    safe = [spec for spec in specs_of(accuracy, tensors, ranks) if spec in small and spec.keeps_zeros]
+    """The policy until the first decision: the smallest spec of the class that has rows of losses."""
+    safe = [spec for spec in specs_of(accuracy, tensors, ranks) if spec in _MEASURED]
     return policy_of(safe[-1] if safe else Identity(), tensors)

@@ -67,7 +67,7 @@ def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str |
     cluster = cluster_of(ranks, LINKS_SECONDS)
     specs: list[Spec] = [Identity()]
     for spec in specs_of(accuracy, tensors, cluster.world_size):
-        if (scheme is None or scheme in spec.schemes) and spec.at_step(0) == spec.at_step(2**61):
+        if (scheme is None or scheme in spec.schemes) and spec.at_step(0) == spec.settled:
             specs.append(spec)
 
     def make() -> str:

@@ -6,7 +6,7 @@
 Then links are measured, the codecs' times are read from the machine's cache, and rank 0 plans and makes offers.
 
 3. try: the best offer runs. Other offers run too if predictions cannot separate them. A `Trial` decides about the
-turns.
+turns. Specs with a warm-up are tried without it, since its steps send more bytes. The chosen plan has the rest of it.
 
 4. watch: the chosen plan runs. Every few steps ranks exchange the times of these steps, and read the answer one step
 later, without waiting. If exchanges take longer or shorter, links are measured. If the links or the batch have changed,
@@ -36,6 +36,7 @@ from gradwire.auto.accuracy import (
     schedules_of,
     specs_of,
     specs_under,
+    with_embeddings,
 )
 from gradwire.auto.change_watch import ChangeWatch, seconds_for
 from gradwire.auto.changes import StepPace
@@ -43,7 +44,7 @@ from gradwire.auto.decision import AutoDecision, Tried, say
 from gradwire.auto.live import DrivenJob, Live, Stepped
 from gradwire.auto.local import EXPOSED, local_offer, worth
 from gradwire.auto.measuring import CODECS_SECONDS, LONG_STEP_US, LOOK_STEPS, Look, cluster_of, codecs_of, scaled
-from gradwire.auto.planning import Offer, Seen, foreseen, offers
+from gradwire.auto.planning import Offer, Seen, foreseen, offers, on_trial
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Backward, Costs, Document, Identity, Latest, LocalSteps, Plan, Profile, TensorInfo
 from gradwire.engine import Driver
@@ -124,8 +125,8 @@ class Auto(Driver):
         if kind not in self.schedules:
             return f"schedules={self.schedules!r} does not contain {kind!r}, the saved plan's schedule. Add {kind!r}."
         specs = {bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
-        allowed = specs_under(plan.schedule, all_specs(self.accuracy, self._ranks))
-        lossy = sorted(map(repr, specs - {Identity(), *allowed}))
+        allowed = with_embeddings(specs_under(plan.schedule, all_specs(self.accuracy, self._ranks)))
+        lossy = sorted(map(repr, specs - {Identity(), *allowed, *(spec.settled for spec in allowed)}))
         delayed = kind == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules, self._ranks)
         if delayed or (kind == "local" and self.accuracy == "exact"):
             lossy = [repr(plan.schedule)]
@@ -245,6 +246,8 @@ class Auto(Driver):
             schedules = [Backward(), *allowed, *others, *([LocalSteps()] if "local" in self.schedules else [])]
             of_schedules = {spec for schedule in schedules for spec in specs_under(schedule, specs)}
             corrections = {s.correction for s in schedules if s.correction} if specs else set()
+            if any(tensor.embedding for tensor in live.infos):
+                of_schedules.update(with_embeddings(of_schedules))
             self._costs = codecs_of(live, sorted(of_schedules | corrections, key=repr), CODECS_SECONDS)
         job = (self._profile, cluster, self._costs, specs)
         made = offers(*job, seconds, self._kept(), allowed, seen)
@@ -279,19 +282,20 @@ class Auto(Driver):
         """Change to the plan of the next turn, or decide after the last one."""
         while (turn := self._trial.turn) is not None:
             try:
-                self._change_to(live, turn.candidate)
+                if turn.candidate != self._runs:
+                    self._change_to(live, turn.candidate, on_trial(self._offers[turn.candidate].plan, live.step))
                 return
             except (PlanError, FormatError):  # the engine does not run an option of the plan, on any rank
                 self._trial.leave_out()
         self._decide(live)
 
-    def _change_to(self, live: Live, candidate: int) -> None:
-        if candidate != self._runs:
-            began = self.clock()
-            live.change_to(self._offers[candidate].plan)
-            self._runs = candidate
-            self._pace.runs(candidate)
-            self._changing_us += 1e6 * (self.clock() - began)
+    def _change_to(self, live: Live, candidate: int, plan: Plan) -> None:
+        """Run this plan of a candidate."""
+        began = self.clock()
+        live.change_to(plan)
+        self._runs = candidate
+        self._pace.runs(candidate)
+        self._changing_us += 1e6 * (self.clock() - began)
 
     def _try(self, live: Live, us: float) -> None:
         self._took += 1
@@ -306,7 +310,7 @@ class Auto(Driver):
     def _decide(self, live: Live) -> None:
         trial, index = self._trial, self._trial.chosen
         assert index is not None
-        self._change_to(live, index)
+        self._change_to(live, index, self._offers[index].plan)
         tried = [
             Tried(each.name, each.predicted_us, trial.median_us(place), len(trial.times[place]), each.steps_for_one)
             for place, each in enumerate(trial.candidates)
@@ -369,6 +373,8 @@ class Auto(Driver):
         self._watch.begin(live, plan, same, profile.compute_us if profile is not None else 0.0)
 
     def _watching(self, live: Live, us: float) -> None:
+        if live.warms_up:
+            return  # these steps send more bytes than later ones
         self._warn_of_codecs(live)
         asked = self._watch.step(live, us)
         if live.step == self._watch.measured_step:

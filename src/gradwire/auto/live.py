@@ -229,6 +229,11 @@ class Live(AllRanks):
         return [each.inter_bytes if self.grid.nodes > 1 else each.wire_bytes for each in buckets]
 
     @property
+    def warms_up(self) -> bool:
+        """Whether the step that ended had other specs than late steps have."""
+        return self.job.exchange.warms_up(max(0, self.step - 1))
+
+    @property
     def codec_problem(self) -> str:
         """The fault of the codecs that run, in a few words; '' if there is none, and under DistributedDataParallel, where nothing
         measures them."""

@@ -126,7 +126,8 @@ def profile_of(
         gap = max(0.0, moments[index] - at) if math.isfinite(moments[index]) else 0.0
         at += gap
         info, part_us = infos[index], (gap / backward_us if backward_us > 0 else 1 / count) * forward_us
-        tensors.append(TensorProfile(name=info.name, shape=info.shape, dtype=info.dtype, backward_us=gap, forward_us=part_us))
+        times = {"backward_us": gap, "forward_us": part_us}
+        tensors.append(TensorProfile(name=info.name, shape=info.shape, dtype=info.dtype, embedding=info.embedding, **times))
     on_cpu = live.device.type == "cpu"
     return Profile(
         model="live",

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -74,6 +74,8 @@ def offers(
         # that is fastest to a loss
         most_steps = _steps_for_one(min(found.plans.values(), key=found.us))
         paying = [spec for spec in specs if steps_for_one([spec]) <= most_steps]
+        if any(tensor.embedding for tensor in profile.tensors):  # a policy sends embeddings otherwise, the search does not
+            paying = [spec for spec in paying if spec.keeps_zeros]
         job = found.job if len(paying) == len(specs) else PlanningJob(profile, cluster, costs, paying)
         planned.append(job.plan(joint(job, evaluations), ddp_draft(job)))
     found.add(*planned)
@@ -98,11 +100,29 @@ def _with_seen(found: "_Plans", made: Sequence[Offer], seen: Seen) -> list[Offer
     offers = {offer.plan.digest(): offer for offer in made}
     digest = seen.plan.digest()
     if digest not in offers:
-        found.add(seen.plan)
+        try:
+            found.add(seen.plan)
+        except PlanError:  # of a run that was saved during a trial: specs without their warm-up have no costs
+            return list(made)
         offers[digest] = Offer(found.candidate(seen.plan, False)._replace(runs=False), seen.plan)
     own = offers[digest]
     offers[digest] = own._replace(candidate=own.candidate._replace(seen_us=seen.us))
     return list(offers.values())
+
+
+def on_trial(plan: Plan, step: int) -> Plan:
+    """Return the plan with the specs that it has after any warm-up, whose times a trial measures.
+
+    The steps of a trial train as others do: an error that is not sent yet is kept, and the rest of the warm-up sends it."""
+    late = {spec: spec.settled for bucket in plan.buckets for spec in bucket.specs if spec.at_step(step) != spec.settled}
+    if not late:
+        return plan
+    buckets = []
+    for bucket in plan.buckets:
+        spec: Any = bucket.spec
+        changed = late.get(spec, spec) if isinstance(spec, Spec) else {name: late.get(own, own) for name, own in spec.items()}
+        buckets.append(msgspec.structs.replace(bucket, spec=changed))
+    return msgspec.structs.replace(plan, buckets=tuple(buckets))
 
 
 def foreseen(

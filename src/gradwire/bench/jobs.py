@@ -11,7 +11,7 @@ downloaded: the data are scikit-learn's digits and the source text of the runnin
 import os
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -51,9 +51,13 @@ def standard_library_text(vocabulary: int) -> Tensor:
 
     The few bytes at or above `vocabulary` become the last character.
     """
-    folder = Path(sysconfig.get_paths()["stdlib"])
+    return text_of(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), vocabulary)
+
+
+def text_of(files: Iterable[Path], vocabulary: int) -> Tensor:
+    """Return the first `TEXT_BYTES` bytes of files as int64 characters, as `standard_library_text` does."""
     text = bytearray()
-    for path in sorted(folder.glob("*.py")):
+    for path in files:
         text += path.read_bytes()
         if len(text) >= TEXT_BYTES:
             break

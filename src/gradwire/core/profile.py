@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from gradwire.core.checks import DTYPE_BYTES, each, freeze, numbers, only_version, text, unique, whole, wholes, word
+from gradwire.core.checks import DTYPE_BYTES, each, flags, freeze, numbers, only_version, text, unique, whole, wholes, word
 from gradwire.core.provenance import Made
 from gradwire.core.strict import Document
 from gradwire.core.tensors import Shaped, TensorInfo
@@ -12,7 +12,7 @@ from gradwire.errors import FormatError
 class TensorProfile(Shaped, frozen=True, kw_only=True):
     """One tensor of a profile."""
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("forward_us", "backward_iqr_us", "forward_iqr_us")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("forward_us", "backward_iqr_us", "forward_iqr_us", "embedding")
 
     backward_us: float
     """Microseconds from the previous gradient-ready event to this one."""
@@ -22,6 +22,8 @@ class TensorProfile(Shaped, frozen=True, kw_only=True):
     """Interquartile range of backward_us over the measured steps; None if unknown."""
     forward_iqr_us: float | None = None
     """Interquartile range of forward_us over the measured steps; None if unknown."""
+    embedding: bool = False
+    """Whether its rows are looked up, as in `TensorInfo`."""
 
     def __post_init__(self) -> None:
         text("name", self.name, "a parameter's name")
@@ -29,6 +31,7 @@ class TensorProfile(Shaped, frozen=True, kw_only=True):
         for index, extent in enumerate(self.shape):
             whole(f"shape[{index}]", extent, "an extent")
         word("dtype", self.dtype, tuple(DTYPE_BYTES))
+        flags(self, "embedding")
         numbers(self, "a time in microseconds", "backward_us", "forward_us", "backward_iqr_us", "forward_iqr_us")
 
 
@@ -86,4 +89,4 @@ class Profile(Document, frozen=True, kw_only=True):
 
     def tensor_infos(self, device: str) -> tuple[TensorInfo, ...]:
         """The tensors as a planner expects them, all on `device` (cpu or gpu), in gradient-ready order."""
-        return tuple(TensorInfo(t.name, t.shape, t.dtype, device) for t in self.tensors)
+        return tuple(TensorInfo(t.name, t.shape, t.dtype, device, t.embedding) for t in self.tensors)

@@ -551,6 +551,10 @@ class Exchange:
         """Whether in this step a spec is another one than in the step it was made for."""
         return any(spec.at_step(step) != spec.at_step(self.made_for) for spec in self._changing)
 
+    def warms_up(self, step: int) -> bool:
+        """Whether in this step a spec is another one than in late steps."""
+        return any(spec.at_step(step) != spec.settled for spec in self._changing)
+
     @property
     def last_task(self) -> "Future[Any] | None":
         """A future that completes with the last task of the step; its result is None if a lane failed. None if tasks wait for the

@@ -13,8 +13,6 @@ from gradwire.errors import PlanError
 from gradwire.plan import Policy, Uniform, check_known
 from gradwire.transport import kind_of
 
-_LAST_STEP = 2**62
-
 PlanLike: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str] | Callable[[list[TensorInfo], int], Policy]
 """A plan or its path, a policy, a spec for all tensors, or what makes a policy of the tensors and the number of ranks."""
 
@@ -55,7 +53,7 @@ def plan_for(plan: PlanLike, tensors: Sequence[TensorInfo], ranks: int, ranks_pe
 def changing_specs(plan: Plan) -> tuple[Spec, ...]:
     """The plan's specs that are others in later steps."""
     specs = {spec for bucket in plan.buckets for spec in bucket.specs}
-    return tuple(spec for spec in specs if spec.at_step(0) != spec.at_step(_LAST_STEP))
+    return tuple(spec for spec in specs if spec.at_step(0) != spec.settled)
 
 
 def info_of(name: str, tensor: torch.Tensor, embedding: bool = False) -> TensorInfo:

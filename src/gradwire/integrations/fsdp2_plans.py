@@ -19,7 +19,7 @@ from gradwire.transport import Lanes
 __all__ = ["WHOLE", "ModuleSpecs", "policy_for"]
 WHOLE = ".parameters"
 """The end of the name of a module's parameters, which are one tensor in records."""
-_ALL, _LAST_STEP = 2**62, 2**61
+_ALL = 2**62
 
 
 class ModuleSpecs:
@@ -96,7 +96,7 @@ class ModuleSpecs:
 
     def _set(self, specs: dict[str, Any]) -> None:
         for spec in specs.values():
-            if not isinstance(spec, Spec) or spec.at_step(0) != spec.at_step(_LAST_STEP):
+            if not isinstance(spec, Spec) or spec.at_step(0) != spec.settled:
                 raise PlanError(
                     f"plan is {show(spec)}. In FSDP2 it is 'auto', or a gw.Policy or one spec that stays the same in all steps, "
                     "such as gw.QSGD(bits=4)."

@@ -3,7 +3,7 @@
 from gradwire.plan.adaptive import AdaptiveBits, Tuned
 from gradwire.plan.grammar import DEVICES
 from gradwire.plan.options import Option, option_of, select, tree
-from gradwire.plan.policy import Policy, Uniform, Where, launch_of
+from gradwire.plan.policy import EMBEDDINGS, Policy, Uniform, Where, launch_of
 from gradwire.plan.schemes import (
     FLAT,
     RESTRICTED,
@@ -18,7 +18,7 @@ from gradwire.plan.schemes import (
 )
 
 __all__ = [
-    "DEVICES", "FLAT", "RESTRICTED", "AdaptiveBits", "Option", "Policy", "Tuned", "Uniform", "Where", "carries",
-    "check_known", "codes_own_gradient", "correction_plan", "encodes_again", "launch_of", "names_of", "option_of",
+    "DEVICES", "EMBEDDINGS", "FLAT", "RESTRICTED", "AdaptiveBits", "Option", "Policy", "Tuned", "Uniform", "Where",
+    "carries", "check_known", "codes_own_gradient", "correction_plan", "encodes_again", "launch_of", "names_of", "option_of",
     "select", "tasks_of", "tree", "with_buckets",
 ]  # fmt: skip

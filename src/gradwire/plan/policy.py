@@ -63,7 +63,7 @@ else:
 _EDGE_BYTES, _CHUNK_BYTES = 256 * 2**10, 8 * 2**20
 _GPU_BUCKET_BYTES, _GPU_EDGE_BYTES, _GPU_CHUNK_BYTES = 32 * 2**20, 4 * 2**20, 48 * 2**20
 _EXEMPT = Identity()
-_EMBEDDINGS = QSGD(bits=4)
+EMBEDDINGS = QSGD(bits=4)
 """For embeddings that the default cannot send: zeros stay zeros."""
 _FEW_RANKS = 4
 """Most ranks with which vectors travel in payloads of an all-gather, which sends every payload to each other rank. With more
@@ -276,7 +276,7 @@ class Policy(_Default, frozen=True, kw_only=True):
         exempt = [tensor.name for tensor in tensors if self.exempt_vectors and len(tensor.shape) < 2]
         specs = dict.fromkeys(exempt, _EXEMPT) | specs
         if not self.default.keeps_zeros:
-            specs = dict.fromkeys((tensor.name for tensor in tensors if tensor.embedding), _EMBEDDINGS) | specs
+            specs = dict.fromkeys((tensor.name for tensor in tensors if tensor.embedding), EMBEDDINGS) | specs
         return {tensor.name: specs.get(tensor.name, self.default) for tensor in tensors}
 
     def _fuse(self, tensors: Sequence[TensorInfo], specs: dict[str, Spec], ranks: int) -> list[list[TensorInfo]]:

@@ -75,6 +75,7 @@ def model_times(
             forward_us=forward_us[place],
             backward_iqr_us=_known(gap_spread[place]),
             forward_iqr_us=forward_spread[place],
+            embedding=infos[index].embedding,
         )
         for place, index in enumerate(order)
     ]

@@ -74,7 +74,7 @@ class MadeUpLive:
         self.infos, self.everybody, self.device = TENSORS, True, torch.device("cpu")
         self.group = SimpleNamespace(rank=rank, world_size=2)
         self.session = SimpleNamespace(optimizers=[], parameters={})
-        self.codec_problem = ""
+        self.codec_problem, self.warms_up = "", False
         self.inputs, self.bytes_between_nodes = 64, [10**6 * job.long] * 4
         self.exposed_us = self.link_us = 0.0
         self.began_s: float | None = None

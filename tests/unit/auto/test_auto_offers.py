@@ -13,13 +13,13 @@ from benchmarks.paired import interval
 from gradwire.auto.accuracy import STEPS_FOR_ONE, check_accuracy, first_policy, schedules_of, specs_of
 from gradwire.auto.adaptive_bits import with_bits
 from gradwire.auto.measured_losses import FOUR_BITS, ROWS, WEIGHTED, WEIGHTED_8, LossRow
-from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, words_of
+from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, on_trial, words_of
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.costs import CodecCosts
 from gradwire.core.schedules import Backward, Delayed, Pipelined
 from gradwire.core.specs import Spec
 from gradwire.errors import PlanError
-from gradwire.plan import AdaptiveBits
+from gradwire.plan import AdaptiveBits, Policy
 from gradwire.planner.joint import joint
 
 TENSORS = [TensorInfo(f"w{index}", (300, 500), "float32") for index in range(8)] + [TensorInfo("b", (500,), "float32")]
@@ -108,6 +108,14 @@ def test_a_plan_that_was_seen_keeps_its_time_and_takes_no_turn_of_its_own(gbps: 
     assert [offer.candidate for offer in made if offer is not own and offer.candidate.seen_us] == []
 
 
+def test_a_plan_that_was_seen_in_a_trial_that_was_broken_off_has_no_time() -> None:
+    specs = specs_of("safe", TENSORS, 2)
+    plan = on_trial(first_policy("safe", TENSORS, 2).plan(TENSORS, 2), 3)
+    without = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0)
+    made = offers(profile(), cluster(0.1), costs(specs), specs, seconds=0.0, seen=Seen(plan, 70_000.0))
+    assert [offer.plan.digest() for offer in made] == [offer.plan.digest() for offer in without]
+
+
 def test_a_plan_of_the_planner_that_runs_is_offered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner finds it again, with another prediction since times were measured again."""
     specs = specs_of("safe", TENSORS, 2)
@@ -132,7 +140,29 @@ def test_what_compressors_cannot_take_is_never_compressed() -> None:
     mixed = [*wide[:4], *TENSORS[4:]]
     plan = first_policy("safe", mixed, 2).plan(mixed)
     assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float64" or len(t.shape) < 2} == {Identity()}
-    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {ErrorFeedback(QSGD(bits=2))}
+    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {WEIGHTED}
+
+
+@pytest.mark.parametrize("gbps", [0.01, 0.1, 10.0])
+@pytest.mark.parametrize("seconds", [0.0, 5.0])
+def test_embeddings_go_by_4_bits_where_a_spec_has_no_code_for_zero(gbps: float, seconds: float) -> None:
+    looked_up = [msgspec.structs.replace(each, embedding=each.name == "w7") for each in profile().tensors]
+    model = msgspec.structs.replace(profile(), tensors=tuple(looked_up))
+    specs = specs_of("safe", model.tensor_infos("cpu"), 4)
+    made = [offer.plan for offer in offers(model, cluster(gbps), costs(specs), specs, seconds=seconds)]
+    assert any(plan_spec(plan, "w0") == WEIGHTED for plan in made) or gbps > 1
+    assert {plan_spec(plan, "w7") for plan in made} <= {FOUR_BITS, Identity()}
+
+
+def test_a_trial_has_the_specs_of_late_steps_and_the_same_buckets() -> None:
+    plan = first_policy("safe", TENSORS, 4).plan(TENSORS, 4)
+    tried = on_trial(plan, 3)
+    assert {spec for bucket in tried.buckets for spec in bucket.specs} == {WEIGHTED.settled, Identity()}
+    assert WEIGHTED.settled == msgspec.structs.replace(WEIGHTED, warm_up_steps=0)
+    assert [bucket.tensors for bucket in tried.buckets] == [bucket.tensors for bucket in plan.buckets]
+    assert on_trial(plan, 19) == tried and on_trial(plan, 20) is plan
+    four = Policy(default=FOUR_BITS).plan(TENSORS, 4)
+    assert on_trial(four, 3) is four
 
 
 def plan_spec(plan, name: str) -> Spec:
@@ -140,8 +170,7 @@ def plan_spec(plan, name: str) -> Spec:
 
 
 def test_safe_is_what_the_rows_of_that_number_of_ranks_say() -> None:
-    assert specs_of("safe", TENSORS, 2) == (FOUR_BITS, WEIGHTED, ErrorFeedback(QSGD(bits=2)))
-    assert specs_of("safe", TENSORS, 3) == specs_of("safe", TENSORS, 4) == (FOUR_BITS, WEIGHTED)
+    assert specs_of("safe", TENSORS, 2) == specs_of("safe", TENSORS, 3) == specs_of("safe", TENSORS, 4) == (FOUR_BITS, WEIGHTED)
     assert specs_of("safe", TENSORS, 16) == (FOUR_BITS,)
     assert specs_of(0.004, TENSORS, 2) == (FOUR_BITS,) and specs_of(0.001, TENSORS, 2) == specs_of("exact", TENSORS, 2) == ()
     assert set(specs_of("safe", TENSORS, 2)) < set(specs_of("aggressive", TENSORS, 2))
@@ -160,7 +189,7 @@ def test_what_has_no_rows_for_so_many_ranks_is_left_out(ranks: int) -> None:
     assert all(ranks <= largest[spec] for spec in specs_of("safe", TENSORS, ranks) if isinstance(spec, ErrorFeedback))
     assert schedules_of("safe", ("backward", "pipelined", "delayed"), ranks) == (Pipelined(),)
     plan = first_policy("safe", TENSORS, ranks).plan(TENSORS, ranks)
-    assert {spec for bucket in plan.buckets for spec in bucket.specs} <= {QSGD(bits=4), Identity()}
+    assert {spec for bucket in plan.buckets for spec in bucket.specs} <= {*specs_of("safe", TENSORS, ranks), Identity()}
     assert set(specs_of("aggressive", TENSORS, ranks)) == set(specs_of("aggressive", TENSORS, 2))
 
 

@@ -14,6 +14,8 @@ from gradwire.core.strict import convert, plain
 from gradwire.errors import GradwireError, SpecError
 
 _REGISTRY: dict[str, type["Spec"]] = {}
+_LATE = 2**61
+"""A step after any warm-up."""
 
 
 class ElementRun(NamedTuple):
@@ -156,6 +158,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def at_step(self, step: int) -> "Spec":
         """The spec of this step, for specs that change during the first steps."""
         return self
+
+    @property
+    def settled(self) -> "Spec":
+        """The spec of all late steps."""
+        return self.at_step(_LATE)
 
     def under_feedback(self) -> "Spec":
         """The spec inside ErrorFeedback, for specs with other best settings there."""
