@@ -9,16 +9,18 @@ from gradwire.transport.grid import Grid, node_name
 from gradwire.transport.heartbeats import LONGEST_S, SHORTEST_S
 from gradwire.transport.lanes import Lane, Lanes, LanesObserver
 from gradwire.transport.link import AllToAll, Group, Link, SilentLink
-from gradwire.transport.merging import MergedValues, merge_over_ranks, merge_rounds
+from gradwire.transport.merging import MergedValues, merge_over_ranks
 from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations
 from gradwire.transport.queued import COMPLETE, QueuedStep
+from gradwire.transport.rounds import AT_ONCE, merge_rounds
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark, Streams, streams_for
 from gradwire.transport.tls import TlsOption
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 __all__ = [
+    "AT_ONCE",
     "COMPLETE",
     "KERNELS",
     "LONGEST_S",

@@ -154,11 +154,20 @@ class _MeetingOfThreads:
     def mesh(self, name: str) -> Mesh:
         return {}
 
+    def reach(self, name: str, peers: Sequence[int]) -> Mesh:
+        return {}
+
     def why_no_wires(self) -> str:
         return "threads of one process have no connections"
 
     def why_too_few(self, meshes: Sequence[str]) -> str:
         return ""
+
+    def start(self) -> None:
+        pass
+
+    def break_off(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

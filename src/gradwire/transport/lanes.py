@@ -28,16 +28,17 @@ from gradwire.transport.agreement import agree
 from gradwire.transport.devices import kind_of, offload_lanes
 from gradwire.transport.exits import waits_for_store
 from gradwire.transport.flight import Flight
-from gradwire.transport.heartbeats import Heartbeats, usual_silence_s
+from gradwire.transport.heartbeats import Heartbeats, SilenceNews, usual_silence_s
 from gradwire.transport.link import Group, Link
 from gradwire.transport.queued import COMPLETE, UNKNOWN_BUCKET, QueuedStep
+from gradwire.transport.rendezvous import CONTROL, HEARTBEATS
 from gradwire.transport.shared_lanes import LaneSet, a_user, known
 from gradwire.transport.slices import short_slices
 from gradwire.transport.staged_link import StagedLink
 from gradwire.transport.streams import DeviceStreams, Mark
 from gradwire.transport.tls import TlsError, TlsOption, wanted_tls
 from gradwire.transport.wire import DamagedError, LinkError, transfer
-from gradwire.transport.wires import HEARTBEATS, make_wires, meshes_of
+from gradwire.transport.wires import make_wires, meshes_of
 
 T = TypeVar("T")
 
@@ -154,12 +155,12 @@ class Lanes:
         # the lanes of a model on the CPU too, which saves round trips; those of a GPU are known when the model is
         early = [] if torch.cuda.is_available() else [*map(str, range(CPU_LANES)), *meshes_of(CPU_LANES)]
         with _begins(self.group):
-            self.group = self.group.meet(self._timeout, ["control", HEARTBEATS, *early])
+            self.group = self.group.meet(self._timeout, [CONTROL, HEARTBEATS, *early])
         self.shared: LaneSet[Lanes] = LaneSet(self.group.met.name)
         """The lanes themselves, which other handles may use too."""
         self._heartbeats: Heartbeats | None = None
         self._use(self.group.met.name)
-        self.control = self._lane("control", torch.device("cpu"))
+        self.control = self._lane(CONTROL, torch.device("cpu"))
         """The lane for messages between ranks other than gradients."""
         _say_if_uneven(self.group)
         self.data: list[Lane] = []
@@ -289,8 +290,9 @@ class Lanes:
             lane.link.wire = wire
         if self.group.world_size > 1:
             beats = {rank: each for rank, each in meeting.mesh(HEARTBEATS).items() if isinstance(each, socket.socket)}
-            self._heartbeats = Heartbeats(beats, f"gradwire-{meeting.name}-heartbeats", self.shared.silence, self._silence_s)
-        meeting.close()
+            thread, news = f"gradwire-{meeting.name}-heartbeats", SilenceNews(meeting.key, meeting.name)
+            self._heartbeats = Heartbeats(beats, thread, self.shared.silence, self._silence_s, news)
+        meeting.start()
         self._roll_call = RollCall(self.group, meeting.name)
 
     def alone(self) -> None:
@@ -313,8 +315,8 @@ class Lanes:
         self.data, self._heartbeats = [], None
         try:
             names = self._choose(self.device)
-            self.group = self.group.meet_apart(self.shared.name, self._timeout, ["control", HEARTBEATS, *names])
-            self.control = self._lane("control", torch.device("cpu"))
+            self.group = self.group.meet_apart(self.shared.name, self._timeout, [CONTROL, HEARTBEATS, *names])
+            self.control = self._lane(CONTROL, torch.device("cpu"))
             self._connect(names)
         except LinkError as error:
             raise CommunicationError(
@@ -555,22 +557,29 @@ class Lanes:
         if crossed := self._crossed(cause, peer):
             return self._fail_all(crossed)
         self.shared.break_off()  # ranks that wait for this one need not wait for the timeout
-        beats = self._heartbeats.silent() if self._heartbeats is not None else []
+        gone = self._heartbeats.gone() if self._heartbeats is not None else []
+        accuses = gone or ([] if peer is None else [group.global_ranks.index(peer)])
         # the machine of a rank that is known to be dead may host the store
-        silent, told, is_known = self._roll_call.missing(min(0.5, self._patience_s) if beats else self._patience_s)
+        patience_s = min(0.5, self._patience_s) if self._beats_missing() else self._patience_s
+        silent, told, is_known, accused = self._roll_call.missing(patience_s, accuses)
+        beats = self._beats_missing()  # news may have come meanwhile
         dead = [rank for rank in silent if group.global_ranks.index(rank) in beats]
-        others = [rank for rank in silent if rank != peer]
+        waited_for = [rank for rank in silent if rank in accused]
+        others = [rank for rank in silent if rank not in accused]
         if told:
             who, blamed = "; ".join(f"rank {rank} says: {words}" for rank, words in told.items()), [*told]
         elif dead:
             who = f"{_ranks(dead)} did not answer, nor did the kernel of the machine: it lost power, or the network to it failed"
             blamed = dead
-        elif peer in silent:
-            who, blamed = f"rank {peer} did not answer", [rank for rank in silent if rank == peer]
+        elif waited_for:
+            who, blamed = f"{_ranks(waited_for)} did not answer", waited_for
             if others:
                 who += f", nor, so far, did {_ranks(others)}, which may be busy or wait too"
-        elif silent:
+        elif silent and not accused:
             who, blamed = f"{_ranks(silent)} did not answer", silent
+        elif silent:
+            blamed = []
+            who = f"all that were waited for are alive, so a link between two of them failed; {_ranks(silent)} may be busy"
         else:
             blamed = []
             who = f"all of {_ranks(group.global_ranks)} are alive, so the link between them failed"
@@ -582,6 +591,10 @@ class Lanes:
             f"(The backend said: {str(cause).strip() or type(cause).__name__})"
         )
         return self.fail(error.about(blamed, step, bucket))
+
+    def _beats_missing(self) -> list[int]:
+        """The ranks within the group whose machines do not answer."""
+        return self._heartbeats.silent() if self._heartbeats is not None else []
 
     def _crossed(self, cause: Exception, peer: int | None) -> GradwireError | None:
         """The error where rank `peer` sent a message of another handle."""
@@ -665,14 +678,19 @@ class AnswersToCall(NamedTuple):
     """The words of the ranks that failed first."""
     is_known: bool
     """Whether the store answered. If it did not, nobody knows which ranks are silent."""
+    accused: set[int]
+    """The ranks that others waited for, or whose process is gone."""
 
 
 _HERE = "here"
-"""The words of a rank that waited for others."""
+"""The first word of a rank that waited for others. The ranks that it accuses follow, as numbers within the group."""
+_MOST_PATIENCES = 4
+"""While ranks sign, a roll call goes on for so many times the patience."""
 
 
 class RollCall:
-    """After a failure the ranks that noticed sign in the rendezvous store; who does not sign is who was waited for.
+    """After a failure the ranks that noticed sign in the rendezvous store, with whom they waited for. Who was waited for and does
+    not sign has failed; who was not waited for may be busy.
 
     All ranks sign on one page, so one request reads all signatures. The store has a connection of its own, made at the start in
     a thread of its own, since nothing waits for it. It is only asked from a thread with a deadline: the rank that hosts it may be
@@ -712,25 +730,33 @@ class RollCall:
         # whatever a stranger wrote before is a line of its own
         store.append(self._PAGE, f"\n{rank} {signature}\n")
 
-    def missing(self, patience_s: float) -> AnswersToCall:
-        """Ask who signed, until all did or the patience is over. When a rank said why it failed, nobody waits for others."""
+    def missing(self, patience_s: float, accuses: Sequence[int] = ()) -> AnswersToCall:
+        """Ask who signed, until all did, or nobody has for as long as the patience. When a rank said why it failed, nobody waits
+        for others. `accuses`: the ranks within the group that this one waited for."""
         group = self._group
+        self._signed = " ".join([_HERE, *map(str, accuses)]) if _waits(self._signed) else self._signed
         signed: dict[int, str] = {}
         asked: list[float] = []
 
         def call(store: Any) -> None:
-            deadline = time.monotonic() + patience_s
             self._set(store)
-            while time.monotonic() < deadline and len(signed) + 1 < group.world_size and not _said(signed):
+            latest = deadline = time.monotonic() + patience_s
+            latest += (_MOST_PATIENCES - 1) * patience_s
+            while time.monotonic() < min(deadline, latest) and len(signed) + 1 < group.world_size and not _said(signed):
+                before = len(signed)
                 signed.update(self._signatures(bytes(store.get(self._PAGE))))
                 signed.pop(group.rank, None)
                 asked.append(time.monotonic())
+                if len(signed) > before > 0:
+                    deadline = asked[-1] + patience_s
                 time.sleep(0.05)
 
-        self._ask(call, patience_s)
+        self._ask(call, patience_s, asked)
         silent = [number for rank, number in enumerate(group.global_ranks) if rank not in (*signed, group.rank)]
         told = {group.global_ranks[rank]: words for rank, words in _said(signed).items()}
-        return AnswersToCall(silent, told, bool(asked) or group.world_size == 1)
+        accused = {*accuses, *(int(rank) for words in signed.values() if _waits(words) for rank in words.split()[1:])}
+        numbers = {group.global_ranks[rank] for rank in accused if rank < group.world_size}
+        return AnswersToCall(silent, told, bool(asked) or group.world_size == 1, numbers)
 
     def _signatures(self, page: bytes) -> dict[int, str]:
         """The words that ranks of the group signed with, by rank. The first words of a rank that failed count."""
@@ -739,10 +765,12 @@ class RollCall:
             rank, _, signature = line.partition(b" ")
             with suppress(ValueError):  # no rank wrote it
                 if (words := self._key.unseal(rank.decode(), base64.b64decode(signature, validate=True))) is not None:
-                    found[int(rank)] = words if found.get(int(rank), _HERE) == _HERE else found[int(rank)]
+                    found[int(rank)] = words if _waits(found.get(int(rank), _HERE)) else found[int(rank)]
         return found
 
-    def _ask(self, call: Callable[[Any], None], patience_s: float) -> None:
+    def _ask(self, call: Callable[[Any], None], patience_s: float, asked: Sequence[float] = ()) -> None:
+        """`asked`: when the store answered; as long as it does, this waits for the end of the call."""
+
         def ask() -> None:
             with suppress(Exception):
                 self._connecting.join(patience_s)
@@ -753,11 +781,23 @@ class RollCall:
         caller = threading.Thread(target=ask, name="gradwire-roll-call", daemon=True)
         caller.start()
         caller.join(patience_s + 0.5)
+        while caller.is_alive() and asked and time.monotonic() < asked[-1] + patience_s:
+            caller.join(0.1)
 
 
 def _said(signed: Mapping[int, str]) -> dict[int, str]:
     """The words of the ranks that failed first."""
-    return {rank: words for rank, words in signed.items() if words != _HERE}
+    return {rank: words for rank, words in signed.items() if not _waits(words)}
+
+
+def _waits(words: str) -> bool:
+    """Whether these are the words of a rank that waited for others.
+
+    >>> _waits("here 3 11"), _waits("here is no memory left")
+    (True, False)
+    """
+    first, *accused = words.split(" ")
+    return first == _HERE and all(map(str.isdecimal, accused))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -150,7 +151,16 @@ class GroupMeeting(Protocol):
         ...
 
     def mesh(self, name: str) -> Mesh:
-        """The connections of this name, by rank. The caller closes them."""
+        """The connections of this name that are there from the start, by rank. The caller closes them."""
+        ...
+
+    def reach(self, name: str, peers: Sequence[int]) -> Mesh:
+        """Connect with these ranks too. The caller closes the connections. Raises LinkError, CommunicationError where descriptors
+        are short."""
+        ...
+
+    def break_off(self) -> None:
+        """Fail all waits for connections. For any thread."""
         ...
 
     def why_no_wires(self) -> str:
@@ -159,6 +169,10 @@ class GroupMeeting(Protocol):
 
     def why_too_few(self, meshes: Sequence[str]) -> str:
         """Why this process cannot have these meshes, as far as they are not there yet; '' if it can."""
+        ...
+
+    def start(self) -> None:
+        """All ranks have made the lanes: connect from now on only with ranks that a lane needs."""
         ...
 
     def close(self) -> None:
@@ -284,7 +298,8 @@ class Group:
                 backend = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
                 backend.eager_connect_single_device(torch.device("cuda", device.index or torch.cuda.current_device()))
             return backend, _HiddenEnds()
-        messages = Messages(self.met.mesh(name), self.rank, self.world_size, timeout)
+        reach = partial(self.met.reach, name)
+        messages = Messages(self.met.mesh(name), self.rank, self.world_size, timeout, reach)
         return messages, messages
 
 
@@ -310,6 +325,7 @@ class Link:
         self._unfinished: Unfinished | None = None
         self._broken = False
         self.backend: Any  # a Backend; NCCL's has more
+        self._meeting = group.met
         self.backend, self._ends = group.connect(name, device, timeout)
 
     def expect(self, tag: int, received: Sequence[torch.Tensor], checked: bool = True) -> "AllToAll":
@@ -351,6 +367,12 @@ class Link:
         """Do not wait for the sends of an exchange whose receivers answer in the next one: this keeps what is sent until then."""
         self._unfinished = exchange
 
+    @property
+    def connections(self) -> int:
+        """The number of ranks that this one is connected with, by wire or else. 0 if the backend hides it."""
+        wired = self.wire.connections if self.wire is not None else 0
+        return max(wired, getattr(self.backend, "connections", 0))
+
     def close(self) -> None:
         """Close the connections, and free the backend before the interpreter exits."""
         if self._unfinished is not None and not self._broken:
@@ -371,6 +393,7 @@ class Link:
         self._ends.shut_down()
         if self.wire is not None:
             self.wire.shut_down()
+        self._meeting.break_off()
 
     def has_lost_a_rank(self) -> bool:
         """Whether another rank has closed its end. Not known on CUDA."""

@@ -1,15 +1,7 @@
 """Merges a few values of all ranks, as sums, maxima and bits, with few messages from each: control in log n.
 
-Ranks form a tree of groups: all ranks, their parts, the parts of these, and so on, down to single ranks. Level by level, from the
-bottom, each rank sends what it has merged so far to one rank or two of every other part of its group. All ranks merge the parts
-in one order, so all get the same bits. Up to 16 ranks are one level: one hop, as in a direct exchange.
-
-| ranks | messages of a rank | hops |
-|---|---|---|
-| 16 | 15 | 1 |
-| 64 | 14 | 2 |
-| 256 | 30 | 2 |
-| 1024 | 33 | 3 |
+Each rank merges along the rounds of `merge_rounds`. All ranks merge the parts in one order, so all get the same bits. Up to 16
+ranks need one round: one hop, as in a direct exchange.
 """
 
 import struct
@@ -17,8 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache, reduce
-from itertools import count, pairwise
+from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
@@ -26,48 +17,10 @@ import torch
 
 from gradwire.transport.link import Link, Pending
 from gradwire.transport.messages import bytes_in
+from gradwire.transport.rounds import merge_rounds
 from gradwire.transport.wire import DamagedError, transfer
 
-_MOST_PARTS = 16
-"""Ranks that exchange in one hop. More: fewer hops, and more messages."""
 _CHECK = struct.Struct("<I")
-
-
-class MergeRound(NamedTuple):
-    """The messages of one rank on one level."""
-
-    sources: tuple[int, ...]
-    """For each part of the group the rank that brings it; the own rank for the own part."""
-    targets: tuple[int, ...]
-    """The ranks that get what this rank has merged."""
-
-
-@cache
-def merge_rounds(rank: int, world_size: int) -> tuple[MergeRound, ...]:
-    """The rounds of a rank.
-
-    >>> merge_rounds(1, 3)
-    (MergeRound(sources=(0, 1, 2), targets=(2, 0)),)
-    >>> [len(each.targets) for each in merge_rounds(5, 64)]
-    [7, 7]
-    """
-    levels = next(each for each in count(1) if _MOST_PARTS**each >= world_size)
-    most = next(each for each in count(1) if each**levels >= world_size)
-    rounds, start, end = [], 0, world_size
-    for _ in range(levels):
-        parts = min(most, end - start)
-        edges = [start + (end - start) * part // parts for part in range(parts + 1)]
-        own = next(part for part, edge in enumerate(edges[1:]) if rank < edge)
-        place, size = rank - edges[own], edges[own + 1] - edges[own]
-        sources, targets = [], list[int]()
-        for first, last in pairwise(edges):
-            sources.append(first + place % (last - first))
-            targets += [other for other in range(first, last) if (other - first) % size == place]
-        sources[own] = rank
-        after = [other for other in targets if other > rank]  # not all send to the lowest rank first
-        rounds.append(MergeRound(tuple(sources), (*after, *(other for other in targets if other < rank))))
-        start, end = edges[own], edges[own + 1]
-    return tuple(reversed(rounds))
 
 
 class MergedValues(NamedTuple):

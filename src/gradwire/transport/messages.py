@@ -1,4 +1,4 @@
-"""Messages between ranks over one TCP connection for each pair, moved by the thread that waits: the backend of links on CPUs.
+"""Messages between ranks over a TCP connection for each pair, moved by the thread that waits: the backend of links on CPUs.
 
 It carries everything but gradients, and gradients too where wires cannot (`gradwire.transport.wire`). A message is a header with
 its length and tag, and its bytes. Messages of one tag arrive in order; those that come early are kept until they are asked for.
@@ -12,7 +12,7 @@ import struct
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
@@ -21,11 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.transport.rounds import MergeRound, merge_peers, merge_rounds
 from gradwire.transport.tls import Connected
-from gradwire.transport.wire import LinkError
+from gradwire.transport.wire import LinkError, Reach
 
 _HEADER = struct.Struct("<QQ")
 """The bytes of the message, and its tag."""
+_OF_RANK = struct.Struct("<Q")
+"""In what ranks gather: how many bytes of one rank follow."""
 _COLLECTIVE_TAGS = 2**40
 """The first tag of collectives."""
 _DIRECT_BYTES = 2**18
@@ -114,17 +117,47 @@ class _Peer:
 class Messages:
     """One end of a link. Used by one thread, but for `shut_down`."""
 
-    def __init__(self, connections: Mapping[int, Connected], rank: int, world_size: int, timeout: timedelta) -> None:
-        """`connections`: to each other rank; they are closed here."""
+    def __init__(
+        self,
+        connections: Mapping[int, Connected],
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        reach: Reach | None = None,
+    ) -> None:
+        """`connections`: to other ranks; they are closed here. `reach`: connects with more ranks; None: all are there."""
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout.total_seconds()
-        self._peers = {peer: _Peer(peer, connection) for peer, connection in connections.items()}
-        self._by_number = {peer.number: peer for peer in self._peers.values()}
+        self._peers: dict[int, _Peer] = {}
+        self._by_number: dict[int, _Peer] = {}
+        self._reach, self._is_shut = reach, False
         self._poll = select.poll()
         self._collectives = 0
+        self._add(connections)
         _open.add(self)
+
+    def _add(self, connections: Mapping[int, Connected]) -> None:
+        made = [_Peer(peer, connection) for peer, connection in connections.items()]
+        self._by_number |= {peer.number: peer for peer in made}
+        self._peers = self._peers | {peer.rank: peer for peer in made}  # another thread may look at the old one
+        if self._is_shut:
+            self.shut_down()
+
+    def _connect(self, ranks: Iterable[int]) -> None:
+        """Connect with those of these ranks that are not connected yet. Raises LinkError."""
+        if self._reach is not None and (missing := [rank for rank in ranks if rank not in self._peers]):
+            self._add(self._reach(missing))
+
+    def _peer(self, rank: int) -> _Peer:
+        self._connect([rank])
+        return self._peers[rank]
 
     def name(self) -> str:
         return "messages"
+
+    @property
+    def connections(self) -> int:
+        """How many ranks this one is connected with."""
+        return len(self._peers)
 
     # ---- point to point
 
@@ -133,7 +166,7 @@ class Messages:
         return self._send(to, tag, bytes_in(tensor), tensor)
 
     def _send(self, to: int, tag: int, what: memoryview, owner: Any) -> _Sending:
-        peer, sending = self._peers[to], _Sending(self, to, tag, what, owner)
+        peer, sending = self._peer(to), _Sending(self, to, tag, what, owner)
         peer.sending.append(sending)
         self._push(peer)
         return sending
@@ -142,7 +175,7 @@ class Messages:
         return self._receive(source, tag, tensors[0].detach())
 
     def _receive(self, source: int, tag: int, into: torch.Tensor | None) -> _Receiving:
-        peer, receiving = self._peers[source], _Receiving(self, source, into)
+        peer, receiving = self._peer(source), _Receiving(self, source, into)
         if early := peer.early.get(tag):
             came = early.popleft()
             receiving.begin(len(came.bytes))
@@ -158,20 +191,26 @@ class Messages:
     # ---- collectives
 
     def gather(self, own: bytes) -> list[bytes]:
-        """The bytes of every rank, of any length: one hop."""
-        tag = self._next_tag()
-        receives = [self._receive(rank, tag, None) for rank in self._others()]
-        sends = [self._send(rank, tag, memoryview(own), own) for rank in self._others()]
-        self._wait_all([*receives, *sends])
-        by_rank = {self._rank: own} | {each.rank: bytes(each.bytes) for each in receives}
-        return [by_rank[rank] for rank in range(self._world_size)]
+        """The bytes of every rank, of any length, along the rounds of `merge_rounds`."""
+        tag, known = self._next_tag(), [own]
+        for sources, targets, _ in self._rounds():
+            receives = [self._receive(rank, tag, None) for rank in sources if rank != self._rank]
+            packed = b"".join(_OF_RANK.pack(len(each)) + each for each in known)
+            self._wait_all([*receives, *(self._send(rank, tag, memoryview(packed), packed) for rank in targets)])
+            arrived = iter([list(_unpacked(each.bytes)) for each in receives])
+            parts = [known if rank == self._rank else next(arrived) for rank in sources]
+            known = [each for part in parts for each in part]
+        return known
 
     def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> "_Done":
         rows = received.view(self._world_size, sent.numel())
         rows[self._rank].copy_(sent.reshape(-1))
-        tag = self._next_tag()
-        receives = [self.recv([rows[rank]], rank, tag) for rank in self._others()]
-        self._wait_all([*receives, *(self.send([sent], rank, tag) for rank in self._others())])
+        tag, start, end = self._next_tag(), self._rank, self._rank + 1
+        for sources, targets, edges in self._rounds():
+            parts = [(source, rows[first:last]) for source, (first, last) in zip(sources, pairwise(edges), strict=True)]
+            receives = [self.recv([part], source, tag) for source, part in parts if source != self._rank]
+            self._wait_all([*receives, *(self.send([rows[start:end]], rank, tag) for rank in targets)])
+            start, end = edges[0], edges[-1]
         return _DONE
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> "_Done":
@@ -225,9 +264,10 @@ class Messages:
         tag = self._next_tag()
         self._wait_all([self.recv([into], before, tag), self.send([sent], after, tag)])
 
-    def _others(self) -> list[int]:
-        """The other ranks, the next one first, so that not all send to rank 0 first."""
-        return [(self._rank + step) % self._world_size for step in range(1, self._world_size)]
+    def _rounds(self) -> Sequence[MergeRound]:
+        """The rounds in which all ranks get what each has, with connections for them."""
+        self._connect(sorted(merge_peers(self._rank, self._world_size)))
+        return merge_rounds(self._rank, self._world_size)
 
     def _next_tag(self) -> int:
         self._collectives += 1
@@ -355,6 +395,7 @@ class Messages:
 
     def shut_down(self) -> None:
         """Fail all waits, here and on the other ranks, at once. For any thread."""
+        self._is_shut = True
         for peer in self._peers.values():
             with suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_RDWR)
@@ -363,6 +404,15 @@ class Messages:
         """Close the connections. Nothing may run."""
         for peer in self._peers.values():
             peer.connection.close()
+
+
+def _unpacked(packed: memoryview) -> Iterator[bytes]:
+    """The bytes of each rank in what another one has gathered."""
+    at = 0
+    while at < len(packed):
+        (count,) = _OF_RANK.unpack_from(packed, at)
+        at += _OF_RANK.size + count
+        yield bytes(packed[at - count : at])
 
 
 def _never_raised(error: OSError) -> OSError:

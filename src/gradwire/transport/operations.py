@@ -97,6 +97,16 @@ class Operations:
         """All of them, for C. No more may be added."""
         return (Operation * len(self._made))(*self._made)
 
+    @property
+    def sends(self) -> int:
+        """The messages that it sends."""
+        return sum(each.kind == _SEND for each in self._made)
+
+    @cached_property
+    def peers(self) -> frozenset[int]:
+        """The ranks of its messages. No more may be added."""
+        return frozenset(each.peer for each in self._made if each.kind not in (_CALL, _FLUSH))
+
     def spans(self, times: Sequence[float]) -> list[tuple[float, float]]:
         """Begin and end of each run of calls, by the times of every operation."""
         spans: list[tuple[float, float]] = []

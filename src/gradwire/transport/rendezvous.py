@@ -1,8 +1,13 @@
-"""Connects a rank with all others: it listens at one port until all connections are there, and every connection proves itself.
+"""Connects a rank with others: it listens at one port, and every connection proves itself.
 
 Each rank writes a card with its address into the rendezvous store. The higher rank of a pair calls the lower one, all pairs at
 once. Both prove that they know the key of the group before either believes a byte. Whoever else connects is dropped; a stranger
 who says nothing delays nobody.
+
+Up to `AT_ONCE` ranks all connect with all, and nobody listens afterwards. Of more ranks a mesh has few connections at the start.
+A thread then listens on: it connects with a rank when a lane first needs that rank, and answers the calls of others, whatever its
+own lanes are doing. So no lane waits for another lane of another rank. Where the lower rank needs the connection first, it asks
+the higher one for a call.
 """
 
 import logging
@@ -11,9 +16,11 @@ import secrets
 import selectors
 import socket
 import struct
+import threading
 import time
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -26,6 +33,7 @@ from gradwire.kernels.cpu import available
 from gradwire.transport.adapters import adapter_gbps
 from gradwire.transport.addresses import own_address, why_too_few
 from gradwire.transport.keys import PROOF_BYTES, JobKey
+from gradwire.transport.rounds import AT_ONCE, merge_peers, neighbours
 from gradwire.transport.tls import OFF, Connected, Tls, TlsError, TlsOption, tls_of
 from gradwire.transport.wire import LinkError
 
@@ -33,13 +41,13 @@ log = logging.getLogger(__name__)
 
 Mesh = dict[int, Connected]
 """The connections of one purpose, by rank."""
-HEARTBEATS = "heartbeats"
-"""The mesh for heartbeats. It carries no bytes, so it is never encrypted."""
+CONTROL, HEARTBEATS = "control", "heartbeats"
+"""The meshes of the control lane and for heartbeats. Heartbeats carry nothing secret, so they are never encrypted."""
 _HELLO = struct.Struct("<I16s16s")
 """The rank that calls, the name of the mesh, and a nonce. A proof follows."""
-_FRAME = 5
+_FRAME = 7
 """The version of what ranks connect and what a message looks like: 2 has checksums, 3 heartbeats, 4 rings, 5 proofs, 6
-encryption."""
+encryption, 7 few connections."""
 _PATIENCE_S, _PATIENCE_A_RANK_S = 30.0, 0.2
 """For connections once all cards are there; less than half of the group's own timeout."""
 _HELLO_S, _HURRIED_HELLO_S = 5.0, 0.5
@@ -52,8 +60,8 @@ _TRIES = 5
 
 Called = tuple[int, str]
 """The rank that is called, and the name of the mesh."""
-Steps = Generator[int, None, None]
-"""One handshake: it yields the event that it waits for."""
+Steps = Generator[int, None, bool]
+"""One handshake: it yields the event that it waits for. Returns whether the connection is kept."""
 
 
 class Card(msgspec.Struct):
@@ -100,8 +108,21 @@ class Rendezvous:
         self.name, self.key = name, key
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
         self._meshes: defaultdict[str, Mesh] = defaultdict(dict)
+        """The connections that nobody took yet."""
+        self._known: set[Called] = set()
+        """All connections that were ever made."""
         self._complete: set[str] = set()
-        """The names of the meshes that have all their connections."""
+        """The names of the meshes that have the connections of the start, and were not given out."""
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        """Answers and calls; None until `start`, and where all ranks connected at once."""
+        self._bell: socket.socket | None = None
+        """Wakes the thread."""
+        self._calls: list[Called] = []
+        """Whom the thread shall call."""
+        self._errors: dict[int, LinkError] = {}
+        """Why a rank could not be reached."""
+        self._is_closed = False
         self._nonce = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
         self._tls: Tls | None = None
@@ -144,10 +165,25 @@ class Rendezvous:
 
     def why_too_few(self, meshes: Sequence[str]) -> str:
         """Why this process cannot have these meshes, as far as they are not there yet; '' if it can."""
-        return why_too_few(len(set(meshes) - self._complete) * (self._world_size - 1))
+        return why_too_few(sum(map(self._usual, set(meshes) - self._complete)))
+
+    def _usual(self, name: str) -> int:
+        """How many connections a mesh has with most plans."""
+        if name in (CONTROL, HEARTBEATS) or self._world_size <= AT_ONCE:
+            return len(self._first(name))
+        return 8 + 2 * (self._world_size - 1).bit_length()
+
+    def _first(self, name: str) -> set[int]:
+        """The ranks with which a mesh connects at the start: those that it needs with every plan."""
+        if name == HEARTBEATS:
+            return neighbours(self._rank, self._world_size)
+        everybody = set(range(self._world_size)) - {self._rank}
+        if self._world_size <= AT_ONCE:
+            return everybody
+        return merge_peers(self._rank, self._world_size) if name == CONTROL else set()
 
     def mesh(self, name: str) -> Mesh:
-        """The connections of this name, to each other rank. The caller closes them."""
+        """The connections of this name that are there from the start. The caller closes them."""
         if name not in self._complete:
             self.connect([name])
         self._complete.discard(name)
@@ -158,24 +194,84 @@ class Rendezvous:
         names = [name for name in names if name not in self._complete]
         if self._world_size == 1 or not names:
             return
-        patience_s = min(_PATIENCE_S + _PATIENCE_A_RANK_S * self._world_size, 0.4 * self._timeout.total_seconds())
-        with _Handshakes() as handshakes:
-            for peer in reversed(range(self._rank)):
-                for name in names:
-                    self._begin_call(handshakes, peer, name)
-            self._run(handshakes, names, time.monotonic() + patience_s)
+        self._reach({(peer, name) for name in names for peer in self._first(name)})
         self._complete.update(names)
+
+    def reach(self, name: str, peers: Sequence[int]) -> Mesh:
+        """Connect this mesh with more ranks. For the one thread that uses the mesh, which closes the connections.
+
+        Raises LinkError, CommunicationError where descriptors are short."""
+        wanted = {(peer, name) for peer in peers}
+        with self._changed:
+            missing = wanted - self._known
+        if problem := why_too_few(len(missing)):
+            raise CommunicationError(f"rank {self._rank} cannot connect with the ranks that the plan needs: {problem}.")
+        if missing:
+            self._reach(missing)
+        with self._changed:
+            if self._is_closed:
+                raise LinkError(None, _shut_down())
+            return {peer: self._meshes[name].pop(peer) for peer in peers}
+
+    def _reach(self, wanted: Set[Called]) -> None:
+        until = time.monotonic() + self._patience_s
+        if self._thread is not None:
+            self._await(wanted, until)
+            return
+        with _Handshakes() as handshakes:
+            for peer, name in sorted(wanted, reverse=True):
+                if peer < self._rank:
+                    self._begin_call(handshakes, peer, name)
+            self._run(handshakes, wanted, until)
+
+    @property
+    def _patience_s(self) -> float:
+        return min(_PATIENCE_S + _PATIENCE_A_RANK_S * self._world_size, 0.4 * self._timeout.total_seconds())
+
+    def start(self) -> None:
+        """The connections of the start are there: connect with others when `reach` asks, or no more if all are there."""
+        if self._world_size <= AT_ONCE or self._listener is None:
+            self.close()
+            return
+        bell, self._bell = socket.socketpair()
+        arguments = weakref.ref(self), self._listener, bell
+        # a daemon: it must not keep the process alive
+        self._thread = threading.Thread(target=_serve, args=arguments, name=f"gradwire-{self.name}-connections", daemon=True)
+        weakref.finalize(self, _ring, self._bell)
+        self._thread.start()
+        _serving.add(self)
+
+    def break_off(self) -> None:
+        """Fail all waits for connections, here and on the other ranks. For any thread."""
+        if self._bell is not None:
+            self._is_closed = True
+            _ring(self._bell)
+            self._drop()
 
     def close(self) -> None:
         """Listen no more, and close what nobody took."""
-        if self._listener is not None:
+        self.break_off()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2.0)
+        elif self._listener is not None:
             self._listener.close()
-            self._listener = None
-        for mesh in self._meshes.values():
-            for connection in mesh.values():
-                connection.close()
-        self._meshes.clear()
+        self._listener = None
+        self._drop()
         self._complete.clear()
+
+    def _drop(self) -> None:
+        with self._changed:
+            for mesh in self._meshes.values():
+                for connection in mesh.values():
+                    connection.close()
+            self._meshes.clear()
+            self._changed.notify_all()
+
+    def close_copies(self) -> None:
+        """Close the copies in a forked process."""
+        for each in (self._listener, self._bell, *(each for mesh in self._meshes.values() for each in mesh.values())):
+            if each is not None:
+                each.close()
 
     # ---- cards
 
@@ -213,30 +309,71 @@ class Rendezvous:
 
     # ---- handshakes
 
-    def _run(self, handshakes: "_Handshakes", names: Sequence[str], until: float) -> None:
+    def _run(self, handshakes: "_Handshakes", wanted: Set[Called], until: float) -> None:
+        """Connect as wanted, in this thread."""
         assert self._listener is not None
-        higher = range(self._rank + 1, self._world_size)
-        while missing := [peer for name in names for peer in range(self._world_size) if self._lacks(name, peer)]:
-            most = _STRANGERS + len(names) * len(higher)
-            ends = handshakes.drop_silent(_HURRIED_HELLO_S if handshakes.visitors >= most else _HELLO_S)
-            accepts = handshakes.visitors < most and any(peer > self._rank for peer in missing)
+        higher = sum(peer > self._rank for peer, _ in wanted)
+        while missing := wanted - self._known:
+            ends = handshakes.drop_silent(_HURRIED_HELLO_S if handshakes.visitors >= _STRANGERS + higher else _HELLO_S)
+            accepts = handshakes.visitors < _STRANGERS + higher and any(peer > self._rank for peer, _ in missing)
             for connection in handshakes.go_on(self._listener if accepts else None, min(until, ends)):
                 handshakes.begin(connection, self._answer(connection), None)
             for peer, name in handshakes.hung_up():
                 self._begin_call(handshakes, peer, name)
+            for error in handshakes.failed():
+                raise error
             if time.monotonic() > until:
-                ranks = ", ".join(map(str, sorted(set(missing))))
-                raise LinkError(missing[0], TimeoutError(f"no connection with ranks {ranks} in time"))
+                raise _in_time(missing)
+
+    def _await(self, wanted: Set[Called], until: float) -> None:
+        """Wait until the thread has connected as wanted."""
+        with self._changed:
+            for peer, _ in wanted:
+                self._errors.pop(peer, None)
+            self._calls += sorted(wanted)
+            if self._bell is not None:
+                _ring(self._bell)
+            while missing := wanted - self._known:
+                if self._is_closed:
+                    raise LinkError(None, _shut_down())
+                for peer, _ in missing:
+                    if peer in self._errors:
+                        raise LinkError(peer, self._errors[peer])
+                if (left := until - time.monotonic()) <= 0:
+                    raise _in_time(missing)
+                self._changed.wait(left)
+
+    def _serve(self, handshakes: "_Handshakes", ready: Sequence[socket.socket], listener: socket.socket) -> float:
+        """Go on with what is ready. Returns when the next visitor is to be dropped."""
+        try:
+            for connection in handshakes.go_on_with(ready, listener):
+                handshakes.begin(connection, self._answer(connection), None)
+        except LinkError as error:
+            log.warning("nobody can connect with rank %d: %s", self._rank, error)
+            time.sleep(_HURRIED_HELLO_S)
+        with self._changed:
+            calls, self._calls = self._calls, []
+        for peer, name in [*handshakes.hung_up(), *calls]:
+            if self._lacks(name, peer) and not handshakes.calls(peer, name):
+                self._begin_call(handshakes, peer, name)
+        crowded = handshakes.visitors >= _STRANGERS + self._world_size
+        ends = handshakes.drop_silent(_HURRIED_HELLO_S if crowded else _HELLO_S)
+        with self._changed:
+            for error in handshakes.failed():
+                if error.peer is not None:
+                    self._errors[error.peer] = error
+            self._changed.notify_all()
+        return ends
 
     def _begin_call(self, handshakes: "_Handshakes", peer: int, name: str) -> None:
         connection = socket.socket(_family(self._cards[peer].host), socket.SOCK_STREAM)
         handshakes.begin(connection, self._call(connection, peer, name), (peer, name))
 
     def _lacks(self, name: str, peer: int) -> bool:
-        return peer != self._rank and peer not in self._meshes[name]
+        return peer != self._rank and (peer, name) not in self._known
 
     def _call(self, connection: socket.socket, peer: int, name: str) -> Steps:
-        """Call a lower rank."""
+        """Call a lower rank, or ask a higher one for a call."""
         card = self._cards[peer]
         with suppress(BlockingIOError):
             connection.connect((card.host, card.port))
@@ -248,7 +385,9 @@ class Rendezvous:
         answer = yield from _read(connection, PROOF_BYTES)
         if not self.key.proves(answer, *self._parts(b"answer", nonce, peer, hello)):
             raise ConnectionError(f"whoever listens at {card.host} port {card.port} is no rank of this job")
-        yield from self._take(name, peer, connection, True)
+        if peer < self._rank:
+            yield from self._take(name, peer, connection, True)
+        return peer < self._rank
 
     def _answer(self, connection: socket.socket) -> Steps:
         """Answer whoever called."""
@@ -257,10 +396,16 @@ class Rendezvous:
         peer, raw, nonce = _HELLO.unpack(hello)
         name = raw.rstrip(b"\0").decode(errors="replace")
         known = self.key.proves(proof, *self._parts(b"call", self._nonce, self._rank, hello))
-        if not (known and self._rank < peer < self._world_size and self._lacks(name, peer)):
+        asks = peer < self._rank
+        if not (known and peer < self._world_size and peer != self._rank and (asks or self._lacks(name, peer))):
             raise ConnectionError("this is no rank that has still to connect")
         connection.send(self._proof(b"answer", nonce, self._rank, hello))
-        yield from self._take(name, peer, connection, False)
+        if asks:
+            with self._changed:
+                self._calls.append((peer, name))
+        else:
+            yield from self._take(name, peer, connection, False)
+        return not asks
 
     def _parts(self, what: bytes, nonce: bytes, listening: int, hello: bytes) -> tuple[bytes, ...]:
         return what, self.name.encode(), nonce, listening.to_bytes(4, "little"), hello
@@ -268,12 +413,12 @@ class Rendezvous:
     def _proof(self, what: bytes, nonce: bytes, listening: int, hello: bytes) -> bytes:
         return self.key.proof(*self._parts(what, nonce, listening, hello))
 
-    def _take(self, name: str, peer: int, connection: socket.socket, calls: bool) -> Steps:
+    def _take(self, name: str, peer: int, connection: socket.socket, calls: bool) -> Generator[int, None, None]:
         """Take a connection to a rank into its mesh, and encrypt it if ranks want that. `calls`: whether this rank called."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is None or name == HEARTBEATS:
             connection.setblocking(True)
-            self._meshes[name][peer] = connection
+            self._keep(name, peer, connection)
             return
         encrypted = self._tls.socket(connection, calls)
         try:
@@ -291,7 +436,52 @@ class Rendezvous:
             words = f"the connection with rank {peer} cannot be encrypted: {error}"
             refused = TlsError(words)
             raise LinkError(peer, refused) from refused
-        self._meshes[name][peer] = encrypted
+        self._keep(name, peer, encrypted)
+
+    def _keep(self, name: str, peer: int, connection: Connected) -> None:
+        with self._changed:
+            self._meshes[name][peer] = connection
+            self._known.add((peer, name))
+
+
+def _in_time(missing: Set[Called]) -> LinkError:
+    ranks = sorted({peer for peer, _ in missing})
+    return LinkError(ranks[0], TimeoutError(f"no connection with ranks {', '.join(map(str, ranks))} in time"))
+
+
+def _shut_down() -> ConnectionError:
+    return ConnectionError("the connections were shut down")
+
+
+def _ring(bell: socket.socket) -> None:
+    with suppress(OSError):  # the thread has ended
+        bell.send(b"!", socket.MSG_DONTWAIT)
+
+
+def _serve(of: "weakref.ref[Rendezvous]", listener: socket.socket, bell: socket.socket) -> None:
+    """Call and answer, until the meeting is closed or nobody has it any more."""
+    ready: Sequence[socket.socket] = ()
+    with listener, bell, _Handshakes() as handshakes:
+        handshakes.watch(bell)
+        while (meeting := of()) is not None and not meeting._is_closed:
+            ends = meeting._serve(handshakes, ready, listener)
+            del meeting
+            ready = handshakes.ready(listener, ends)
+            if bell in ready:
+                bell.recv(4096)
+    if meeting is not None:
+        meeting._drop()  # what was connected meanwhile
+
+
+_serving: "weakref.WeakSet[Rendezvous]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for meeting in _serving:
+        meeting.close_copies()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class _Handshakes:
@@ -303,6 +493,7 @@ class _Handshakes:
         """The steps of each connection, who is called, and when the connection began."""
         self._tries: Counter[Called] = Counter()
         self._hung_up: list[Called] = []
+        self._failed: list[LinkError] = []
         self.visitors = 0
         """How many of them have called and not yet proved who they are."""
 
@@ -316,7 +507,7 @@ class _Handshakes:
         self._selector.close()
 
     def begin(self, connection: socket.socket, steps: Steps, called: Called | None) -> None:
-        """`called`: None for whoever called. Raises LinkError where calling fails."""
+        """`called`: None for whoever called."""
         connection.setblocking(False)
         self._open[connection] = steps, called, time.monotonic()
         if called is None:
@@ -330,6 +521,19 @@ class _Handshakes:
         found, self._hung_up = self._hung_up, []
         return found
 
+    def failed(self) -> list[LinkError]:
+        """The ranks that could not be called, or not encrypted with, since the last call."""
+        found, self._failed = self._failed, []
+        return found
+
+    def calls(self, peer: int, name: str) -> bool:
+        """Whether this rank is being called."""
+        return any(called == (peer, name) for _, called, _ in self._open.values())
+
+    def watch(self, bell: socket.socket) -> None:
+        """Wait for this one too."""
+        self._selector.register(bell, selectors.EVENT_READ)
+
     def drop_silent(self, hello_s: float) -> float:
         """Drop whoever called and did not prove anything in `hello_s`. When the next one is due."""
         now = time.monotonic()
@@ -341,16 +545,23 @@ class _Handshakes:
         return min(began.values(), default=now + _PATIENCE_S) + hello_s
 
     def go_on(self, listener: socket.socket | None, until: float) -> Iterator[socket.socket]:
-        """Wait for the next events. Yields who has called. Raises LinkError where calling a rank fails."""
+        """Wait for the next events, and go on. Yields who has called. Raises LinkError where nobody can be accepted."""
+        yield from self.go_on_with(self.ready(listener, until), listener)
+
+    def ready(self, listener: socket.socket | None, until: float) -> list[socket.socket]:
+        """Wait for the next events."""
         with self._watching(listener):
-            ready = self._selector.select(max(0.0, until - time.monotonic()))
-        for key, _ in ready:
-            if key.fileobj is not listener:
-                self._step(key.fileobj)  # type: ignore[arg-type]
+            return [key.fileobj for key, _ in self._selector.select(max(0.0, until - time.monotonic()))]  # type: ignore[misc]
+
+    def go_on_with(self, ready: Sequence[socket.socket], listener: socket.socket | None) -> Iterator[socket.socket]:
+        """Go on with these. Yields who has called. Raises LinkError where nobody can be accepted."""
+        for connection in ready:
+            if connection in self._open:
+                self._step(connection)
+            if connection is not listener:
                 continue
             try:
                 for _ in range(_STRANGERS):
-                    assert listener is not None
                     yield listener.accept()[0]
             except (BlockingIOError, ConnectionError):  # nobody more; somebody who left again
                 pass
@@ -369,8 +580,15 @@ class _Handshakes:
         steps, called, _ = self._open[connection]
         try:
             event = next(steps)
-        except StopIteration:
+        except StopIteration as end:
             self._end(connection)
+            if not end.value:
+                connection.close()
+            return
+        except LinkError as error:
+            self._end(connection)
+            connection.close()
+            self._failed.append(error)
             return
         except OSError as error:
             self._end(connection)
@@ -378,7 +596,7 @@ class _Handshakes:
             if called is not None and isinstance(error, ConnectionResetError) and self._tries[called] < _TRIES:
                 self._hung_up.append(called)
             elif called is not None:
-                raise LinkError(called[0], error) from error
+                self._failed.append(_of(called[0], error))
             return
         if connection in self._selector.get_map():
             self._selector.modify(connection, event)
@@ -390,6 +608,12 @@ class _Handshakes:
         self.visitors -= called is None
         with suppress(KeyError):
             self._selector.unregister(connection)
+
+
+def _of(peer: int, cause: Exception) -> LinkError:
+    error = LinkError(peer, cause)
+    error.__cause__ = cause
+    return error
 
 
 def _read(connection: Connected, count: int) -> Generator[int, None, bytes]:

@@ -159,7 +159,9 @@ class MemoryOffer:
             del lanes[0]
 
     def attach(self, wires: Sequence[Wire]) -> None:
-        """Let wires use it."""
+        """Let wires use it. The connection with a rank then shows that the rank lives."""
+        for wire in wires:
+            wire.connect(self._mapped.keys())
         for peer, mapped in self._mapped.items():
             for wire, rings in zip(wires, mapped, strict=True):
                 wire.share(peer, rings)

@@ -1,4 +1,4 @@
-"""A wire: the TCP connections of one lane to all other ranks, on which C++ runs whole phases (`operations`).
+"""A wire: the TCP connections of one lane to other ranks, on which C++ runs whole phases (`operations`).
 
 Gloo has a thread of its own for each link, which every message wakes, and Python submits and awaits message by message. On a core
 that also computes, these took more time than encoding and decoding. A wire needs neither: the lane's thread sends and
@@ -9,7 +9,7 @@ import ctypes
 import os
 import socket
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from ctypes import c_double, c_int64
 from functools import cache
@@ -21,6 +21,8 @@ from gradwire.transport.operations import Operations, Outcome, refused
 from gradwire.transport.rings import Connection, Rings
 from gradwire.transport.tls import Connected, EncryptedSocket
 
+Reach = Callable[[Sequence[int]], Mapping[int, Connected]]
+"""Connects with ranks that are not connected yet, and gives the connections out. Raises LinkError."""
 _RUNS_OF_A_KEY = 64
 """After so many lists of operations a wire looks whether an encrypted connection needs a new key."""
 
@@ -51,19 +53,33 @@ def transfer(peer: int | None = None) -> Iterator[None]:
 class Wire:
     """Used by one thread, but for `shut_down`."""
 
-    def __init__(self, world_size: int, sockets: Mapping[int, Connected], timeout_s: float) -> None:
-        """`sockets`: of each other rank."""
-        self._sockets, self._timeout_s = dict(sockets), timeout_s
+    def __init__(self, world_size: int, sockets: Mapping[int, Connected], timeout_s: float, reach: Reach | None = None) -> None:
+        """`sockets`: of other ranks. `reach`: connects with more ranks; None: all are there."""
+        self._sockets: dict[int, Connected] = {}
+        self._timeout_s, self._reach = timeout_s, reach
         self._rings: dict[int, Rings] = {}
         self._connections = (Connection * world_size)()
         self._is_shut = False
-        for rank, each in enumerate(self._connections):
-            each.fd = self._sockets[rank].fileno() if rank in self._sockets else -1
-        self._encrypted = {rank: each for rank, each in self._sockets.items() if isinstance(each, EncryptedSocket)}
-        for rank, encrypted in self._encrypted.items():
-            self._connections[rank].tls = ctypes.addressof(encrypted.session)
+        for each in self._connections:
+            each.fd = -1
+        self._add(sockets)
         self._runs = 0
         _open.add(self)
+
+    def _add(self, sockets: Mapping[int, Connected]) -> None:
+        for rank, each in sockets.items():
+            self._connections[rank].fd = each.fileno()
+            if isinstance(each, EncryptedSocket):
+                self._connections[rank].tls = ctypes.addressof(each.session)
+        self._sockets = self._sockets | dict(sockets)  # another thread may look at the old one
+        if self._is_shut:
+            self.shut_down()
+
+    def connect(self, ranks: Set[int]) -> None:
+        """Connect with those of these ranks that are not connected yet. The other ranks do the same, or run a list with messages
+        from or to this one. Raises LinkError, CommunicationError where descriptors are short."""
+        if (missing := ranks - self._sockets.keys()) and self._reach is not None:
+            self._add(self._reach(sorted(missing)))
 
     def share(self, peer: int, rings: Rings) -> None:
         """Pass messages to and from that rank through memory from now on. Its connection then shows only whether the
@@ -72,6 +88,11 @@ class Wire:
         entry = self._connections[peer]
         (entry.out, entry.into), (entry.bell, entry.peer_bell) = rings.addresses, rings.bells
         entry.capacity = rings.capacity
+
+    @property
+    def connections(self) -> int:
+        """How many ranks this one is connected with."""
+        return len(self._sockets)
 
     @property
     def shared_with(self) -> list[int]:
@@ -86,6 +107,7 @@ class Wire:
     def run(self, operations: Operations, meter: Meter) -> None:
         """Run a list of operations. Raises LinkError where a connection fails, DamagedError where it changed bytes, PayloadError
         for what no encode writes, RuntimeError where a kernel refuses its arguments."""
+        self.connect(operations.peers)
         if self._is_shut and self._rings:  # rings have room for messages that nobody will read
             raise LinkError(min(self._rings), ConnectionError("the connection was shut down"))
         outcome, array = Outcome(), operations.array
@@ -98,8 +120,9 @@ class Wire:
             raise refused(words)
         self._runs += 1
         if self._runs % _RUNS_OF_A_KEY == 0:
-            for each in self._encrypted.values():
-                each.renew_key()
+            for each in self._sockets.values():
+                if isinstance(each, EncryptedSocket):
+                    each.renew_key()
         meter.codec_seconds += outcome.codec_seconds
         if meter.spans is not None and times is not None:
             meter.spans += operations.spans(list(times))

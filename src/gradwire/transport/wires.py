@@ -1,15 +1,15 @@
 """Makes the wires of all lanes, where every rank can run phases in C++ (else Python carries gradients as well)."""
 
 import logging
+from functools import partial
 
 from gradwire.transport.link import Group, Link
-from gradwire.transport.rendezvous import HEARTBEATS
 from gradwire.transport.sharing import share_memory_of_nodes
 from gradwire.transport.wire import Wire
 
 log = logging.getLogger(__name__)
 
-__all__ = ["HEARTBEATS", "make_wires", "meshes_of"]
+__all__ = ["make_wires", "meshes_of"]
 
 
 def meshes_of(lanes: int) -> list[str]:
@@ -25,6 +25,8 @@ def make_wires(control: Link, group: Group, lanes: int) -> list[Wire]:
             log.warning("Python exchanges gradients, which takes longer, since not all ranks can do it in C++: %s", problem)
         return []
     timeout_s = control.timeout.total_seconds()
-    made = [Wire(group.world_size, group.met.mesh(name), timeout_s) for name in meshes_of(lanes)]
+    meeting, made = group.met, list[Wire]()
+    for name in meshes_of(lanes):
+        made.append(Wire(group.world_size, meeting.mesh(name), timeout_s, partial(meeting.reach, name)))
     share_memory_of_nodes(control, group.grid, made)
     return made

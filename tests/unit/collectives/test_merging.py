@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from gradwire.transport.merging import MergedValues, merge_over_ranks, merge_rounds
+from gradwire.transport.merging import MergedValues, merge_over_ranks
 from gradwire.transport.messages import Messages
+from gradwire.transport.rounds import merge_rounds
 from gradwire.transport.wire import DamagedError, LinkError
 
 SIZES = [1, 2, 3, 5, 16, 17, 18, 23, 37, 64, 100, 257]
