@@ -54,6 +54,7 @@ PARTS = {
     "first": "auto from its first step: when it has decided, and whether it was behind DDP by then",
     "tutorials": "the scripts of the two tutorials on real data, DDP beside gradwire: their pictures and tables",
     "frameworks": "HF Trainer, Accelerate, Lightning, the DDP hook, FSDP2 and HSDP over slow links, with DDP and the possible",
+    "compiled": "torch.compile in each integration: the communication that is not hidden, over 200 Mb/s",
     "fsdp2_losses": "held-out loss of FSDP2 with compressed gradients and parameters over native FSDP2's, paired by seed",
     "torch_tests": "PyTorch's own tests of process groups and DDP with gradwire in gloo's place",
     "drift": "steps until auto has answered a link that becomes ten times slower in mid-run, and the way back",

@@ -36,6 +36,7 @@ BATCH, LENGTH, WORDS = 4, 64, 4608
 PLAN = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2)))
 """The plan that auto chooses on such links in the class "safe"."""
 ROUNDED = "auto, parameters in 8 bits"
+Make = Callable[[], Any]
 Arm = Callable[[int, Callable[[], None]], None]
 """A training of so many steps, which calls the function after each step."""
 
@@ -128,11 +129,17 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=256, n_layer=8, n_head=8, **ends))
 
 
+def blocks_of(model: Any) -> Sequence[nn.Module]:
+    """The layers that are sharded, or compiled, one by one."""
+    blocks: Sequence[nn.Module] = model.transformer.h if hasattr(model, "transformer") else model.blocks
+    return blocks
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def transformers(way: str, steps: int, stepped: Callable[[], None]) -> None:
+def transformers(way: str, steps: int, stepped: Callable[[], None], make: Make = gpt2) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from gradwire.integrations.transformers import use
@@ -146,7 +153,7 @@ def transformers(way: str, steps: int, stepped: Callable[[], None]) -> None:
         arguments = TrainingArguments(
             folder, max_steps=steps, per_device_train_batch_size=BATCH, use_cpu=True, learning_rate=1e-4, **quiet
         )
-        trainer = Trainer(gpt2(), arguments, train_dataset=Tokens(), callbacks=[Stepped()])
+        trainer = Trainer(make(), arguments, train_dataset=Tokens(), callbacks=[Stepped()])
         if way == "gradwire":
             use(trainer, plan=PLAN)
         elif way == "floor":
@@ -154,12 +161,12 @@ def transformers(way: str, steps: int, stepped: Callable[[], None]) -> None:
         trainer.train()
 
 
-def accelerate(way: str, steps: int, stepped: Callable[[], None]) -> None:
+def accelerate(way: str, steps: int, stepped: Callable[[], None], make: Make = gpt2) -> None:
     from accelerate import Accelerator
 
     from gradwire.integrations.accelerate import prepare
 
-    accelerator, model = Accelerator(cpu=True), gpt2()
+    accelerator, model = Accelerator(cpu=True), make()
     objects = model, adamw(model), DataLoader(Tokens(), batch_size=BATCH)
     if way == "gradwire":
         model, optimizer, loader = prepare(accelerator, *objects, plan=PLAN)
@@ -175,7 +182,7 @@ def accelerate(way: str, steps: int, stepped: Callable[[], None]) -> None:
         stepped()
 
 
-def lightning(way: str, steps: int, stepped: Callable[[], None]) -> None:
+def lightning(way: str, steps: int, stepped: Callable[[], None], make: Make = gpt2) -> None:
     import lightning
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -184,7 +191,7 @@ def lightning(way: str, steps: int, stepped: Callable[[], None]) -> None:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = gpt2()
+            self.net = make()
 
         def training_step(self, batch: Any, at: int) -> torch.Tensor:
             loss: torch.Tensor = self.net(**batch).loss
@@ -207,8 +214,9 @@ def lightning(way: str, steps: int, stepped: Callable[[], None]) -> None:
     trainer.fit(Module(), DataLoader(Tokens(), batch_size=BATCH))
 
 
-def hook(way: str, steps: int, stepped: Callable[[], None], job: str = "gpt2") -> None:
-    model = gpt2() if job == "gpt2" else make_job(job).make_model(0)
+def hook(way: str, steps: int, stepped: Callable[[], None], make: Make = gpt2, job: str = "") -> None:
+    """job: the bench's job that trains instead of a model that `make` returns."""
+    model = make_job(job).make_model(0) if job else make()
     optimizer, trained, decided = adamw(model), model, None  # type: Any, Any, Any
     if way == "ddp":
         trained = DistributedDataParallel(model)
@@ -227,13 +235,13 @@ def hook(way: str, steps: int, stepped: Callable[[], None], job: str = "gpt2") -
         decided.detach()
 
 
-def sharded(way: str, steps: int, stepped: Callable[[], None]) -> None:
+def sharded(way: str, steps: int, stepped: Callable[[], None], make: Make = gpt2) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from gradwire.integrations import fsdp2
 
-    model, exchanges = gpt2(), None
-    for module in (*model.transformer.h, model) if way != "floor" else ():
+    model, exchanges = make(), None
+    for module in (*blocks_of(model), model) if way != "floor" else ():
         fully_shard(module)
     plans: dict[str, Any] = {"4 bits": gw.QSGD(bits=4), "2 bits": gw.ErrorFeedback(gw.QSGD(bits=2))}
     if way != "floor" and way != "native":
@@ -255,7 +263,7 @@ def hsdp(way: str, steps: int, stepped: Callable[[], None]) -> None:
     mesh = init_device_mesh("cpu", grid, mesh_dim_names=("between", "inside"))
     model, exchanges = gpt2(), None
     shards = mesh if way == "native" else mesh["inside"]
-    for block in model.transformer.h:
+    for block in blocks_of(model):
         fully_shard(block, mesh=shards)
     fully_shard(model, mesh=shards)
     if way in ("gradwire", "auto"):
@@ -265,10 +273,10 @@ def hsdp(way: str, steps: int, stepped: Callable[[], None]) -> None:
         exchanges.close()
 
 
-def _losses(model: nn.Module, job: str = "gpt2") -> Iterator[torch.Tensor]:
+def _losses(model: nn.Module, job: str = "") -> Iterator[torch.Tensor]:
     """The losses of this rank's batches."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if job != "gpt2":
+    if job:
         given = make_job(job)
         for step in range(len(Tokens())):
             yield given.loss(model, given.batch(rank, world_size, step))
@@ -294,11 +302,12 @@ class Cell(NamedTuple):
     ways: Sequence[str]
     link: str = "200mbit"
     rounds: int = 10
+    deciding: Sequence[str] = ()
+    """Arms whose first turn has DECIDING_STEPS steps."""
 
 
-DECIDING = ("auto hook", "auto", ROUNDED)
 WHOLE = ("floor", "ddp", "gradwire")
-AUTO_JOBS = ("gpt2", "transformer")
+AUTO_JOBS = {"gpt2": "", "transformer": "transformer"}
 AUTO_ROUNDS = {"100mbit": 8, "200mbit": 14, "1000mbit": 28, "unlimited": 28}
 """Rounds of the cells over each link: a cell takes at most 2.5 minutes."""
 CELLS = {
@@ -309,29 +318,32 @@ CELLS = {
     "fsdp2": Cell(sharded, ("floor", "native", "4 bits", "2 bits", "auto", ROUNDED)),
     "hsdp": Cell(hsdp, ("floor", "native", "gradwire", "auto")),
 } | {
-    f"auto-{job}-{link}": Cell(partial(hook, job=job), ("floor", "ddp", "auto hook", "auto"), link, rounds)
-    for job in AUTO_JOBS
+    f"auto-{name}-{link}": Cell(
+        partial(hook, job=job), ("floor", "ddp", "auto hook", "auto"), link, rounds, deciding=("auto hook", "auto")
+    )
+    for name, job in AUTO_JOBS.items()
     for link, rounds in AUTO_ROUNDS.items()
 }
 
 
-def main(cell: str, rounds: int) -> None:
+def measure(name: str, cell: Cell, rounds: int) -> None:
+    """Train all arms of a cell on this rank. Rank 0 prints the steps and bytes that count, and the process ends."""
     torch.set_num_threads(1)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TORCHELASTIC_RUN_ID": "benchmarks"}
     ranks = Ranks(300.0, communicating=True)
-    train, ways, *_ = CELLS[cell]
-    turns = Turns(ways, rounds, ranks, dict.fromkeys(DECIDING, DECIDING_STEPS))
-    turns.run({way: partial(train, way) for way in ways})
+    ways = cell.ways
+    turns = Turns(ways, rounds, ranks, dict.fromkeys(cell.deciding, DECIDING_STEPS))
+    turns.run({way: partial(cell.train, way) for way in ways})
     steps = ranks.gather(turns.us)
     sent = ranks.gather(turns.sent)
     if ranks.rank == 0:
         mean = {way: [sum(us) / len(us) for us in zip(*(each[way] for each in steps), strict=True)] for way in ways}
         counted = {way: us[-turns.counted :] for way, us in mean.items()}
         bytes_a_step = {way: sent[0][way] / len(counted[way]) for way in ways}
-        print(json.dumps({"cell": cell, "step_us": counted, "sent": bytes_a_step}), flush=True)
+        print(json.dumps({"cell": name, "step_us": counted, "sent": bytes_a_step}), flush=True)
     ranks.close()
     os._exit(0)  # an ordinary exit aborts now and then in C++, after all is measured, where the DDP hook was used
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    measure(sys.argv[1], CELLS[sys.argv[1]], int(sys.argv[2]))

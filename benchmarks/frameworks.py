@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> int:
             began, link = time.monotonic(), options.link or CELLS[cell].link
             with EmulatedCluster(2, 2 if cell == "hsdp" else 1, inter=None if link == UNLIMITED else link) as cluster:
                 module, words = "benchmarks.framework_arms", (cell, options.rounds or CELLS[cell].rounds)
-                found = collected(cluster, module, words, cell, timeout=3600.0, hears=_is_of_the_trainer)
+                found = collected(cluster, module, words, cell, timeout=3600.0, hears=is_of_the_trainer)
             write(path, {"link": link, "seconds": round(time.monotonic() - began)} | found)
         found = json.loads(path.read_text())
         rows += rows_of(found)
@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> int:
     return int(bool(missed))
 
 
-def _is_of_the_trainer(line: str) -> bool:
+def is_of_the_trainer(line: str) -> bool:
     """Whether the line is the summary that the Trainer prints, a dict of Python."""
     return line.startswith("{'")
 

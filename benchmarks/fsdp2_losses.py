@@ -122,16 +122,15 @@ def train(job: MeasuredJob, arm: Arm, seed: int, steps: int) -> dict[str, Any]:
         job.loss(model, job.batch(rank, world_size, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    batches = job.held_out(HELD_OUT)
+    batches, plain = job.held_out(HELD_OUT), job.make_model(seed)
+    with torch.no_grad():  # before another forward, which leaves parameters gathered
+        for own, exact in zip(plain.parameters(), model.parameters(), strict=True):
+            own.copy_(exact.full_tensor())  # type: ignore[attr-defined]
     rounded = evaluated(job, model, batches)
     decision = "" if exchanges is None else str(exchanges.decision or exchanges.describe())
     if exchanges is not None:
         sent = sum(each.wire_bytes for each in exchanges.stats().values())
         exchanges.close()
-    plain = job.make_model(seed)
-    with torch.no_grad():
-        for own, exact in zip(plain.parameters(), model.parameters(), strict=True):
-            own.copy_(exact.full_tensor())  # type: ignore[attr-defined]
     return {"loss": evaluated(job, plain, batches), "rounded": rounded, "sent": sent, "decision": decision}
 
 

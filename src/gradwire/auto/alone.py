@@ -95,5 +95,6 @@ def _us_of(
             us.append(_NEVER_US)
             continue
         policy = Policy(default=spec, exempt_vectors=False, scheme=scheme)
-        us.append(simulator.step_us(policy.plan([tensor], cluster.world_size)) * steps_for_one([spec]))
+        plan = policy.plan([tensor], cluster.world_size, cluster.ranks_per_node)
+        us.append(simulator.step_us(plan) * steps_for_one([spec]))
     return us

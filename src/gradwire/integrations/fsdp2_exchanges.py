@@ -92,7 +92,8 @@ class ModuleExchanges:
                 lanes.open(facts, first.device)
             policy = self._specs.policy_of(module, first, lanes) if what == GRADIENTS else self._rounded
             assert policy is not None
-            return Exchange.on(lanes, tensors, policy.plan([info_of(*each) for each in tensors.items()], group.size()), 0)
+            ranks, per_node = lanes.group.world_size, lanes.group.grid.ranks_per_node_if_even
+            return Exchange.on(lanes, tensors, policy.plan([info_of(*each) for each in tensors.items()], ranks, per_node), 0)
 
         place = None if self._job.one_phase else shard_number(self.modules[module])
         return self._packs[f"{what} of {module}"].exchange_of(pack, tensors, make, group, place)

@@ -26,11 +26,14 @@ class ModuleSpecs:
     """The spec of each module's gradients.
 
     modules: those that `fully_shard` was called on, by name. plan: a spec, a policy whose rules match names and sizes of modules,
-    or "auto". scheme: the scheme by which all gradients travel; None: each spec's own.
+    or "auto". scheme: the scheme by which all gradients travel; None: that of the policy, or as a policy without one chooses.
     """
 
     def __init__(self, modules: Mapping[str, Any], plan: Spec | Policy | str, scheme: str | None, accuracy: str) -> None:
-        self.plan, self._accuracy, self._scheme = plan, accuracy, scheme
+        own = plan.scheme if isinstance(plan, Policy) else None
+        if scheme is not None and own not in (None, "flat", scheme):
+            raise PlanError(f"the policy's scheme is {own!r}, and reduce-scatters of FSDP2 travel by {scheme!r}. Leave it out.")
+        self.plan, self._accuracy, self._scheme = plan, accuracy, scheme or own
         self.chosen: ChosenSpecs | None = None
         """The choice of auto, made in the first backward."""
         self._specs: dict[str, Spec] = {}
