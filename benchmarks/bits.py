@@ -3,7 +3,7 @@
     python -m benchmarks bits [--parts sizes losses] [--jobs transformer resnet] [--seeds 0 1 2 3 4] [--steps 300]
 
 sizes: all three jobs are trained on the exact mean of two ranks' gradients, in one process. In a few steps errors are measured
-as `gradwire.AdaptiveBits` does it. CGX's two rules choose bits within twice the error of 4 bits; the exact search then gets the
+as `gradwire.AdaptiveBits` does it. CGX's three rules choose bits within twice the error of 4 bits; the exact search then gets the
 error that each of them really has as its budget, and bytes are compared. In addition: the bytes of the exact choice at twice the
 error of 4 bits, over those of 4 bits; and what is left of them if every tensor may have another block, too.
 
@@ -28,6 +28,7 @@ from benchmarks import convergence, paired
 from benchmarks.common import RESULTS, write, write_between
 from benchmarks.markdown import table
 from benchmarks.paired import PLAIN, REFERENCE, Arm
+from benchmarks.papers.bayes import bayes
 from gradwire.auto.adaptive_bits import UNIFORM, sensitivities
 from gradwire.auto.bit_errors import WIDTHS, measured
 from gradwire.bench.jobs import make_job
@@ -43,7 +44,9 @@ MEASURED = (10, 30, 60)
 RANKS = 2
 ALPHA = 2.0
 BLOCK, OTHER_BLOCKS = 128, (32, 64, 256, 512, 1024)
-RULES = {"kmeans": kmeans, "linear": linear}
+BLOCKS = gw.AdaptiveBits(block=BLOCK, blocks=OTHER_BLOCKS)
+RULES = {"kmeans": kmeans, "bayes": bayes, "linear": linear}
+"""CGX's three rules."""
 WANTED = {"transformer": 0.95}
 """Largest wanted median of a rule's bytes at its own error, by job; 1 for other jobs."""
 ADAPTIVE = f"AdaptiveBits(alpha={ALPHA:g})"
@@ -90,8 +93,7 @@ def sizes_of(job_name: str) -> dict[str, dict[str, float]]:
     named = dict(model.named_parameters())
     # vectors travel as they are
     infos = [TensorInfo(name, tuple(p.shape), "float32") for name, p in named.items() if p.dim() > 1]
-    adaptive = gw.AdaptiveBits(block=BLOCK, blocks=OTHER_BLOCKS)
-    found = {}
+    adaptive, found = BLOCKS, {}
     for step in range(max(MEASURED) + 1):
         means = {name: torch.zeros_like(p) for name, p in named.items()}
         rows = torch.zeros(len(infos), len(adaptive.ways(WIDTHS)) + 2, dtype=torch.float64)
@@ -117,8 +119,8 @@ def compare(any_block: Sequence[Sensitivity]) -> dict[str, float]:
     """Bytes over bytes. any_block: tensors with all blocks, the usual one first.
 
     size: of the exact choice within ALPHA times the error of 4 bits, over 4 bits for all. blocks: of that with blocks by tensor,
-    over it. kmeans, linear: of the exact choice at a rule's own error, over the rule's; proven: of how many of these three
-    searches it is known that nothing smaller exists.
+    over it. kmeans, bayes, linear: of the exact choice at a rule's own error, over the rule's; proven: of how many of these four
+    searches it is known that nothing smaller exists. kmeans_blocks: bytes of k-means with blocks by tensor over those without.
     """
     usual = slice(len(WIDTHS))
     tensors = [tensor._replace(sizes=tensor.sizes[usual], errors=tensor.errors[usual]) for tensor in any_block]
@@ -133,6 +135,7 @@ def compare(any_block: Sequence[Sensitivity]) -> dict[str, float]:
         its = rule(tensors, budget)
         searches.append(exact(tensors, its.error))
         found[name] = searches[-1].nbytes / its.nbytes
+    found["kmeans_blocks"] = kmeans(any_block, budget, ladder=BLOCKS.ladder(WIDTHS)).nbytes / kmeans(tensors, budget).nbytes
     return found | {"proven": sum(search.proven for search in searches)}
 
 
@@ -142,18 +145,22 @@ def median_of(steps: dict[str, dict[str, float]], measure: str) -> float:
 
 
 def sizes_table(sizes: dict[str, Any]) -> list[str]:
-    """Markdown: a row for every job and step, and one of medians."""
+    """Markdown: a row for every job and step, and one of medians. "-": not measured."""
     shown = {
         "size": "bytes over 4 bits",
         "kmeans": "over k-means at its error",
+        "bayes": "over Bayes at its error",
         "linear": "over linear at its error",
         "blocks": "blocks by tensor, too",
+        "kmeans_blocks": "k-means with blocks, over without",
     }
     rows = []
     for job, steps in sizes.items():
-        values = {step: [found[each] for each in shown] for step, found in steps.items()}
-        values["median"] = [median_of(steps, each) for each in shown]
-        rows += [(job, step, *(f"{value:.3f}" for value in of_step)) for step, of_step in values.items()]
+        measured_in_all = {each for each in shown if all(each in found for found in steps.values())}
+        values = {step: {each: found[each] for each in measured_in_all} for step, found in steps.items()}
+        values["median"] = {each: median_of(steps, each) for each in measured_in_all}
+        for step, of_step in values.items():
+            rows.append((job, step, *(f"{of_step[each]:.3f}" if each in of_step else "-" for each in shown)))
     return table(("job", "step", *shown.values()), rows)
 
 
@@ -162,6 +169,8 @@ def too_large(sizes: dict[str, Any]) -> int:
     wrong = []
     for job, steps in sizes.items():
         for rule in RULES:
+            if not all(rule in found for found in steps.values()):
+                continue
             largest, median = max(found[rule] for found in steps.values()), median_of(steps, rule)
             if largest > 1 or median > WANTED.get(job, 1.0):
                 wrong.append(

@@ -60,9 +60,9 @@ all-to-all and all-gather of parts about two, and decoding is less by as much.""
     "fusion": (
         "Cupcake, Figure 9: rules of fusion",
         """**Agrees**: all three are far above layer-wise. **Differs**: the best fusion is no better than the tuned rules, not 12
-and 18 % above them. ResNet-101 is in the paper and not among the profiles. Best is meant for affine costs, as in the
-paper. The published codec times are flat up to 4 MB and rise from there, which no line follows. gradwire's own fusion
-goes on along the curves ([decision 40](decisions/040-one-cost-model.md)), and is not in this table.""",
+and 18 % above them. With the published codec times no fusion can be: [how much any fusion can
+gain](search_times.md#cupcake-figure-9-how-much-any-fusion-can-gain), also for ResNet-101. The best fusion is that of
+the fusion problem, in which decodes delay nothing else; the simulator's steps differ from that by a percent.""",
     ),
     "table_1": (
         "ByteComp, Table 1: compression on GPUs by HiPress",

@@ -4,8 +4,8 @@
 
 Three regimes, each at 314 tensors (ResNet-101) and at 10,000. FOLDER may hold measured profiles as JSON with `tensors:
 [[name, float32 elements, microseconds of backward], ...]`: each is fused at the same costs, and compared with the rules
-and with Cupcake's own search, which gets so many seconds. Times of searches are CPU time. 1 if 314 tensors take more
-than 10 ms or 10,000 more than 1 s.
+and with Cupcake's own search, which gets so many seconds. Without --profiles the results of earlier profiles stay. Times of
+searches are CPU time. 1 if 314 tensors take more than 10 ms or 10,000 more than 100 ms.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from gradwire.costs.prices import AffineCost
 from gradwire.planner.fusion import optimal
 from gradwire.planner.partition import FusionCosts
 
-ALLOWED_MS = {314: 10.0, 10_000: 1000.0}
+ALLOWED_MS = {314: 10.0, 10_000: 100.0}
 BACKWARD_US = 120e3
 TOTAL_BYTES = 178e6
 """Bytes of all tensors together, about ResNet-101's."""
@@ -79,13 +79,15 @@ def run(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     rows = [row for count in ALLOWED_MS for row in regimes(count, options.repeats)]
     show("the exact search", rows)
-    result: dict[str, Any] = {"regimes": rows}
+    path = RESULTS / "fusion.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    result: dict[str, Any] = {key: value for key, value in known.items() if key != "made"} | {"regimes": rows}
     if options.profiles:
         found = [profile(path, options.repeats, options.seconds) for path in sorted(options.profiles.glob("*.json"))]
         for each in found:
             show(f"{each['model']}, {each['tensors']} tensors: DGC at 1 %, 8 ranks, 50 Gb/s", each["rules"])
         result["profiles"] = found
-    write(RESULTS / "fusion.json", result)
+    write(path, result)
     slow = [row for row in rows if max(row["ms"], row["with_decode_ms"]) > ALLOWED_MS[row["tensors"]]]
     for row in slow:
         print(f"too slow: {row}")

@@ -21,13 +21,15 @@ from rich.console import Console
 from benchmarks.common import RESULTS, write
 from benchmarks.figures import BYTECOMPS, Beds, Section, beds_of, fitted, percent
 from benchmarks.papers.scaled import gpt2, resnet101
-from benchmarks.papers.searches import PRUNINGS, fusion_searches, offload_search, option_search
+from benchmarks.papers.searches import PRUNINGS, best_fusion_over_rules, fusion_searches, offload_search, option_search
 from benchmarks.search_times_page import search_times_page
 from benchmarks.testbeds import SYSTEMS_OF, Bed, Papers, alone_ms, free_step_ms, gathered, scaling, step_ms
 from gradwire.core import Costs, Profile
 from gradwire.core.files import write_whole
 from gradwire.errors import FormatError
-from gradwire.planner.drafts import Choice, Limits, PlanningJob
+from gradwire.planner import bytecomp
+from gradwire.planner.drafts import Choice, Draft, Limits, PlanningJob
+from gradwire.planner.starts import best_of, fused, layer_wise
 from gradwire.report.pictures import Panel, draw_lines
 from gradwire.sim.rules import Rules
 
@@ -223,6 +225,69 @@ def time_to_accuracy(bench: Bench) -> Section:
     return Section("time_to_accuracy", columns, rows)
 
 
+def cupcake_figure_9(bench: Bench) -> Section:
+    """Cupcake, Fig. 9: the most that any fusion can gain over the two rules, for several links and two ways to count decodes."""
+    papers, rate = bench.papers, bench.beds.cupcake_pcie.inter_gbps
+    small = papers.profile("resnet50", 48.0)
+    rows, rates = [], (rate / 4, rate, 4 * rate)
+    for model, profile in (("ResNet-50", small), (RESNET, resnet101(small)), ("BERT-base", papers.profile("bert"))):
+        for calls in ("one", "each"):
+            row = [f"{model}, {'a decode call a bucket' if calls == 'one' else 'a decode call a payload'}"]
+            for gbps in rates:
+                job = papers.job(profile, Bed(1, gbps, gbps), "DGC", decode_calls=calls)
+                gains = best_fusion_over_rules(job)
+                row.append(f"{gains.over_bucket:.3f}, {gains.over_even:.3f}{'' if gains.proven else ' at least'}")
+            rows.append(row)
+    columns = (
+        "best over bucket, over even split",
+        *(f"{gbps:.1f} Gb/s" for gbps in rates),
+        "paper, at most",
+    )
+    return Section("cupcake_figure_9", columns, [[*row, "1.12, 1.18"] for row in rows])
+
+
+def fp32_alone(job: PlanningJob) -> Draft:
+    """FP32 that fuses nothing, by the best uncompressed option."""
+    found = best_of(job, (fused(job, layer_wise, plain)._replace(skew=skew) for plain in job.plain for skew in (0, 1)))
+    assert found is not None, "there is no limit of memory"
+    return found
+
+
+def bytecomp_figure_15b(bench: Bench) -> Section:
+    """ByteComp, Fig. 15b: ByteComp over FP32 that fuses, and over FP32 that sends every tensor alone, by latency."""
+    profile = resnet101(bench.papers.profile("resnet50"))
+    rows = []
+    for intra_us, inter_us in ((0.0, 0.0), (2.0, 6.0), (10.0, 30.0), (20.0, 60.0)):
+        job = bench.papers.job(profile, bench.beds.nvlink, "EF-SignSGD", latencies_us=(intra_us, inter_us))
+        drafts = (SYSTEMS_OF["FP32"](job), fp32_alone(job), bytecomp.published(job).draft, SYSTEMS_OF["gradwire"](job))
+        steps = [step_ms(job, draft) for draft in drafts]
+        overs = (f"{steps[0] / steps[2]:.2f}", f"{steps[1] / steps[2]:.2f}")
+        rows.append((f"{intra_us:g} and {inter_us:g} us", *(f"{ms:.0f}" for ms in steps), *overs, "1.23"))
+    steps_of = ("FP32, fused ms", "FP32, alone ms", "ByteComp ms", "gradwire ms")
+    columns = ("latency inside and between nodes", *steps_of, "ByteComp over fused", "over alone", "paper")
+    return Section("bytecomp_figure_15b", columns, rows)
+
+
+def bytecomp_scaled_models(bench: Bench) -> Section:
+    """ByteComp, Fig. 11b and 12c: GPT-2 and ResNet-101, made by scaling, over FP32 that sends every tensor alone."""
+    models = bench.models()
+    told = {"GPT-2 (scaled)": ("0.58 (fitted)", "", "", "+33 %"), RESNET: ("0.70", "+20 %", "-54 %", "+24 %")}
+    rows = []
+    for model, bed, where in (("GPT-2 (scaled)", bench.beds.nvlink, "NVLink"), (RESNET, bench.beds.pcie, "PCIe")):
+        for algorithm in BYTECOMPS:
+            job = bench.papers.job(models[model], bed, algorithm)
+            systems = (SYSTEMS_OF["FP32"], fp32_alone, SYSTEMS_OF["GRACE"], SYSTEMS_OF["HiPress"])
+            plain, alone, gathering, selective = (step_ms(job, system(job)) for system in systems)
+            whole, ms = step_ms(job, bytecomp.published(job).draft), alone_ms(job)
+            values = (f"{ms / plain:.2f}, {ms / alone:.2f}", percent(alone / whole), percent(alone / gathering))
+            shown = zip((*values, percent(selective / whole)), told[model], strict=True)
+            rows.append([f"{model}, {where}, {algorithm}", *(cell for pair in shown for cell in pair)])
+    overs = ("ByteComp over alone", "HiTopKComm over alone", "ByteComp over HiPress")
+    columns = ["64 GPUs", "FP32: fused, alone"]
+    columns += [each for over in ("paper", *overs) for each in ((over,) if over == "paper" else (over, "paper"))]
+    return Section("bytecomp_scaled_models", columns, rows)
+
+
 def bytecomp_figure_13(bench: Bench) -> Section:
     """ByteComp, Fig. 13: how far from the upper bound, over all jobs."""
     rows, panels = [], []
@@ -254,7 +319,16 @@ def share_within(values: Sequence[float], limit: float) -> float:
     return sum(value <= limit for value in values) / len(values)
 
 
-EXPERIMENTS = (cupcake_table_1, bytecomp_table_5, bytecomp_table_6, time_to_accuracy, bytecomp_figure_13)
+EXPERIMENTS = (
+    cupcake_table_1,
+    bytecomp_table_5,
+    bytecomp_table_6,
+    time_to_accuracy,
+    cupcake_figure_9,
+    bytecomp_figure_15b,
+    bytecomp_scaled_models,
+    bytecomp_figure_13,
+)
 
 
 def run(arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
     python -m benchmarks side_by_side [--results DIR]                                       # write the page, measure nothing
     python -m benchmarks side_by_side --measure [--jobs mlp] [--links 500mbit] [--nodes 2 --ranks-per-node 2] ...
+    python -m benchmarks side_by_side --measure --compressors dgc,onebit ...    # cells in which all systems have this compressor
 
 With --measure the cells that have no result are measured and printed, and no page is written. DIR is benchmarks/results/papers.
 """
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from benchmarks.campaigns.papers_cells import PapersCell, median_block_us, papers_table, papers_verdict
-from benchmarks.campaigns.papers_plans import BASELINES, SHARED_SPECS
+from benchmarks.campaigns.papers_plans import BASELINES, PAPERS_SPECS, SHARED_SPECS
 from benchmarks.campaigns.papers_run import LINKS, SHAPES, PapersRequest, run_papers
 from benchmarks.common import RESULTS, print_wide
 from benchmarks.markdown import table
@@ -53,11 +54,12 @@ HEAD = """# The papers' systems side by side
 
 Measured by `python -m benchmarks side_by_side --measure --jobs transformer` and, for the MLP, `python -m benchmarks side_by_side
 --measure --jobs mlp --links 500mbit --nodes 2 --ranks-per-node 2 --intra 1gbit`; written by `python -m benchmarks side_by_side`;
-do not edit. Other cells, the resnet's among them, are not measured. gradwire's engine runs each system as a plan of the same
-job, in turns, over links with a limited rate: [how it is measured](bench.md#the-papers-systems). Dates: {dates}. The machine had
-{cores} processors for {ranks} ranks. So ranks share processors: what a plan computes beside backward takes longer than on
-processors of their own, and predictions do not know that. Nor do they know that AdamW takes longer where most elements got no
-gradient yet, as with Top-k: [the cure](how-to/diagnose.md#4-look-for-these-in-the-script) is not used here.
+do not edit. Other cells, the resnet's among them, are not measured. `--compressors randk,dgc,efsignsgd,onebit` measures cells in
+which all systems have one of Cupcake's and ByteComp's four compressors; {compressed}. gradwire's engine runs each system as a
+plan of the same job, in turns, over links with a limited rate: [how it is measured](bench.md#the-papers-systems). Dates:
+{dates}. The machine had {cores} processors for {ranks} ranks. So ranks share processors: what a plan computes beside backward
+takes longer than on processors of their own, and predictions do not know that. Nor do they know that AdamW takes longer where
+most elements got no gradient yet, as with Top-k: [the cure](how-to/diagnose.md#4-look-for-these-in-the-script) is not used here.
 
 ## What the papers claim
 
@@ -92,6 +94,12 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--turn", type=int, default=5, help="steps that a system takes in one turn")
     parser.add_argument("--seed", type=int, default=0, help="seed of the models and batches")
     parser.add_argument("--spec", action="append", help=f"of systems that choose; may be repeated; default: {SHARED_SPECS}")
+    parser.add_argument(
+        "--compressors",
+        type=split_names,
+        default=[""],
+        help=f"of {','.join(PAPERS_SPECS)}: the papers' compressors. Each makes a cell of its own, in which it is the one spec",
+    )
     parser.add_argument("--again", action="store_true", help="measure existing cells again")
     options = parser.parse_args(arguments)
     return measure(options) if options.measure else write_page(options.results)
@@ -107,6 +115,7 @@ def measure(options: argparse.Namespace) -> int:
         links=options.links,
         shapes=[(options.nodes or 2, options.ranks_per_node or 1)] if one_shape else SHAPES,
         intra=options.intra,
+        compressors=options.compressors,
         steps=options.steps,
         warmup_steps=options.warmup,
         turn_steps=options.turn,
@@ -141,7 +150,9 @@ def side_by_side_page(cells: Sequence[PapersCell]) -> str:
     dates = ", ".join(sorted({cell.made.date[:10] for cell in cells}))
     columns = ("", "the paper, at most", "where", "measured, at most", "in", "median of all")
     lines = table(columns, [_claimed(claim, cells) for claim in CLAIMS])
-    text = HEAD.format(dates=dates, cores=cores, ranks=ranks) + "\n".join(lines) + "\n" + CELLS
+    own = sum(bool(cell.compressor) for cell in cells)
+    compressed = f"cells of this kind below: {own}" if own else "none is measured yet"
+    text = HEAD.format(dates=dates, cores=cores, ranks=ranks, compressed=compressed) + "\n".join(lines) + "\n" + CELLS
     for cell in cells:
         columns = ("", "predicted ms", "measured ms", "95 %", "error", *(f"over {name}" for name in BASELINES))
         text += f"\n### {cell.name}\n\n" + "\n".join(table(columns, _rows(cell), left=1)) + "\n"

@@ -26,6 +26,8 @@ ALGORITHMS: dict[str, Spec] = {
     "EF-SignSGD": EFSignSGD(),
     "OneBit": OneBit(),
 }
+LATENCIES_US = (10.0, 30.0)
+"""Inside a node and between nodes: assumed, since the papers give none."""
 FORWARD = 0.5
 """Forward as a share of backward: DeAR's assumption (equation 9), because the published profiles have no forward times."""
 GRACE, HITOPKCOMM = SYSTEMS["GRACE"][0], SYSTEMS["HiTopKComm"][0]
@@ -39,9 +41,9 @@ class Bed(NamedTuple):
     intra_gbps: float
     inter_gbps: float
 
-    def cluster(self) -> Cluster:
-        """Eight GPUs a node. Latencies are assumed: the papers give none."""
-        intra, inter = Link(10.0, self.intra_gbps), Link(30.0, self.inter_gbps)
+    def cluster(self, latencies_us: tuple[float, float]) -> Cluster:
+        """Eight GPUs a node."""
+        intra, inter = Link(latencies_us[0], self.intra_gbps), Link(latencies_us[1], self.inter_gbps)
         return Cluster(nodes=self.nodes, ranks_per_node=8, intra=intra, inter=inter)
 
 
@@ -71,11 +73,18 @@ class Papers:
         return msgspec.structs.replace(read, tensors=tuple(tensors))
 
     def job(
-        self, profile: Profile, bed: Bed, algorithm: str, keep: Callable[[Option], bool] = lambda option: True, free: bool = False
+        self,
+        profile: Profile,
+        bed: Bed,
+        algorithm: str,
+        keep: Callable[[Option], bool] = lambda option: True,
+        free: bool = False,
+        decode_calls: str = "one",
+        latencies_us: tuple[float, float] = LATENCIES_US,
     ) -> PlanningJob:
-        """All tensors may be compressed; codecs on GPUs, one decode call for all payloads, rings as in NCCL's own
+        """All tensors may be compressed; codecs on GPUs, one decode call for all payloads unless said, rings as in NCCL's own
         collectives (decision 11). keep: of the options."""
-        cluster = bed.cluster()
+        cluster = bed.cluster(latencies_us)
         options = select(devices=("gpu",), nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node, where=keep)
         return PlanningJob(
             profile,
@@ -83,7 +92,7 @@ class Papers:
             self.free if free else self.costs,
             [ALGORITHMS[algorithm]],
             Limits(exempt_vectors=False),
-            Rules(decode_calls="one", routing="ring"),
+            Rules(decode_calls=decode_calls, routing="ring"),
             options,
         )
 

@@ -57,7 +57,7 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class PapersCell(Document, frozen=True, kw_only=True):
     """All systems on one job, one cluster, one link."""
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("intra",)
+    omit_at_default: ClassVar[tuple[str, ...]] = ("intra", "compressor")
     what: ClassVar[str] = "cell of the papers' systems"
     remedy: ClassVar[str] = "Measure it with `python -m benchmarks side_by_side --measure --again`."
 
@@ -71,6 +71,8 @@ class PapersCell(Document, frozen=True, kw_only=True):
     ranks_per_node: int
     intra: str | None = None
     """The rate that the ranks of a node share."""
+    compressor: str = ""
+    """The word of the one compressor that all systems had, as in `PAPERS_SPECS`; empty: they chose among `specs`."""
     steps: int
     turn_steps: int
     profile_steps: int
@@ -84,7 +86,8 @@ class PapersCell(Document, frozen=True, kw_only=True):
     def name(self) -> str:
         """The cell's name for a reader."""
         inside = "" if self.intra is None else f", {self.intra} inside nodes"
-        return f"{self.job}, {self.nodes} x {self.ranks_per_node} ranks, {self.link}{inside}"
+        compressor = f", {self.specs[0]}" if self.compressor else ""
+        return f"{self.job}, {self.nodes} x {self.ranks_per_node} ranks, {self.link}{inside}{compressor}"
 
     @property
     def measured(self) -> dict[str, SystemRow]:

@@ -23,7 +23,9 @@ from gradwire.planner.methods import make_plan
 from gradwire.planner.starts import best_of, close_before, ddp_draft, fused
 from gradwire.sim.rules import device_of
 
-__all__ = ["BASELINES", "CD_SGD_PERIOD", "JOINT", "OWN_SPECS", "SHARED_SPECS", "SYSTEM_NAMES", "plans_of"]
+__all__ = [
+    "BASELINES", "CD_SGD_PERIOD", "CHOOSING", "JOINT", "OWN_SPECS", "PAPERS_SPECS", "SHARED_SPECS", "SYSTEM_NAMES", "plans_of",
+]  # fmt: skip
 
 JOINT = "gradwire joint"
 BASELINES = ("DDP", "GRACE", "HiPress")
@@ -41,23 +43,34 @@ SYSTEM_NAMES = (
     JOINT,
 )
 """All systems, in the order of the tables."""
+CHOOSING = ("DDP", *(name for name in SYSTEM_NAMES if name in {*_BY_METHOD, "Cupcake"}))
+"""DDP, and the systems without a compressor of their own."""
 CD_SGD_PERIOD = 5
 """Steps from one correction of CD-SGD to the next, as the paper advises. Turns have a multiple of so many steps."""
 SHARED_SPECS = ("QSGD(bits=4)", "TwoBit()", "ErrorFeedback(TopK(0.01))")
 """The default specs of the systems without a compressor of their own. CGX's and CD-SGD's are among them, so no system has a
 compressor that the joint plan may not use."""
+PAPERS_SPECS = {
+    "randk": "ErrorFeedback(RandomK(0.01, indices='own'))",
+    "dgc": "DGC(ratio=0.01)",
+    "efsignsgd": "EFSignSGD()",
+    "onebit": "OneBit()",
+}
+"""The compressors of Cupcake and ByteComp, by the word in a cell's name. A cell of one of them has the systems of CHOOSING, since
+the others have compressors of their own."""
 OWN_SPECS: tuple[Spec, ...] = (QSGD(bits=4), TwoBit())
 """The compressors of CGX and CD-SGD."""
 _DEAR_MIB = (1, 2, 5, 10, 25, 50, 100)
 
 
-def plans_of(found: Profiled, specs: Sequence[Spec]) -> dict[str, Plan]:
-    """The plan of each system, by name. The costs have times of `specs` and of `OWN_SPECS`."""
+def plans_of(found: Profiled, specs: Sequence[Spec], systems: Sequence[str] = SYSTEM_NAMES) -> dict[str, Plan]:
+    """The plan of each of these systems, by name. The costs have times of `specs` and of `OWN_SPECS`."""
     job = PlanningJob(found.profile, found.cluster, found.costs, specs, Limits(exempt_vectors=False))
-    plans = {name: make_plan(job, method).plan for name, method in _BY_METHOD.items()}
+    plans = {name: make_plan(job, method).plan for name, method in _BY_METHOD.items() if name in systems}
     plans |= {"DDP": ddp_plan(found.profile), "Cupcake": job.plan(cupcake(job), ddp_draft(job))}
-    plans |= {"CGX": cgx(found), "DeAR": dear(job), "CD-SGD": cd_sgd(found)}
-    return {name: plans[name] for name in SYSTEM_NAMES}
+    if set(systems) > set(CHOOSING):
+        plans |= {"CGX": cgx(found), "DeAR": dear(job), "CD-SGD": cd_sgd(found)}
+    return {name: plans[name] for name in systems}
 
 
 def cupcake(job: PlanningJob) -> Draft:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.campaigns.papers_cells import PapersCell, SystemRow
-from benchmarks.campaigns.papers_plans import CD_SGD_PERIOD, OWN_SPECS, SYSTEM_NAMES, plans_of
+from benchmarks.campaigns.papers_plans import CD_SGD_PERIOD, CHOOSING, OWN_SPECS, PAPERS_SPECS, SYSTEM_NAMES, plans_of
 from benchmarks.campaigns.predict import profiled
-from gradwire.bench.names import GRADWIRE_PREFIX
+from gradwire.bench.names import GRADWIRE_PREFIX, parse_spec
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.results import Cell
 from gradwire.bench.runner import BenchRequest, run_bench
@@ -48,6 +48,9 @@ class PapersRequest:
     shapes: Sequence[tuple[int, int]] = SHAPES
     intra: str | None = None
     """The rate that the ranks of a node share, as in `BenchRequest`. Nodes of one rank have no such link."""
+    compressors: Sequence[str] = ("",)
+    """Words of PAPERS_SPECS, each of which makes a cell in which all systems have this compressor. Empty: they choose among
+    `specs`."""
     steps: int = 30
     warmup_steps: int = 5
     turn_steps: int = 5
@@ -64,6 +67,8 @@ class PapersRequest:
                     f"{name} is {getattr(self, name)}, but CD-SGD sends everything in one of {CD_SGD_PERIOD} steps: parts of its "
                     f"period would make its times too long or too short. Use a multiple of {CD_SGD_PERIOD}."
                 )
+        if unknown := [word for word in self.compressors if word and word not in PAPERS_SPECS]:
+            raise FormatError(f"there is no compressor {unknown[0]!r} of the papers. There are: {', '.join(PAPERS_SPECS)}.")
         if not self.specs:
             raise FormatError("there is no spec: GRACE and others have nothing to compress with. Name one by --spec.")
         for key in self.cells():
@@ -74,7 +79,12 @@ class PapersRequest:
         for nodes, ranks_per_node in self.shapes:
             for job in self.jobs:
                 for link in self.links:
-                    yield PapersKey(nodes, ranks_per_node, job, link, self.intra if ranks_per_node > 1 else None)
+                    for compressor in self.compressors:
+                        yield PapersKey(nodes, ranks_per_node, job, link, self.intra if ranks_per_node > 1 else None, compressor)
+
+    def specs_of(self, key: "PapersKey") -> Sequence[Spec]:
+        """The specs that the systems of a cell may use."""
+        return [parse_spec(PAPERS_SPECS[key.compressor])] if key.compressor else self.specs
 
     def bench(self, key: "PapersKey", methods: Sequence[str]) -> BenchRequest:
         """The run of the bench that measures a cell."""
@@ -101,11 +111,18 @@ class PapersKey(NamedTuple):
     job: str
     link: str
     intra: str | None = None
+    compressor: str = ""
 
     @property
     def file(self) -> str:
         inside = "" if self.intra is None else f"-intra-{self.intra}"
-        return f"{self.nodes}x{self.ranks_per_node}-{self.job}-{self.link}{inside}.json"
+        compressor = self.compressor and f"-{self.compressor}"
+        return f"{self.nodes}x{self.ranks_per_node}-{self.job}-{self.link}{inside}{compressor}.json"
+
+    @property
+    def systems(self) -> Sequence[str]:
+        """The systems of the cell."""
+        return CHOOSING if self.compressor else SYSTEM_NAMES
 
 
 def run_papers(request: PapersRequest, problem: str | None, watch: ProgressView, say: Callable[[str], None]) -> list[PapersCell]:
@@ -124,7 +141,7 @@ def run_papers(request: PapersRequest, problem: str | None, watch: ProgressView,
         else:
             cells[key] = kept
     for number, key in enumerate(missing, 1):
-        say(f"{number} of {len(missing)}: {key.file.removesuffix('.json')}, {len(SYSTEM_NAMES)} systems")
+        say(f"{number} of {len(missing)}: {key.file.removesuffix('.json')}, {len(key.systems)} systems")
         cells[key] = _measure(request, key, watch)
         cells[key].save(request.folder / key.file)
     return [cells[key] for key in request.cells()]
@@ -136,17 +153,18 @@ def _kept(request: PapersRequest, key: PapersKey) -> PapersCell | None:
     cell = PapersCell.load(path) if path.exists() else None
     if cell is None or cell.failures or cell.steps < request.steps:
         return None
-    asked = request.seed, request.turn_steps, tuple(map(repr, request.specs))
+    asked = request.seed, request.turn_steps, tuple(map(repr, request.specs_of(key)))
     return cell if (cell.seed, cell.turn_steps, cell.specs) == asked else None
 
 
 def _measure(request: PapersRequest, key: PapersKey, watch: ProgressView) -> PapersCell:
     """Profile, plan, predict, then measure."""
-    timed = [*request.specs, *(spec for spec in OWN_SPECS if spec not in request.specs)]
+    specs = request.specs_of(key)
+    timed = [*specs, *(spec for spec in OWN_SPECS if spec not in specs)]
     with tempfile.TemporaryDirectory(prefix="gradwire-papers-") as name:
         folder, steps = Path(name), request.profile_steps
         found = profiled(request.bench(key, ["ddp"]), key.job, key.link, timed, steps, folder, watch)
-        plans, methods = plans_of(found, request.specs), {"DDP": "ddp"}
+        plans, methods = plans_of(found, specs, key.systems), {"DDP": "ddp"}
         for system, plan in plans.items():
             if system not in methods:
                 path = folder / f"{system.replace(' ', '-')}.json"
@@ -168,11 +186,12 @@ def _measure(request: PapersRequest, key: PapersKey, watch: ProgressView) -> Pap
         nodes=key.nodes,
         ranks_per_node=key.ranks_per_node,
         intra=key.intra,
+        compressor=key.compressor,
         steps=request.steps,
         turn_steps=request.turn_steps,
         profile_steps=request.profile_steps,
         seed=request.seed,
-        specs=tuple(map(repr, request.specs)),
+        specs=tuple(map(repr, specs)),
         fit=found.fit(key.job, key.link),
         rows=tuple(rows),
     )

@@ -7,16 +7,23 @@ from collections import Counter
 from typing import NamedTuple
 
 from benchmarks.papers.cupcake import algorithm_1
+from benchmarks.testbeds import gathered
 from gradwire.planner.bytecomp import published
 from gradwire.planner.drafts import Choice, Draft, PlanningJob
 from gradwire.planner.fusion import optimal
 from gradwire.planner.offload import offload, on_cpu
-from gradwire.planner.starts import along_lines
+from gradwire.planner.pareto import improved
+from gradwire.planner.partition import Fusion, evaluate
+from gradwire.planner.starts import along_lines, by_curves, close_after, even_split
 from gradwire.sim.simulator import FS_PER_US
 
 __all__ = [
-    "PRUNINGS", "FusionSearch", "OffloadSearch", "OptionSearch", "fusion_searches", "offload_search", "option_search",
+    "PRUNINGS", "FusionGains", "FusionSearch", "OffloadSearch", "OptionSearch", "best_fusion_over_rules", "fusion_searches",
+    "offload_search", "option_search",
 ]  # fmt: skip
+
+MOST_TRIED = 3_000_000
+"""Buckets that the exact search along curves may try: some seconds."""
 
 PRUNINGS = {
     "Algorithm 1": (True, True),
@@ -58,6 +65,29 @@ def fusion_searches(job: PlanningJob, choice: Choice, seconds: float) -> list[Fu
         ratio = search.fusion.step_us / best.step_us
         found.append(FusionSearch(name, _ms_since(began), search.calls, search.finished, ratio))
     return found
+
+
+class FusionGains(NamedTuple):
+    """The steps of two rules of fusion over the step of the best fusion, as the cost model has them."""
+
+    over_bucket: float
+    over_even: float
+    proven: bool
+    """Whether the best fusion is certainly the best."""
+
+
+def best_fusion_over_rules(job: PlanningJob) -> FusionGains:
+    """The most that any fusion with the paper's option gains over Cupcake's two rules, along the published curves."""
+    choice = Choice(job.specs[0], gathered(job))
+    (tensors,) = job.classes(choice.encodes)
+    costs = job.fusion_costs(choice)
+    steps = []
+    for rule in (by_curves, close_after, even_split):
+        ends = rule(tensors.gaps_us, tensors.nbytes, costs)
+        steps.append(Fusion(ends, evaluate(ends, tensors.gaps_us, tensors.nbytes, costs)))
+    known = min(steps, key=lambda fusion: fusion.step_us)
+    best, proven = improved(tensors.gaps_us, tensors.nbytes, costs, known, most=MOST_TRIED)
+    return FusionGains(steps[1].step_us / best.step_us, steps[2].step_us / best.step_us, proven)
 
 
 class OptionSearch(NamedTuple):

@@ -32,8 +32,6 @@ UNIFORM = WIDTHS.index(4)
 """Index of 4 bits among the ways. The error of 4 bits for all tensors sets the error budget."""
 _FIRST = 10
 """The first step that is measured: gradients of the first steps are not typical."""
-_RULES = {"exact": exact, "time": exact, "kmeans": kmeans, "linear": linear}
-"""The rule that chooses bits by payload bytes, by name. "time" uses the exact rule until the times of the job are known."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,11 @@ def sensitivities(adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Seq
 def assign(adaptive: AdaptiveBits, infos: Sequence[TensorInfo], rows: Sequence[Sequence[float]]) -> Assignment:
     """Choose a way for each tensor. rows: as in `sensitivities`. Raises PlanError if an error is not finite."""
     tensors = sensitivities(adaptive, infos, rows)
-    return _RULES[adaptive.rule](tensors, error_budget(tensors, UNIFORM, adaptive.alpha))
+    budget, ladder = error_budget(tensors, UNIFORM, adaptive.alpha), adaptive.ladder(WIDTHS)
+    if adaptive.rule == "kmeans":
+        return kmeans(tensors, budget, ladder=ladder)
+    # the rule "time" comes here until the times of the job are known
+    return linear(tensors, budget, ladder) if adaptive.rule == "linear" else exact(tensors, budget)
 
 
 def with_bits(plan: Plan, adaptive: AdaptiveBits, bits: Mapping[str, int]) -> Plan:

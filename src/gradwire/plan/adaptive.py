@@ -60,8 +60,10 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
     block: int = 128
     """Elements that share one scale."""
     blocks: Sequence[int] = ()
-    """Other sizes of a tensor's blocks, for the rule exact. About 1 % fewer bytes at the same error, but more measurements, and
-    more buckets: tensors with blocks of different sizes cannot share a bucket."""
+    """Other sizes of a tensor's blocks. The rule exact chooses any pair of bits and block: about 1 % fewer bytes at the same
+    error, but more measurements, and more buckets: tensors with blocks of different sizes cannot share one. kmeans and linear
+    give the least sensitive tensors the fewest bits in the largest blocks, and the most sensitive ones the most bits in the
+    smallest blocks, as the paper does. Not for the rule time."""
     rules: RulesField = ()
     """Specs of chosen tensors, such as ("*embed*", gw.ErrorFeedback(gw.TopK(0.01))); see `gradwire.Policy.rules`. Vectors that no
     rule matches stay uncompressed."""
@@ -106,9 +108,9 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
         self.ways((4,))
         if len({self.block, *self.blocks}) <= len(self.blocks):
             raise PlanError(f"blocks is {self.blocks} and block is {self.block}: a size occurs twice. Remove it.")
-        if self.blocks and self.rule != "exact":
+        if self.blocks and self.rule == "time":
             raise PlanError(
-                f"blocks is {self.blocks}, but the rule {self.rule!r} chooses bits only. Use rule='exact', or leave blocks out."
+                f"blocks is {self.blocks}, but the rule 'time' chooses bits only. Use another rule, or leave blocks out."
             )
 
     def __repr__(self) -> str:
@@ -131,6 +133,20 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
         (QSGD(bits=2, block=256), QSGD(bits=4, block=256))
         """
         return tuple(self.spec(bits, block) for block in (self.block, *self.blocks) for bits in widths)
+
+    def ladder(self, widths: Sequence[int]) -> tuple[int, ...]:
+        """The ways that CGX's rules give to tensors, from the least sensitive to the most sensitive ones, as places in `ways`.
+        Along it bits rise and blocks shrink.
+
+        >>> adaptive = AdaptiveBits(block=128, blocks=(1024, 64), rule="kmeans")
+        >>> [(way.bits, way.block) for way in (adaptive.ways((2, 4, 8))[place] for place in adaptive.ladder((2, 4, 8)))]
+        [(2, 1024), (4, 128), (8, 64)]
+        """
+        blocks = (self.block, *self.blocks)
+        falling = sorted(range(len(blocks)), key=lambda place: -blocks[place])
+        last = max(1, len(widths) - 1)
+        chosen = [falling[round(step * (len(blocks) - 1) / last)] for step in range(len(widths))]
+        return tuple(block * len(widths) + step for step, block in enumerate(chosen))
 
     def policy_of(self, specs: Mapping[str, Spec]) -> Policy:
         """The policy that gives tensors the specs in `specs`, by name, and all other tensors the specs of `policy`."""

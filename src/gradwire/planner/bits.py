@@ -84,7 +84,7 @@ def exact(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
     base = [_cheapest(tensor, price) for tensor in tensors]
     bound = math.fsum(_priced(t, way, price) for t, way in zip(tensors, base, strict=True))
     bound -= price * budget if price else 0.0  # the budget is no limit, and may be infinite
-    known = (_repaired(tensors, base, budget), kmeans(tensors, budget), linear(tensors, budget))
+    known = (repaired(tensors, base, budget), kmeans(tensors, budget), linear(tensors, budget))
     best = min(known, key=lambda assignment: assignment.nbytes)
     slack = best.nbytes - bound
     # regrets of each tensor's other ways; tensors with the least regret first
@@ -98,11 +98,17 @@ def exact(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
     return _search(tensors, base, others, budget, price, best)
 
 
-def kmeans(tensors: Sequence[Sensitivity], budget: float, seed: int = 0) -> Assignment:
+def kmeans(tensors: Sequence[Sensitivity], budget: float, seed: int = 0, ladder: Sequence[int] | None = None) -> Assignment:
     """CGX's Algorithm 1, repaired (docs/papers/cgx.md). Clusters tensors by (log size, log norm of the top values), both
-    standardised. The cluster with the lowest norm - size gets the fewest bits. Then bits are raised until the budget holds."""
+    standardised. The cluster with the lowest norm - size gets the first way of the ladder. Then bits are raised until the budget
+    holds.
+
+    ladder: the ways that clusters may get, from that of the least sensitive tensors to that of the most sensitive ones. None: all
+    in their order.
+    """
     _check(tensors, budget)
-    ways = len(tensors[0].sizes)
+    steps = range(len(tensors[0].sizes)) if ladder is None else ladder
+    ways = len(steps)
     points = np.array([(math.log(max(1, t.numel)), math.log(max(t.top_norm, 1e-30))) for t in tensors])
     spread = points.std(axis=0)
     points = (points - points.mean(axis=0)) / np.where(spread, spread, 1.0)
@@ -110,18 +116,20 @@ def kmeans(tensors: Sequence[Sensitivity], budget: float, seed: int = 0) -> Assi
     count = int(clusters.max()) + 1
     sensitivity = [float((points[clusters == cluster] @ (-1.0, 1.0)).mean()) for cluster in range(count)]
     ranking = sorted(range(count), key=lambda cluster: sensitivity[cluster])
-    way_of = {cluster: round(place * (ways - 1) / max(1, count - 1)) for place, cluster in enumerate(ranking)}
-    return _repaired(tensors, [way_of[cluster] for cluster in clusters], budget)
+    way_of = {cluster: steps[round(place * (ways - 1) / max(1, count - 1))] for place, cluster in enumerate(ranking)}
+    return repaired(tensors, [way_of[cluster] for cluster in clusters], budget)
 
 
-def linear(tensors: Sequence[Sensitivity], budget: float) -> Assignment:
-    """CGX's simple rule: tensors by norm over size get from the fewest bits to the most, which rise until the budget holds."""
+def linear(tensors: Sequence[Sensitivity], budget: float, ladder: Sequence[int] | None = None) -> Assignment:
+    """CGX's simple rule: tensors by norm over size get from the fewest bits to the most, which rise until the budget holds.
+    ladder: as for `kmeans`."""
     _check(tensors, budget)
+    steps = range(len(tensors[0].sizes)) if ladder is None else ladder
     ranking = sorted(range(len(tensors)), key=lambda i: tensors[i].norm / max(1, tensors[i].numel))
     ways = [0] * len(tensors)
     for place, index in enumerate(ranking):
-        ways[index] = round(place * (len(tensors[index].sizes) - 1) / max(1, len(tensors) - 1))
-    return _repaired(tensors, ways, budget)
+        ways[index] = steps[round(place * (len(steps) - 1) / max(1, len(tensors) - 1))]
+    return repaired(tensors, ways, budget)
 
 
 def _check(tensors: Sequence[Sensitivity], budget: float) -> None:
@@ -195,8 +203,9 @@ def _gain(tensor: Sensitivity, low: int, high: int) -> float:
     return less / more if more else math.inf
 
 
-def _repaired(tensors: Sequence[Sensitivity], ways: Sequence[int], budget: float) -> Assignment:
+def repaired(tensors: Sequence[Sensitivity], ways: Sequence[int], budget: float) -> Assignment:
     """Ways within the budget: raise the way that saves most error per byte until the budget holds, then lower others."""
+    _check(tensors, budget)
     chosen = list(ways)
     error = _error_of(tensors, chosen)
     while error > budget:

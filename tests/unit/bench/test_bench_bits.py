@@ -12,10 +12,12 @@ import torch
 import gradwire as gw
 from benchmarks import bits, paired
 from benchmarks.common import write_between
+from benchmarks.papers.bayes import bayes
 from gradwire.auto.adaptive_bits import sensitivities
 from gradwire.auto.bit_errors import WIDTHS, measured
 from gradwire.core.tensors import TensorInfo
-from gradwire.planner.bits import Sensitivity
+from gradwire.errors import PlanError
+from gradwire.planner.bits import Sensitivity, error_budget, exact
 
 
 def tensors(**fields: Any) -> list[Sensitivity]:
@@ -46,19 +48,35 @@ def test_smaller_blocks_lose_less_and_send_more() -> None:
 
 
 def test_bytes_are_compared_at_a_rules_own_error() -> None:
-    found = bits.compare(tensors(blocks=(64, 256)))
-    assert found["proven"] == 3
-    assert 0.4 < found["size"] < 1 and max(found["kmeans"], found["linear"], found["blocks"]) <= 1
-    alike = [t._replace(sizes=t.sizes * 2, errors=t.errors * 2) for t in tensors()]
+    found = bits.compare(tensors(blocks=bits.OTHER_BLOCKS))
+    assert found["proven"] == 4
+    assert 0.4 < found["size"] < 1 and max(found[name] for name in (*bits.RULES, "blocks")) <= 1
+    alike = [t._replace(sizes=t.sizes * 6, errors=t.errors * 6) for t in tensors()]
     assert bits.compare(alike)["blocks"] == 1
 
 
+def test_bayesian_search_keeps_the_budget_and_is_no_smaller_than_the_exact_choice() -> None:
+    for seed in range(5):
+        found, budget = tensors(), error_budget(tensors(), WIDTHS.index(4), 2.0)
+        searched = bayes(found, budget, looks=40, seed=seed)
+        assert searched.error <= budget and searched.nbytes >= exact(found, budget).nbytes
+        assert searched.nbytes < sum(tensor.sizes[WIDTHS.index(4)] for tensor in found)
+        assert searched == bayes(found, budget, looks=40, seed=seed)
+    with pytest.raises(PlanError, match="the squared error is at least"):
+        bayes(found, 0.0, looks=10)
+
+
+def test_a_rule_that_was_not_measured_has_no_number() -> None:
+    lines = bits.sizes_table({"mlp": {"10": {"size": 0.5, "blocks": 1.0, "kmeans": 0.9, "linear": 0.8}}})
+    assert "| mlp | median | 0.500 | 0.900 | - | 0.800 | 1.000 | - |" in lines
+
+
 def test_the_verdict_wants_less_on_the_transformer(capsys: pytest.CaptureFixture[str]) -> None:
-    steps = {"10": {"kmeans": 0.97, "linear": 0.90}, "30": {"kmeans": 0.98, "linear": 0.91}}
+    steps = {"10": {"kmeans": 0.97, "bayes": 0.9, "linear": 0.90}, "30": {"kmeans": 0.98, "bayes": 0.9, "linear": 0.91}}
     assert bits.too_large({"resnet": steps}) == 0
     assert bits.too_large({"transformer": steps}) == 1
     assert "0.975 of the bytes of kmeans" in capsys.readouterr().out
-    assert bits.too_large({"resnet": {"10": {"kmeans": 1.001, "linear": 0.9}, "30": {"kmeans": 0.9, "linear": 0.9}}}) == 1
+    assert bits.too_large({"resnet": {**steps, "60": {"kmeans": 1.001, "bayes": 0.9, "linear": 0.9}}}) == 1
 
 
 def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:

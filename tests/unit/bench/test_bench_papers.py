@@ -11,7 +11,7 @@ from silent import silent
 
 from benchmarks.campaigns import papers_run
 from benchmarks.campaigns.papers_cells import SystemRow, median_block_us, papers_table, papers_verdict
-from benchmarks.campaigns.papers_plans import JOINT, OWN_SPECS, SHARED_SPECS, SYSTEM_NAMES, plans_of
+from benchmarks.campaigns.papers_plans import CHOOSING, JOINT, OWN_SPECS, PAPERS_SPECS, SHARED_SPECS, SYSTEM_NAMES, plans_of
 from benchmarks.campaigns.papers_run import PapersRequest, run_papers
 from benchmarks.campaigns.predict import Profiled
 from benchmarks.side_by_side import side_by_side_page
@@ -30,7 +30,7 @@ GATHERED = ("comp:cpu", "allgather:inter", "decomp:cpu")
 PLANNED = ("GRACE", "HiPress", "BytePS-Compress", "HiTopKComm", "ByteComp")
 
 
-def found_of(nodes=4, ranks_per_node=1) -> Profiled:
+def found_of(nodes=4, ranks_per_node=1, specs=SPECS) -> Profiled:
     rng = random.Random(0)
     rows = [
         TensorProfile(
@@ -43,7 +43,7 @@ def found_of(nodes=4, ranks_per_node=1) -> Profiled:
         for place in range(12)
     ]
     curves = {"encode": [(4096, 20.0), (2**24, 5000.0)], "decode": [(4096, 15.0), (2**24, 3500.0)]}
-    codecs = [CodecCosts(spec=spec, device="cpu", **curves) for spec in dict.fromkeys([*SPECS, *OWN_SPECS])]
+    codecs = [CodecCosts(spec=spec, device="cpu", **curves) for spec in dict.fromkeys([*specs, *OWN_SPECS])]
     cluster = Cluster(nodes=nodes, ranks_per_node=ranks_per_node, intra=Link(20.0, 10.0), inter=Link(100.0, 0.2), launch_us=300.0)
     return Profiled(Profile(model="m", batch=1, device="cpu", tensors=rows), cluster, Costs(codecs=codecs), ())
 
@@ -74,6 +74,28 @@ def test_each_system_has_the_plan_of_its_paper(nodes, ranks_per_node):
     for bucket in plans["CGX"].buckets:
         for name in bucket.tensors:
             assert bucket.spec_of(name).encodes == (names.index(name) % 2 == 1)
+
+
+@pytest.mark.parametrize("compressor", PAPERS_SPECS)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(4, 1), (2, 2)])
+def test_the_papers_compressors_are_the_one_spec_of_all_systems_that_choose(compressor, nodes, ranks_per_node, tmp_path):
+    request = PapersRequest(tmp_path, SPECS, links=["200mbit"], shapes=[(nodes, ranks_per_node)], compressors=[compressor])
+    (key,) = request.cells()
+    (spec,) = request.specs_of(key)
+    assert key.file == f"{nodes}x{ranks_per_node}-transformer-200mbit-{compressor}.json"
+    plans = plans_of(found_of(nodes, ranks_per_node, [spec]), [spec], key.systems)
+    assert tuple(plans) == CHOOSING == ("DDP", *PLANNED[:4], "Cupcake", "ByteComp", JOINT)
+    for name, plan in plans.items():
+        used = {bucket.main_spec for bucket in plan.buckets if bucket.main_spec.encodes}
+        # what owns the momentum, as DGC does, cannot encode the sums of a node
+        assert used <= {spec} and (used or name != "GRACE")
+        for index, bucket in enumerate(plan.buckets):
+            scheme_of(index, bucket, "cpu")  # raises for what the engine cannot run
+    named = msgspec.structs.replace(CELL, compressor=compressor, specs=(repr(spec),))
+    assert named.name == f"mlp, 4 x 1 ranks, 100mbit, {spec!r}"
+    assert "cells of this kind below: 1" in " ".join(side_by_side_page([CELL, named]).split())
+    with pytest.raises(FormatError, match="there is no compressor 'topk' of the papers"):
+        PapersRequest(tmp_path, SPECS, compressors=["topk"])
 
 
 def row(system, predicted_ms, measured_ms, failure=None) -> SystemRow:

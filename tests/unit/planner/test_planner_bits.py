@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+import gradwire as gw
 from gradwire.errors import PlanError
 from gradwire.planner.bits import Assignment, Sensitivity, error_budget, exact, kmeans, linear
 
@@ -77,6 +78,19 @@ def test_rules_give_sensitive_tensors_more_bits():
         found = rule(tensors, budget=6.0)
         assert list(found.choices) == sorted(found.choices)
         assert found.choices[0] < found.choices[2]
+
+
+def test_rules_with_a_ladder_give_sensitive_tensors_small_blocks_too():
+    """Four ways: 2 and 4 bits in blocks of 128, then both in blocks of 64. The ladder leaves the pairs across out."""
+    adaptive = gw.AdaptiveBits(block=128, blocks=(64,), rule="kmeans")
+    ways, ladder = adaptive.ways((2, 4)), adaptive.ladder((2, 4))
+    assert [(ways[place].bits, ways[place].block) for place in ladder] == [(2, 128), (4, 64)]
+    tensors = [Sensitivity(str(i), (10, 20, 11, 22), (8.0, 2.0, 7.0, 1.0), 100, 10.0**i, 10.0**i) for i in range(3)]
+    for rule in (kmeans, linear):
+        found = rule(tensors, budget=17.0, ladder=ladder)  # 8 + 8 + 1: what the ladder gives keeps it
+        assert {found.choices[0], found.choices[2]} == {0, 3} and found.choices[2] == 3
+    only = gw.AdaptiveBits()
+    assert only.ladder((2, 3, 4)) == (0, 1, 2)
 
 
 def test_the_same_seed_gives_the_same_clusters():
