@@ -45,9 +45,9 @@ class Section(NamedTuple):
 
 SECTIONS = (
     Section("facts", 20, 20, "versions, the device, and which kernels run"),
-    Section("kernels", 60, 50, "bits of every spec, beside the C++ library"),
+    Section("kernels", 60, 40, "bits of every spec, beside the C++ library"),
     Section("engine", 35, 70, "training with one rank, in which a synchronisation inside backward is an error"),
-    Section("ranks", 130, 130, "2, 4 and 8 ranks over NCCL on one GPU, beside CPU ranks"),
+    Section("ranks", 130, 60, "2, 4 and 8 ranks over NCCL on one GPU, beside CPU ranks"),
     Section("staged", 90, 60, "1, 2, 4 and 8 ranks whose payloads travel through the host; a flipped bit, a killed rank"),
     Section("floors", 20, 15, "launches, events, and copies to pinned memory"),
     Section("speed", 55, 25, "encode, decode-and-add of every spec, beside a copy"),

@@ -1,7 +1,7 @@
 """2, 4 and 8 ranks on one GPU over NCCL: means beside those of CPU ranks, and training that ends with equal weights.
 
 NCCL refuses two ranks on one GPU, unless each has a host name of its own (NCCL_HOSTID); then it sends through sockets. On
-a CPU 2 and 4 ranks use gloo, and their means are compared with the exact ones.
+a CPU 2 ranks use gloo, and their means are compared with the exact ones.
 """
 
 import os
@@ -24,6 +24,8 @@ from benchmarks.gpu.training import PLANS, SUMS, free_port, init_group, trained
 
 WORLDS = {2: 1.0, 4: 1.5, 8: 3.0}
 """Numbers of ranks, and their shares of the section's time."""
+MOST_ON_CPU = 2
+"""So many ranks at most on a CPU."""
 NCCL = {
     **{f"NCCL_{name}_DISABLE": "1" for name in ("P2P", "SHM", "IB")},
     **{"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_PROTO": "Simple", "NCCL_MAX_NCHANNELS": "1"},
@@ -157,9 +159,9 @@ def run_world(job: Job, world_size: int, killed: Collection[int] = ()) -> None:
 
 
 def run_worlds(job: Job, worlds: Mapping[int, float], killed: Mapping[int, Collection[int]]) -> None:
-    """Run worlds one after another. worlds: numbers of ranks, and their shares of the section's time; on a CPU the first two of
-    them. killed: ranks of a world that end by a signal."""
-    worlds = dict([*worlds.items()][:2]) if job.small else worlds
+    """Run worlds one after another. worlds: numbers of ranks, and their shares of the section's time; on a CPU only
+    small ones. killed: ranks of a world that end by a signal."""
+    worlds = {number: weight for number, weight in worlds.items() if number <= MOST_ON_CPU or not job.small}
     for world_size, weight in worlds.items():
         rest = sum(other for number, other in worlds.items() if number >= world_size)
         until = time.time() + max(0.0, job.left() - 2) * weight / rest

@@ -73,10 +73,9 @@ def test_a_run_on_a_cpu_writes_the_findings_of_every_section(tmp_path: Path) -> 
     assert list(of) == [section.name for section in gpu.SECTIONS]
     outcomes = {section: Counter(row["outcome"] for row in found) for section, found in of.items()}
     assert {row["what"] for row in of["kernels"]} == {repr(entry.spec) for entry in ENTRIES}
-    assert outcomes["kernels"].keys() <= {"passed", "near"} and outcomes["kernels"]["passed"] > 40
+    assert outcomes["kernels"].keys() <= {"passed", "near"} and outcomes["kernels"]["passed"] > 20
     assert outcomes["engine"] == {"passed": len(PLANS), "skipped": 1, "measured": 1}
-    assert outcomes["ranks"].keys() <= {"passed", "near"} and outcomes["ranks"].total() == 2 * (len(PLANS) + 2)
-    assert outcomes["ranks"]["near"] <= 1, "exact sums of four ranks, in another order"
+    assert outcomes["ranks"].keys() <= {"passed", "near"} and outcomes["ranks"].total() == len(PLANS) + 2
     assert outcomes["staged"].keys() <= {"passed", "near"} and outcomes["staged"].total() == 2 * (len(PLANS) + 2) + 2
     told = {row["what"]: row["reported"] for row in of["staged"] if "reported" in row}
     assert "changed on their way" in told["2 ranks, a flipped bit"] and "rank 1 did not answer" in told["2 ranks, a killed rank"]
@@ -92,16 +91,21 @@ def test_a_run_on_a_cpu_writes_the_findings_of_every_section(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_leaves_whole_lines_and_no_process(tmp_path: Path) -> None:
-    file, seconds = tmp_path / "cpu.jsonl", random.uniform(0.0, 15.0)
+def test_a_run_that_is_killed_leaves_every_finished_finding_and_no_process(tmp_path: Path) -> None:
+    file, printed, seconds = tmp_path / "cpu.jsonl", tmp_path / "printed", random.uniform(0.0, 15.0)
     print(f"killed {seconds:.2f} s after its first finding")
     sections = ("--only", "facts", "kernels", "ranks", "marked")
-    process = subprocess.Popen(command(tmp_path, *sections), cwd=ROOT, stdout=subprocess.DEVNULL, env=gpu.environment())
+    with printed.open("w") as output:
+        process = subprocess.Popen(command(tmp_path, *sections), cwd=ROOT, stdout=output, env=gpu.environment())
+    seen = ""
     try:
         until = time.time() + 60
         while not file.exists() and time.time() < until:
             time.sleep(0.01)
-        time.sleep(seconds)
+        until = time.time() + seconds
+        while time.time() < until:
+            seen = file.read_text()
+            time.sleep(0.01)
     finally:
         process.kill()
         process.wait()
@@ -109,9 +113,13 @@ def test_a_run_that_is_killed_leaves_whole_lines_and_no_process(tmp_path: Path) 
     while (left := processes_of(file)) and time.time() < until:
         time.sleep(0.1)
     assert left == []
+    assert file.read_text().startswith(seen), "a finding that was there is gone"
     rows = read(file)
     assert rows[0]["section"] == "facts"
     assert "aborted" not in {row["outcome"] for row in rows}
+    ended = dict(re.findall(r"^(\w+): (\d+) findings", printed.read_text(), re.MULTILINE))
+    counts = Counter(row["section"] for row in rows)
+    assert {section: counts[section] for section in ended} == {section: int(count) for section, count in ended.items()}
     subprocess.run(command(tmp_path, "--only", "facts"), cwd=ROOT, check=True, timeout=300, env=gpu.environment())
     after = read(file)
     assert after[: len(rows)] == rows
