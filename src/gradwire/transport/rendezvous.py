@@ -359,9 +359,9 @@ class Rendezvous:
         crowded = handshakes.visitors >= _STRANGERS + self._world_size
         ends = handshakes.drop_silent(_HURRIED_HELLO_S if crowded else _HELLO_S)
         with self._changed:
-            for error in handshakes.failed():
-                if error.peer is not None:
-                    self._errors[error.peer] = error
+            for failure in handshakes.failed():
+                if failure.peer is not None:
+                    self._errors[failure.peer] = failure
             self._changed.notify_all()
         return ends
 
