@@ -29,11 +29,13 @@ import torch
 from benchmarks import markdown
 from benchmarks.common import RESULTS
 from benchmarks.local import reached
-from benchmarks.members_worker import ARMS, JOB, MEMBERS
+from benchmarks.members_node import MEMBERS
+from benchmarks.members_worker import ARMS, JOB
 from benchmarks.outer import read
 from gradwire.bench.jobs import make_job
 from gradwire.bench.runner import emulation_problem
 from gradwire.testbed import EmulatedCluster
+from gradwire.testbed.network import address_of
 
 PATH = RESULTS / "members.jsonl"
 AGAINST = {"elastic 2 bits": "torchft ddp", "elastic auto": "torchft ddp", "elastic local": "torchft diloco"}
@@ -49,6 +51,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=180.0, help="of training in a cell")
     parser.add_argument("--kills", type=int, default=3, help="of members in a cell")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one more cell each")
+    parser.add_argument("--start-s", type=float, default=120.0, help="the most seconds that a cell takes to begin")
     parser.add_argument("--out", type=Path, default=PATH)
     options = parser.parse_args(arguments)
     if (problem := emulation_problem()) is not None:
@@ -59,7 +62,7 @@ def run(arguments: list[str]) -> int:
         cell = {"link": link, "arm": arm, "seed": seed, "seconds": options.seconds, "kills": options.kills}
         if any(all(done.get(key) == value for key, value in cell.items()) for done in known):
             continue
-        known.append({**cell, **measured(link, arm, options.seconds, options.kills)})
+        known.append({**cell, **measured(link, arm, options.seconds, options.kills, options.start_s)})
         with options.out.open("a") as file:
             file.write(json.dumps(known[-1]) + "\n")
         print(known[-1], flush=True)
@@ -76,13 +79,15 @@ def kills_of(seconds: float, count: int) -> list[tuple[float, int]]:
     return [(seconds * (number + 1) / (count + 1), 1 + number % (MEMBERS - 1)) for number in range(count)]
 
 
-def measured(link: str, arm: str, seconds: float, kills: int) -> dict[str, Any]:
+def measured(link: str, arm: str, seconds: float, kills: int, start_s: float) -> dict[str, Any]:
     """Train one cell. Returns its results."""
     with tempfile.TemporaryDirectory(prefix="gradwire-members-") as name, EmulatedCluster(MEMBERS + 1, inter=link) as cluster:
         folder, course = Path(name), Course(Path(name), seconds, kills_of(seconds, kills))
         cluster.set_node(MEMBERS, "10gbit")  # the lighthouse
-        command = [sys.executable, "-u", "-m", "benchmarks.members_worker", "node", name, arm]
-        code = cluster.run(command, env={"OMP_NUM_THREADS": "1"}, on_line=course.line, timeout=seconds + 120.0)
+        command = [sys.executable, "-u", "-m", "benchmarks.members_node", name, arm, address_of(MEMBERS)]
+        code = cluster.run(
+            command, env={"OMP_NUM_THREADS": "1", "RUST_LOG": "error"}, on_line=course.line, timeout=seconds + start_s
+        )
         course.end()
         if code or not course.saved:
             raise SystemExit(f"{arm} over {link}: the nodes ended with exit code {code}, {len(course.saved)} evaluations.")

@@ -1,17 +1,11 @@
-"""Members of the jobs of `python -m benchmarks members`, and what runs on each emulated node.
+"""A member of the jobs of `python -m benchmarks members`: `python -m benchmarks.members_worker FOLDER ARM NODE`.
 
-    python -m benchmarks.members_worker node FOLDER ARM       # on each node: the lighthouse, or a member that is started again
-    python -m benchmarks.members_worker train FOLDER ARM NODE # one member, until it is killed
-
-A member writes a line of JSON when it is ready to begin, and waits for the file FOLDER/go. The member of node 0, which is never
-killed, saves the weights that are the same on all members every few seconds, to FOLDER/NUMBER.pt.
+It writes a line of JSON when it is ready to begin, and waits for the file FOLDER/go. Then it trains until it is killed. The
+member of node 0 saves the weights that are the same on all members every few seconds, to FOLDER/NUMBER.pt.
 """
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -24,23 +18,15 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 import gradwire as gw
+from benchmarks.members_node import LEAST, MEMBERS, PORT, await_
 from gradwire.bench.jobs import Job, make_job
 from gradwire.testbed.network import address_of
 
 JOB = "transformer"
-MEMBERS = 4
-LEAST = 2
-"""Members of a step, at least."""
-PORT = 29600
-"""Of the lighthouse, on the node after those of the members."""
 EVERY = 30
 """Local steps from one round to the next."""
-RESTART_S = 3.0
-"""From a member's end to its next start."""
 TIMEOUT_S = 150.0
 """For one transfer: float32 gradients take half a minute over 10 Mb/s."""
-SILENCE_S = 1.0
-"""Of the lighthouse, for all arms."""
 SNAPSHOTS = 12
 """Evaluations of a run."""
 
@@ -76,7 +62,7 @@ class GradwireArm(Arm):
 
     def __init__(self, plan: Any, *given: Any) -> None:
         super().__init__(*given)
-        self.every = plan.schedule.every if isinstance(plan, gw.Uniform) else 1
+        self.every = getattr(getattr(plan, "schedule", None), "every", 1)
         self._elastic = gw.elastic(
             self.model, self.optimizer, plan=plan, min_replicas=LEAST, lighthouse=self.lighthouse, timeout_s=TIMEOUT_S
         )
@@ -196,47 +182,6 @@ ARMS: dict[str, Callable[..., Arm]] = {
 }
 
 
-def node(folder: Path, arm: str) -> None:
-    """Serve the lighthouse on the last node, and start a member again and again on the others, until FOLDER/end is there."""
-    rank, end, at = int(os.environ["RANK"]), folder / "end", (address_of(MEMBERS), PORT)
-    if rank == MEMBERS:
-        from torchft.coordination import LighthouseServer
-
-        lighthouse = LighthouseServer(
-            bind=f"{at[0]}:{PORT}",
-            min_replicas=LEAST,
-            join_timeout_ms=600_000,
-            quorum_tick_ms=20,
-            heartbeat_timeout_ms=round(1e3 * SILENCE_S),
-        )
-        _await(end.exists)
-        lighthouse.shutdown()
-        return
-    _await(lambda: _listens(at))
-    command = [sys.executable, "-u", "-m", "benchmarks.members_worker", "train", str(folder), arm, str(rank)]
-    while not end.exists():
-        member = subprocess.Popen(command)
-        _await(lambda member=member: end.exists() or member.poll() is not None)
-        if end.exists():
-            member.send_signal(signal.SIGKILL)
-            member.wait()
-            return
-        time.sleep(RESTART_S)
-
-
-def _await(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.1)
-
-
-def _listens(place: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(place, 1.0).close()
-    except OSError:
-        return False
-    return True
-
-
 def train(folder: Path, name: str, rank: int) -> None:
     """Train. The member of node 0 saves weights, and says which steps and samples they hold."""
     torch.set_num_threads(1)
@@ -245,7 +190,7 @@ def train(folder: Path, name: str, rank: int) -> None:
     arm = ARMS[name](job, model, job.make_optimizer(model), f"{address_of(MEMBERS)}:{PORT}")
     print(json.dumps({"ready": rank, "pid": os.getpid()}), flush=True)
     go = folder / "go"
-    _await(go.exists)
+    await_(go.exists)
     began_s, seconds = json.loads(go.read_text())
     random, marks, saved = torch.Generator(), seconds / SNAPSHOTS, 0
     random.seed()
@@ -261,8 +206,4 @@ def train(folder: Path, name: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    what, place, chosen, *own = sys.argv[1:]
-    if what == "node":
-        node(Path(place), chosen)
-    else:
-        train(Path(place), chosen, int(own[0]))
+    train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

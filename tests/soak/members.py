@@ -95,10 +95,10 @@ def seen_of(crowd: Crowd, ending: list[Member]) -> dict[str, Any]:
     last = {(each.steps[-1]["step"], each.steps[-1]["weights"]) for each in ending}
     # a member that leaves while it waits for others may be killed at the end of the run
     ended = [each for each in crowd.all if each.process.returncode == 0]
-    members = {said["step"]: said["members"] for each in crowd.all for said in each.steps}
+    train = {said["step"]: said["taking_part"] for each in ending for said in each.steps}
     return {
         "steps": max(step for step, _ in last),
-        "samples": BATCH * sum(members.values()),
+        "samples": BATCH * sum(train.values()),
         "ended": [each.process.returncode for each in ending],
         "crashed": [each.process.returncode for each in crowd.all if each.process.returncode not in ENDS],
         "last": len(last),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from elastic_member import PATIENCE_S
 from interpreters import Interpreters
 
 __all__ = ["LEAST", "START_S", "Crowd", "Member"]
@@ -121,7 +122,7 @@ class Crowd:
         part.rename(self.folder / "end")
         ending = self.living
         for each in ending:
-            each.process.wait(START_S)
+            each.process.wait(START_S + PATIENCE_S)
             each.reading.join(START_S)
         return [each for each in ending if each.end is None or not each.end["behind"]]
 

@@ -23,7 +23,7 @@ import torch
 import gradwire as gw
 from gradwire.integrations import members
 
-__all__ = ["PLANS", "TIMEOUT_S"]
+__all__ = ["PATIENCE_S", "PLANS", "TIMEOUT_S"]
 
 TIMEOUT_S = 8.0
 PLANS: dict[str, Any] = {
@@ -34,7 +34,7 @@ PLANS: dict[str, Any] = {
     "auto": "auto",
     "local": gw.Uniform(gw.QSGD(bits=4), schedule=gw.LocalSteps.diloco(every=3)),
 }
-PATIENCE_S = 40.0
+PATIENCE_S = 90.0
 PAUSE_S = 0.01
 """The time that a step computes, at least."""
 
@@ -83,7 +83,8 @@ def main() -> None:
                 told = job.step
                 with job.global_weights():
                     weights = digest(model)
-                say(step=told, weights=weights, members=job.world_size, loss=loss.item(), decided=job.decision is not None)
+                who = {"members": job.world_size, "taking_part": job.taking_part}
+                say(step=told, weights=weights, loss=loss.item(), decided=job.decision is not None, **who)
     except gw.CommunicationError:
         if not end.exists():
             raise

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from gradwire.transport import Link, LinkError, transfer
 
-__all__ = ["MemberCard", "MemberState", "Offer", "fetch", "hand_over", "reach"]
+__all__ = ["MemberCard", "MemberState", "StateOffer", "fetch", "hand_over", "reach"]
 
 log = logging.getLogger(__name__)
 _PIECE_BYTES = 2**22
@@ -75,7 +75,7 @@ def reach(address: str, timeout: timedelta) -> TCPStore:
         return TCPStore(place.hostname or "", place.port or 0, wait_for_workers=False, timeout=timeout)
 
 
-class Offer:
+class StateOffer:
     """A state in this member's own store, where joiners fetch it while the others make steps."""
 
     def __init__(self, store: TCPStore, key: str, data: bytes) -> None:
@@ -87,7 +87,7 @@ class Offer:
             self._thread.start()
 
     def withdraw(self) -> None:
-        """Offer the state no more."""
+        """StateOffer the state no more."""
         self._ends.set()
         if self._thread is not None:
             self._thread.join()

@@ -21,7 +21,7 @@ from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.exchange import Exchange, State, TensorMeta, is_alike
 from gradwire.integrations.catch_up import CatchUp, Means
 from gradwire.integrations.handles import from_bytes, to_bytes
-from gradwire.integrations.handover import MemberCard, MemberState, Offer, fetch, hand_over
+from gradwire.integrations.handover import MemberCard, MemberState, StateOffer, fetch, hand_over
 from gradwire.integrations.quorum import Lighthouse, NoQuorumError
 from gradwire.transport import LinkError
 
@@ -60,7 +60,7 @@ class Members:
         self._put_back: Callable[[], None] = lambda: None
         self._catch_up: CatchUp | None = None
         """The way to the step of the others; None where this member makes steps with them."""
-        self._offer = Offer(lighthouse.store, "", b"")
+        self._offer = StateOffer(lighthouse.store, "", b"")
 
     @property
     def rank(self) -> int:
@@ -176,7 +176,7 @@ class Members:
             card.sends = dict.fromkeys(joiners, len(data))
             if not waits:
                 offered = to_bytes(state)
-                self._offer = Offer(self._lighthouse.store, key, offered)
+                self._offer = StateOffer(self._lighthouse.store, key, offered)
                 card.store, card.offers = self._lighthouse.store_address, len(offered)
         cards, got = exchange.lanes.control.submit(lambda link: hand_over(link, card, data)).result()
         self.parts, self.takes_part, self._failures = sum(not each.joins for each in cards), not card.joins, 0
