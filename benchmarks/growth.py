@@ -1,12 +1,15 @@
 """Measures how the cost of a step grows: the time beyond the floor against tensors, elements and ranks. Writes docs/growth.md.
 
-    python -m benchmarks growth [--curves tensors elements ranks] [--seconds 8] [--largest 200e6] [--out docs] [--simulated]
+    python -m benchmarks growth [--curves tensors elements ranks] [--seconds 3] [--minutes 10] [--largest 200e6] [--anew]
+                                [--out docs] [--simulated]
 
 `--simulated` measures nothing: it only makes the simulated part anew, which takes some seconds.
 
 The floor is the same script without communication. Both train in turns in the same processes, on loopback, with 4 bits. Every
-point takes `--seconds`, and at least LEAST_TURNS turns. 200 million elements need 6 GB of memory. What is measured goes to
-benchmarks/results/growth.json. 1 if CPU time grows faster than the bytes and the messages that a rank sends.
+point takes `--seconds`, and at least LEAST_TURNS turns. 200 million elements need 6 GB of memory. Each point is written to
+benchmarks/results/growth.json when it is measured, and is not measured again, unless `--anew`. After `--minutes` no point begins,
+and one that is under way ends without a result: the same command goes on with what is left. 1 if CPU time grows faster than the
+bytes and the messages that a rank sends, 2 if points are left.
 """
 
 import argparse
@@ -15,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +39,11 @@ SMALL = 16 * 16
 """Elements of each tensor of the curve over tensors."""
 TENSORS = (100, 200, 500, 1000, 2000, 5000)
 ELEMENTS = (1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000, 200_000_000)
-RANKS = (2, 4, 8, 16)
+RANKS = (2, 4, 8, 16, 32, 64)
 FEW, USUAL = 24, 6_000_000
 """Tensors, and elements of all of them, of the curves over something else."""
 CURVES = ("tensors", "elements", "ranks")
-COSTS = ("beyond_ms", "cpu_ms", "sent_mb", "messages")
+COSTS = ("beyond_ms", "cpu_ms", "sent_mb", "messages", "sockets", "start_ms")
 NOISE = 0.1
 """A slope that is larger by less is not said to be larger."""
 
@@ -49,44 +52,73 @@ def run(arguments: list[str]) -> int:
     """Measure, print and write; 1 if a cost grows faster than what is sent."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks growth")
     parser.add_argument("--curves", nargs="+", choices=CURVES, default=CURVES)
-    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of all points together")
     parser.add_argument("--largest", type=float, default=max(ELEMENTS))
+    parser.add_argument("--anew", action="store_true", help="measure points that are there again")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs")
     parser.add_argument("--simulated", action="store_true", help="only the simulated part, beside what was measured before")
     options = parser.parse_args(arguments)
     began = time.monotonic()
+    before: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {"curves": {}}
     if options.simulated:
-        before = json.loads(PATH.read_text())
         write_whole(PATH, json.dumps(before | {"simulated": simulated()}, indent=1) + "\n")
         write_whole(options.out / "growth.md", page(json.loads(PATH.read_text())))
         return 0
-    points: dict[str, list[dict[str, Any]]] = {}
-    for curve in options.curves:
-        points[curve] = measured(curve, options.seconds, options.largest)
-        print(f"{curve}: {len(points[curve])} points after {time.monotonic() - began:.0f} s", flush=True)
-    slopes = {curve: slopes_of(curve, found) for curve, found in points.items()}
+    points = {curve: [] if options.anew and curve in options.curves else found for curve, found in before["curves"].items()}
+    points = {curve: [each for each in points.get(curve, []) if set(COSTS) <= each.keys()] for curve in CURVES}
+    wanted, late = list(left_to_do(points, options.curves, options.largest)), False
+    for curve, ranks, shape in wanted:
+        left = 60 * options.minutes - (time.monotonic() - began)
+        late = late or left <= 0
+        if late or (found := measured(ranks, shape, options.seconds, left)) is None:
+            late = True
+            continue
+        points[curve] = sorted([*points[curve], found], key=lambda point: point[curve])
+        _save(before, points, options.out, round(time.monotonic() - began))
+        print(f"{curve} {found[curve]:,} after {time.monotonic() - began:.0f} s", flush=True)
+    _save(before | {"simulated": simulated()}, points, options.out, round(time.monotonic() - began))
+    faster = json.loads(PATH.read_text())["faster"]
+    rest = len(list(left_to_do(points, options.curves, options.largest)))
+    print("\n".join([*faster, f"written to {options.out / 'growth.md'}, {rest} points are left"]))
+    return 2 if rest else int(bool(faster))
+
+
+def left_to_do(
+    points: Mapping[str, Sequence[Mapping[str, Any]]], curves: Sequence[str], largest: float
+) -> Iterator[tuple[str, int, tuple[int, int]]]:
+    """The curve, the ranks and the shape of each point that is not there yet. A shape: tensors, and elements of all of them."""
+    every: dict[str, list[tuple[int, tuple[int, int]]]] = {
+        "tensors": [(2, (count, SMALL * count)) for count in TENSORS],
+        "elements": [(2, (FEW, count)) for count in ELEMENTS if count <= largest],
+        "ranks": [(ranks, (FEW, min(USUAL, int(largest)))) for ranks in RANKS],
+    }
+    for curve in curves:
+        done = {(point["ranks"], (point["tensors"], point["elements"])) for point in points[curve]}
+        yield from ((curve, *each) for each in every[curve] if each not in done)
+
+
+def measured(ranks: int, shape: tuple[int, int], seconds: float, most_s: float) -> dict[str, Any] | None:
+    """One point; None if it takes longer than `most_s`."""
+    order = json.dumps({"seconds": seconds, "shape": shape})
+    until = time.monotonic() + most_s
+    try:
+        return collected(Loopback(ranks), "benchmarks.growth", (order,), f"{ranks} ranks", timeout=most_s)["point"]
+    except SystemExit:
+        if time.monotonic() < until:
+            raise
+        return None
+
+
+def _save(before: Mapping[str, Any], points: Mapping[str, list[dict[str, Any]]], out: Path, seconds: int) -> None:
+    """Write the results, the picture and the page."""
+    curves = {curve: found for curve, found in points.items() if found}
+    slopes = {curve: slopes_of(curve, found) for curve, found in curves.items()}
     faster = [f"{curve}: {words}" for curve, found in slopes.items() for words in too_fast(found)]
-    seconds = round(time.monotonic() - began)
-    result = {"cores": os.cpu_count(), "seconds": seconds, "curves": points, "slopes": slopes, "faster": faster}
-    write(PATH, result | {"simulated": simulated()})
-    draw(options.out / "pictures" / "growth.png", points)
-    write_whole(options.out / "growth.md", page(json.loads(PATH.read_text())))
-    print("\n".join([*faster, f"written to {options.out / 'growth.md'}, after {seconds} s"]))
-    return int(bool(faster))
-
-
-def measured(curve: str, seconds: float, largest: float) -> list[dict[str, Any]]:
-    """The points of a curve, in order."""
-    by_ranks: dict[int, list[tuple[int, int]]] = {
-        "tensors": {2: [(count, SMALL * count) for count in TENSORS]},
-        "elements": {2: [(FEW, count) for count in ELEMENTS if count <= largest]},
-        "ranks": {ranks: [(FEW, min(USUAL, int(largest)))] for ranks in RANKS},
-    }[curve]
-    found: list[dict[str, Any]] = []
-    for ranks, shapes in by_ranks.items():
-        order = json.dumps({"seconds": seconds, "shapes": shapes})
-        found += collected(Loopback(ranks), "benchmarks.growth", (order,), f"{ranks} ranks", timeout=900.0)["points"]
-    return found
+    result = {"cores": os.cpu_count(), "seconds": seconds, "curves": curves, "slopes": slopes, "faster": faster}
+    write(PATH, result | {name: before[name] for name in ("simulated",) if name in before}, quiet=True)
+    draw(out / "pictures" / "growth.png", curves)
+    write_whole(out / "growth.md", page(json.loads(PATH.read_text())))
 
 
 def simulated() -> dict[str, Any]:
@@ -177,35 +209,56 @@ def _rank(order: dict[str, Any]) -> None:
         dist.all_reduce(found)
         return tuple((1e3 * found / ranks).tolist())  # type: ignore[return-value]
 
-    points = []
-    for tensors, elements in order["shapes"]:
-        (floor, _), (step, handle) = (training(tensors, elements, parallel) for parallel in (False, True))
-        turn(floor, WARMUP_STEPS), turn(step, WARMUP_STEPS)
-        turns: list[tuple[tuple[float, float], tuple[float, float]]] = []
-        deadline = time.monotonic() + order["seconds"]
-        more = torch.ones(1)
-        while more:
-            turns.append((turn(floor, TURN_STEPS), turn(step, TURN_STEPS)))
-            more.fill_(len(turns) < LEAST_TURNS or time.monotonic() < deadline)
-            dist.broadcast(more, 0)
-        (floor_ms, _), (step_ms, _) = (np.median(each, 0) for each in zip(*turns, strict=True))
-        beyond = [with_it[0] - alone[0] for alone, with_it in turns]
-        stats = handle.stats()
-        points.append(
-            {
-                **{"tensors": tensors, "elements": elements, "ranks": ranks, "turns": len(turns)},
-                **{"floor_ms": floor_ms, "step_ms": step_ms, "beyond_ms": statistics.median(beyond)},
-                "spread_ms": list(np.percentile(beyond, [10, 90])),
-                "cpu_ms": statistics.median(with_it[1] - alone[1] for alone, with_it in turns),
-                "sent_mb": stats.wire_bytes / 1e6,
-                "messages": sum(2 * (ranks - 1) * bucket.chunks for bucket in stats.buckets),
-            }
-        )
-        handle.detach()
-        del floor, step, handle
+    tensors, elements = order["shape"]
+    floor, _ = training(tensors, elements, parallel=False)
+    dist.barrier()
+    began = time.perf_counter()
+    step, handle = training(tensors, elements, parallel=True)
+    start = torch.tensor([time.perf_counter() - began])
+    dist.all_reduce(start, dist.ReduceOp.MAX)
+    turn(floor, WARMUP_STEPS), turn(step, WARMUP_STEPS)
+    turns: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    deadline = time.monotonic() + order["seconds"]
+    more = torch.ones(1)
+    while more:
+        turns.append((turn(floor, TURN_STEPS), turn(step, TURN_STEPS)))
+        more.fill_(len(turns) < LEAST_TURNS or time.monotonic() < deadline)
+        dist.broadcast(more, 0)
+    (floor_ms, _), (step_ms, _) = (np.median(each, 0) for each in zip(*turns, strict=True))
+    beyond = [with_it[0] - alone[0] for alone, with_it in turns]
+    most = torch.tensor(_messages_and_sockets(step, handle), dtype=torch.int64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    point = {
+        **{"tensors": tensors, "elements": elements, "ranks": ranks, "turns": len(turns)},
+        **{"floor_ms": floor_ms, "step_ms": step_ms, "beyond_ms": statistics.median(beyond)},
+        "spread_ms": list(np.percentile(beyond, [10, 90])),
+        "cpu_ms": statistics.median(with_it[1] - alone[1] for alone, with_it in turns),
+        "sent_mb": handle.stats().wire_bytes / 1e6,
+        **{"messages": int(most[0]), "sockets": int(most[1]), "start_ms": 1e3 * float(start)},
+    }
+    handle.detach()
     if rank == 0:
-        print(json.dumps({"points": points}))
+        print(json.dumps({"point": point}))
     dist.destroy_process_group()
+
+
+def _messages_and_sockets(step: Callable[[], None], handle: Any) -> tuple[int, int]:
+    """The messages with gradients that this rank sends in a step, and the most connections of one lane."""
+    from gradwire.transport import Wire
+
+    counts, run = [0], Wire.run
+
+    def counted(wire: Wire, operations: Any, meter: Any) -> None:
+        counts[0] += operations.sends
+        run(wire, operations, meter)
+
+    Wire.run = counted  # type: ignore[method-assign]
+    try:
+        step()
+    finally:
+        Wire.run = run  # type: ignore[method-assign]
+    lanes = handle.session.lanes
+    return counts[0], max(lane.link.connections for lane in (lanes.control, *lanes.data))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ in {seconds} s by the command below; do not edit.
 - **beyond** is the median of the differences between a turn of steps with gradwire and the turn of the floor before it,
   and where 80 % of the differences lie.
 - **CPU** is the CPU time of a rank beyond the floor's, all threads together.
+- **messages** carry gradients: those that a rank sends in a step. **sockets** are the most that one lane of a rank has.
+- **start** is the time of `gw.parallelize`.
 - **slope** is the power of the first column with which a column grows: the slope of the line through the points'
   logarithms, by least squares. 1 is proportional.
 """
@@ -29,11 +31,12 @@ PARTS = {
     "elements": ("Elements", "2 ranks, 24 tensors of equal size."),
     "ranks": (
         "Ranks",
-        "24 tensors of equal size, together {elements:,} elements. Each rank sends a message to each other rank for every piece\n"
-        "and phase. All ranks share {cores} cores, so the step takes as much longer as there are more ranks for a core.",
+        "24 tensors of equal size, together {elements:,} elements. Up to 16 ranks each sends a message to each other rank for\n"
+        "every piece and phase, and more ranks form a grid. All ranks share {cores} cores, so the step and the start take as\n"
+        "much longer as there are more ranks for a core.",
     ),
 }
-COLUMNS = ("floor, ms", "step, ms", "beyond, ms", "CPU, ms", "a rank sends, MB", "messages")
+COLUMNS = ("floor, ms", "step, ms", "beyond, ms", "CPU, ms", "a rank sends, MB", "messages", "sockets of a lane", "start, ms")
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -43,7 +46,7 @@ def page(result: Mapping[str, Any]) -> str:
         title, words = PARTS[curve]
         slopes = result["slopes"][curve]
         rows = [[f"{point[curve]:,}", *_cells(point)] for point in points]
-        told = [_power(slopes[cost]) for cost in ("beyond_ms", "cpu_ms", "sent_mb", "messages")]
+        told = [_power(slopes.get(cost)) for cost in ("beyond_ms", "cpu_ms", "sent_mb", "messages", "sockets", "start_ms")]
         rows.append(["slope", "", "", *told])
         words = words.format(cores=result["cores"], elements=points[0]["elements"])
         text += f"\n## {title}\n\n{words}\n\n" + "\n".join(table([curve, *COLUMNS], rows, left=0)) + "\n"
@@ -63,7 +66,8 @@ def _cells(point: Mapping[str, Any]) -> list[str]:
     low, high = point["spread_ms"]
     beyond = f"{point['beyond_ms']:.2f} ({low:.2f} to {high:.2f})"
     first = [f"{point['floor_ms']:.2f}", f"{point['step_ms']:.2f}", beyond, f"{point['cpu_ms']:.2f}"]
-    return [*first, f"{point['sent_mb']:.2f}", f"{point['messages']:,}"]
+    last = ["-" if "sockets" not in point else f"{point[name]:,.0f}" for name in ("sockets", "start_ms")]
+    return [*first, f"{point['sent_mb']:.2f}", f"{point['messages']:,}", *last]
 
 
 def _power(slope: float | None) -> str:

@@ -157,9 +157,14 @@ class Silences:
         self.count += 1
 
 
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return socket.create_connection(server.getsockname()), server.accept()[0]
+
+
 def test_news_of_a_silent_rank_reach_who_has_no_connection_to_it() -> None:
     """A chain of ranks 1 - 2 - 3. Somebody who knows the key sends rank 1 the news that rank 7 is silent."""
-    news, ends = SilenceNews(JobKey(bytes(32)), "meeting"), [socket.socketpair() for _ in range(3)]
+    news, ends = SilenceNews(JobKey(bytes(32)), "meeting"), [tcp_pair() for _ in range(3)]
     outside, seen = ends[0][0], [Silences() for _ in range(3)]
     links = [{0: ends[0][1], 2: ends[1][0]}, {1: ends[1][1], 3: ends[2][0]}, {2: ends[2][1]}]
     made = [Heartbeats(each, f"beats {at}", seen[at].add, 10.0, news) for at, each in enumerate(links)]

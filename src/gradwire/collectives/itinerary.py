@@ -93,17 +93,21 @@ class Leg:
 
 
 def itinerary(tasks: Sequence[str], grid: Grid, root: int, numel: int, cut: Cut) -> list[Leg]:
-    """The legs of the grid's own rank for a piece of `numel` elements. `root` is the rank that rooted schemes go through.
+    """The legs of the grid's own rank for a piece of `numel` elements: not to be changed, since pieces of one size share them.
+    `root` is the rank that rooted schemes go through.
 
     >>> halves = lambda start, end, parts: [start + (end - start) * part // parts for part in range(parts + 1)]
     >>> first, second = itinerary(["reducescatter:inter", "allgather:inter"], Grid.even(2, 1, 0), 0, 10, halves)
     >>> first.moves[0].sent[1], first.moves[0].held.start, first.moves[0].held.end
     ((ParcelRun(start=5, end=10),), 0, 5)
     """
-    measure = _Measure(numel, cut)
     rooted = any(ROUTINES[word].gets == "root" for word, _ in map(_parts, tasks) if word in ROUTINES)
     course = _course(tuple(tasks), grid, root if rooted else 0)
-    return [measure.leg(leg) for leg in course.legs]
+    measure = _Measure(numel, cut)
+    size = numel, measure.edges_of(course.cuts)
+    if course.latest is None or course.latest[0] != size:  # pieces of one size follow each other
+        course.latest = size, [measure.leg(leg) for leg in course.legs]
+    return course.latest[1]
 
 
 class _ShardRange(NamedTuple):
@@ -137,6 +141,8 @@ class _ShardRange(NamedTuple):
 
 
 _PIECE = _ShardRange(None, 1, 0, 1)
+_Edges = tuple[tuple[int, ...], ...]
+"""The edges of each cut."""
 
 
 class _Unit(NamedTuple):
@@ -230,6 +236,31 @@ class _Course:
         self._pools: dict[tuple[int, tuple[int, ...]], _Pool | None] = {}
         self._numbers = [sum(word == "comp" for word, _ in self._tasks[:at]) for at in range(len(self._tasks))]
         """The number of the encode that is the task at each position."""
+        self.latest: tuple[tuple[int, _Edges], list[Leg]] | None = None
+        """The elements and the cuts of the latest piece, and its legs."""
+
+    @cached_property
+    def cuts(self) -> list[tuple[_ShardRange, int]]:
+        """The ranges that the own rank's legs cut, and into how many parts; whole ranges before their parts."""
+        found: dict[tuple[_ShardRange, int], None] = {}
+
+        def add(shard: _ShardRange) -> None:
+            if shard.whole is not None:
+                add(shard.whole)
+                found[shard.whole, shard.parts] = None
+
+        for leg in self.legs:
+            if leg.encode is not None:
+                add(leg.encode.shard)
+                for unit in leg.encode.units:
+                    add(unit.shard)
+            for move in leg.moves:
+                if move.held is not None:
+                    add(move.held.shard)
+                for item in (item for items in (*move.sent.values(), *move.received.values()) for item in items):
+                    for shard in (item.shard,) if isinstance(item, _Unit) else (item.one, item.other):
+                        add(shard)
+        return list(found)
 
     @cached_property
     def legs(self) -> list[_LegBefore]:
@@ -401,6 +432,12 @@ class _Measure:
         self._edges: dict[tuple[_ShardRange, int], Sequence[int]] = {}
         self._parcels: dict[_Unit, Parcel] = {}
 
+    def edges_of(self, cuts: Sequence[tuple[_ShardRange, int]]) -> _Edges:
+        """The edges of these cuts."""
+        for whole, parts in cuts:
+            self._edges[whole, parts] = self._cut(*self._run(whole), parts)
+        return tuple(tuple(self._edges[each]) for each in cuts)
+
     def leg(self, leg: _LegBefore) -> Leg:
         return Leg(None if leg.encode is None else self._encode(leg.encode), [self._move(move) for move in leg.moves], leg.decode)
 
@@ -438,8 +475,6 @@ class _Measure:
         if shard.whole is None:
             return ParcelRun(0, self._numel)
         if shard not in self._runs:
-            at = shard.whole, shard.parts
-            if at not in self._edges:
-                self._edges[at] = self._cut(*self._run(shard.whole), shard.parts)
-            self._runs[shard] = ParcelRun(self._edges[at][shard.first], self._edges[at][shard.end])
+            edges = self._edges[shard.whole, shard.parts]
+            self._runs[shard] = ParcelRun(edges[shard.first], edges[shard.end])
         return self._runs[shard]

@@ -1,7 +1,7 @@
 """The work of a rank before and after each exchange, made once and run in every step; and schemes made of such exchanges."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -205,11 +205,17 @@ class Transfer:
     that sends a part: [] where there is nothing to do."""
     after: list[Work] = field(default_factory=list)
     """Work after all parts have arrived."""
+    nothing: torch.Tensor | None = None
+    """The part of ranks without one, in most places where ranks are many."""
 
     @staticmethod
     def empty(before: list[Work], world_size: int, nothing: torch.Tensor) -> "Transfer":
         """A transfer that sends and receives `nothing`."""
-        return Transfer(before, [nothing] * world_size, [nothing] * world_size)
+        return Transfer(before, [nothing] * world_size, [nothing] * world_size, nothing=nothing)
+
+    def used(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The ranks with a part among these, and their parts."""
+        return ((rank, part) for rank, part in enumerate(parts) if part is not self.nothing)
 
 
 class Transfers:
@@ -226,14 +232,17 @@ class Transfers:
         self.shared: dict[str, torch.Tensor] = {}
         every = [transfer for phase in phases for transfer in phase]
         for each in every:
-            for source, part in enumerate(each.received):
+            for source, part in each.used(each.received):
                 if part.numel() and source != rank and source not in each.arrivals:
                     raise ValueError(
                         f"a transfer of rank {rank} has a buffer for rank {source} and no arrivals[{source}]: nobody would wait "
                         f"for this part. Set arrivals[{source}] to the list of work on the part, or to [] if there is none."
                     )
         self.exchanges = len(every)
-        self.bytes_to = [sum(each.sent[to].nbytes for each in every if to != rank) for to in range(world_size)]
+        self.bytes_to = [0] * world_size
+        for each in every:
+            for to, part in each.used(each.sent):
+                self.bytes_to[to] += part.nbytes if to != rank else 0
         self._done: Mark = None
         self._posted: dict[int, list[AllToAll]] = {}
         self._tag = 0

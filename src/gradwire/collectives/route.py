@@ -116,6 +116,11 @@ class _Packing:
         self.aliases: list[torch.Tensor] = []
         self._known: dict[tuple[int, int], Segments] = {}
         """Segments by their first element and their end."""
+        self._nbytes: dict[tuple[int, int, bool, bool], int] = {}
+        """Bytes of payloads: by the same, whether it is the first encode, and whether it is of a sum."""
+        self._of_sums: dict[tuple[bool, str, int], Compressor] = {}
+        self._apart: list[torch.Tensor] = []
+        """The sums that do not lie in the bucket's memory."""
 
     def leg(self, leg: Leg) -> list[Transfer]:
         """One exchange, or two for all-reduce."""
@@ -156,8 +161,11 @@ class _Packing:
 
     def _codec(self, encode: int, device: str, ranks: Collection[int]) -> Compressor:
         """`ranks`: those whose gradients are in the sum."""
-        codec = self.codecs[device] if encode == 0 else self.codecs[device].for_sum()
-        return codec.summing(len(ranks), self.grid.world_size)
+        key = encode == 0, device, len(ranks)
+        if key not in self._of_sums:
+            codec = self.codecs[device] if encode == 0 else self.codecs[device].for_sum()
+            self._of_sums[key] = codec.summing(len(ranks), self.grid.world_size)
+        return self._of_sums[key]
 
     def _segments(self, item: Parcel | ParcelRun) -> Segments:
         run = item.start, item.end
@@ -166,9 +174,12 @@ class _Packing:
         return self._known[run]
 
     def _bytes_of(self, parcel: Parcel) -> int:
-        codec = next(iter(self.codecs.values()))
-        codec = codec if parcel.encode == 0 else codec.for_sum()
-        return codec.payload_bytes(self._segments(parcel), self._dtype_of(parcel))
+        key = parcel.start, parcel.end, parcel.encode == 0, parcel.summed
+        if key not in self._nbytes:
+            codec = next(iter(self.codecs.values()))
+            codec = codec if parcel.encode == 0 else codec.for_sum()
+            self._nbytes[key] = codec.payload_bytes(self._segments(parcel), self._dtype_of(parcel))
+        return self._nbytes[key]
 
     def _dtype_of(self, parcel: Parcel) -> torch.dtype:
         return self.piece.reduce_dtype if parcel.summed else self.piece.flat.dtype
@@ -216,7 +227,7 @@ class _Packing:
         if nothing_added or (gradient_done_with and flat.dtype == self.piece.reduce_dtype):
             total = self._of_flat(held.start, held.end)
         else:
-            total = torch.empty(held.end - held.start, dtype=self.piece.reduce_dtype, device=flat.device)
+            total = self._empty(held.end - held.start)
         begun: set[ParcelRun] = set()
         for source, items in move.received.items():
             works = transfer.arrivals[source] = []
@@ -240,8 +251,9 @@ class _Packing:
         transfer = self._values_to(move, before)
         if move.held is None:
             self.values = self.values[:0]
+            self._apart.append(self.values)
             return transfer
-        total = torch.empty(move.held.end - move.held.start, dtype=self.piece.reduce_dtype, device=self.piece.flat.device)
+        total = self._empty(move.held.end - move.held.start)
         for position, source in enumerate(move.received):
             own = self._part(move.held.start, move.held.end) if source == self.grid.rank else None
             part = transfer.received[source] if own is None else own
@@ -276,6 +288,11 @@ class _Packing:
 
     # ---- views
 
+    def _empty(self, numel: int) -> torch.Tensor:
+        """Memory for a sum, apart from the bucket's."""
+        self._apart.append(torch.empty(numel, dtype=self.piece.reduce_dtype, device=self.piece.flat.device))
+        return self._apart[-1]
+
     def _settle(self) -> list[Work]:
         """Copy the values to the bucket's memory, in its dtype."""
         end = self.start + self.values.numel()
@@ -295,6 +312,6 @@ class _Packing:
 
     def _view(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
         view = tensor[start:end]
-        if tensor.untyped_storage().data_ptr() == self.piece.flat.untyped_storage().data_ptr():
+        if not any(tensor is each for each in self._apart):
             self.aliases.append(view)
         return view

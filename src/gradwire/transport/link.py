@@ -370,8 +370,8 @@ class Link:
     @property
     def connections(self) -> int:
         """The number of ranks that this one is connected with, by wire or else. 0 if the backend hides it."""
-        wired = self.wire.connections if self.wire is not None else 0
-        return max(wired, getattr(self.backend, "connections", 0))
+        others: int = getattr(self.backend, "connections", 0)
+        return max(others, 0 if self.wire is None else self.wire.connections)
 
     def close(self) -> None:
         """Close the connections, and free the backend before the interpreter exits."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.growth import COSTS, CURVES, NOISE, draw, slope, slopes_of, too_fast
+from benchmarks.growth import COSTS, CURVES, ELEMENTS, NOISE, RANKS, TENSORS, draw, left_to_do, slope, slopes_of, too_fast
 from benchmarks.growth_page import page
 from benchmarks.growth_simulated import COLUMNS, bert_large, point, section
 
@@ -14,7 +14,7 @@ def points(power):
         curve: [
             usual
             | {curve: x, "beyond_ms": 2.5, "spread_ms": [2.0, 3.0], "cpu_ms": 0.5 * x**power, "sent_mb": 0.25 * x}
-            | {"messages": 18}
+            | {"messages": 18, "sockets": 8, "start_ms": 100.0}
             for x in (2, 8, 32)
         ]
         for curve in CURVES
@@ -59,3 +59,14 @@ def test_simulated_steps_grow_far_less_than_those_of_all_reduce():
     assert slopes["sent_mb"] < 0.05 and slopes["messages"] < 0.5
     text = section(found, slopes, 389, 334_000_000)
     assert "to 256 ranks" in text and text.count("\n| 64 |") == 1
+
+
+def test_a_run_goes_on_with_the_points_that_are_left():
+    found = {curve: [] for curve in CURVES}
+    every = list(left_to_do(found, CURVES, max(ELEMENTS)))
+    assert len(every) == len(TENSORS) + len(ELEMENTS) + len(RANKS)
+    assert [ranks for _, ranks, _ in left_to_do(found, ["ranks"], max(ELEMENTS))] == list(RANKS)
+    for curve, ranks, (tensors, elements) in every[::2]:
+        found[curve].append({"ranks": ranks, "tensors": tensors, "elements": elements})
+    assert list(left_to_do(found, CURVES, max(ELEMENTS))) == every[1::2]
+    assert all(elements <= 10**7 for *_, (_, elements) in left_to_do(found, CURVES, 10**7))
