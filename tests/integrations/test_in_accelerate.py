@@ -29,15 +29,22 @@ FEEDBACK = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)))
 class Run:
     """A script of Accelerate's; a plan of None is plain DDP."""
 
-    def __init__(self, plan: Any, mixed_precision: str = "no", accumulate: int = 1, features: int = 6) -> None:
+    def __init__(self, plan: Any, mixed_precision: str = "no", accumulate: int = 1, features: int = 6, **ddp: Any) -> None:
+        """ddp: options of DDP."""
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState
+        from accelerate.utils import DistributedDataParallelKwargs
 
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-        self.accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=accumulate)
+        self.accelerator = Accelerator(
+            cpu=True,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=accumulate,
+            kwargs_handlers=[DistributedDataParallelKwargs(**ddp)] if ddp else None,
+        )
         self.plan, self.features = plan, features
         self.prepare()
 
@@ -98,6 +105,58 @@ def test_two_ranks_end_bit_for_bit_as_with_ddp(framework_worlds: Worlds, mixed_p
     assert [name for name, _ in ddp] == ["DistributedDataParallel"] * 2
     assert [name for name, _ in ours] == ["Sequential"] * 2
     assert [told for _, told in ours] == [told for _, told in ddp]
+
+
+def with_options_of_ddp(plan: Any, options: dict[str, Any]) -> tuple[list[str], float]:
+    """The end of a run in which each rank begins with buffers of its own, and the mean of them."""
+    run = Run(plan, **options)
+    means = run.accelerator.unwrap_model(run.model)[1].running_mean
+    means.add_(dist.get_rank())
+    run.train(6)
+    return run.end()[:2], means.mean().item()
+
+
+OFF = {
+    "buffers": {"broadcast_buffers": False},
+    "unused parameters and buckets": {"find_unused_parameters": False, "bucket_cap_mb": 0},
+    "no bucket size": {"bucket_cap_mb": None},
+}
+
+
+@pytest.mark.parametrize("case", OFF)
+def test_what_is_switched_off_in_ddp_is_off(framework_worlds: Worlds, case: str) -> None:
+    ddp, ours = (
+        framework_worlds.run(2, with_options_of_ddp, plan, OFF[case], deadline_s=200.0)
+        for plan in (None, gw.Uniform(gw.Identity()))
+    )
+    assert ours == ddp
+    assert (ours[1][1] - ours[0][1] > 0.3) == (case == "buffers")
+
+
+def with_a_hook() -> str:
+    from accelerate import DDPCommunicationHookType
+
+    with pytest.raises(gw.PlanError) as error:
+        Run(gw.Identity(), comm_hook=DDPCommunicationHookType.FP16)
+    return str(error.value)
+
+
+def test_a_communication_hook_of_ddp_is_refused_by_name(framework_worlds: Worlds) -> None:
+    for said in framework_worlds.run(2, with_a_hook, deadline_s=200.0):
+        assert "hook 'fp16'" in said and "gw.Cast()" in said
+
+
+@pytest.mark.parametrize("most", [0.0, float("inf")])
+def test_clipping_that_is_off_leaves_gradients_as_with_ddp(framework_worlds: Worlds, most: float) -> None:
+    ddp, ours = (framework_worlds.run(2, clipped, plan, most, deadline_s=200.0) for plan in (None, gw.Uniform(gw.Identity())))
+    assert ours == ddp
+
+
+def clipped(plan: Any, most: float) -> tuple[float, str]:
+    run = Run(plan)
+    run.accelerator.backward(run.model(next(iter(run.loader))[0]).square().mean())
+    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), most)
+    return float(norm), digest(each.grad for each in run.model.parameters())
 
 
 def exchanges(accumulate: int) -> int:

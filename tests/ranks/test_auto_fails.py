@@ -1,7 +1,11 @@
 """Rank 0 cannot plan: all ranks go on with what they have, or uncompressed, and the log says why. No rank waits."""
 
 import logging
+import os
+import pwd
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ import gradwire as gw
 from gradwire.auto import adaptive_bits as bits
 from gradwire.auto import driver, tuning
 from gradwire.core import Identity
+from gradwire.profiler import codecs
 
 DRIVERS: dict[str, tuple[Any, Any, str, str]] = {
     "auto": ("auto", driver, "offers", "plain all-reduce runs on all ranks"),
@@ -64,3 +69,39 @@ def test_planning_that_fails_stops_nobody(worlds: Worlds, name: str) -> None:
     assert "Traceback" in told[0] and "ZeroDivisionError: as ordered" in told[0]
     if name == "auto":
         assert specs == str({repr(Identity())})
+
+
+def nobody(user: int) -> Any:
+    raise KeyError(f"getpwuid(): uid not found: {user}")
+
+
+def decides(home: str) -> tuple[str, str]:
+    """The first decision, and where the machine's times of codecs would be kept. home: '' for a user whom the system does not
+    know, without the variable HOME."""
+    names = ("GRADWIRE_CACHE_DIR", "XDG_CACHE_HOME", "HOME")
+    kept = {name: value for name, value in os.environ.items() if name not in names} | ({"HOME": home} if home else {})
+    with mock.patch.dict(os.environ, kept, clear=True), mock.patch.object(pwd, "getpwuid", nobody):
+        try:
+            folder = str(codecs._folder())
+        except RuntimeError:
+            folder = ""
+        model = torch.nn.Sequential(torch.nn.Linear(60, 50), torch.nn.Tanh(), torch.nn.Linear(50, 1))
+        handle = gw.parallelize(model)
+        for step in range(60):
+            model(torch.randn(8, 60, generator=seeded(dist.get_rank(), step))).square().mean().backward()
+            if handle.decision is not None:
+                break
+        decision = handle.decision
+        handle.detach()
+    return str(decision), folder
+
+
+@pytest.mark.parametrize("home", ["unset", "not a folder", "read-only"])
+def test_auto_decides_for_users_without_a_home(worlds: Worlds, tmp_path: Path, home: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    # nobody can make a folder in /proc, not even the superuser
+    path = {"unset": "", "not a folder": str(file), "read-only": "/proc"}[home]
+    for decision, folder in worlds.run(2, decides, path):
+        assert "ms" in decision and "could not plan" not in decision
+        assert folder == (f"{path}/.cache/gradwire" if path else "")

@@ -15,7 +15,7 @@ from accelerate import Accelerator, DistributedType
 from gradwire.api import Handle, parallelize
 from gradwire.core import show
 from gradwire.errors import PlanError
-from gradwire.integrations.handles import NoSync, load_handle, save_handle
+from gradwire.integrations.handles import NoSync, heed_options_of_ddp, load_handle, save_handle
 
 __all__ = ["prepare"]
 
@@ -33,7 +33,10 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
     `accelerator.accumulate`, `no_sync`, `backward` and `clip_grad_norm_` work as before. `save_state` also writes a file of every
     rank, `gradwire_{n}/gradwire-rank{r}.pt` for the n-th handle. `load_state` reads these, and the run goes on bit for bit.
 
-    Raises PlanError unless there is one model, and where Accelerate shards it (DeepSpeed, FSDP, ..); also as `gw.parallelize`.
+    `broadcast_buffers=False` in Accelerate's DistributedDataParallelKwargs leaves each rank its own buffers.
+
+    Raises PlanError unless there is one model, where Accelerate shards it (DeepSpeed, FSDP, ..), and for a communication hook in
+    DistributedDataParallelKwargs; also as `gw.parallelize`.
 
     Example, in a script started by `accelerate launch` or torchrun::
 
@@ -60,6 +63,7 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
     model, optimizers = prepared[places[0]], [each for each in objects if isinstance(each, torch.optim.Optimizer)]
     handles = _handles_of(accelerator)
     _forget([each for each in handles if not each.attached or each.session.model is model], handles)
+    heed_options_of_ddp(accelerator.ddp_handler, model)
     handle = parallelize(model, optimizers or None, plan=plan, **options)
     model.no_sync = NoSync(handle)
     handles.append(handle)

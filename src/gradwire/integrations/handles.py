@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.api import Handle
 from gradwire.core import make_folder, write_whole
 from gradwire.engine import SET, Patch, load_state
-from gradwire.errors import DisagreementError, StepStateError
+from gradwire.errors import DisagreementError, PlanError, StepStateError
 from gradwire.exchange import Exchange
 from gradwire.transport import agree
 
 __all__ = [
-    "NoSync", "all_objects", "from_bytes", "gather_states", "load_handle", "resume_together", "save_handle", "to_bytes",
+    "NoSync", "all_objects", "from_bytes", "gather_states", "heed_options_of_ddp", "load_handle", "resume_together",
+    "save_handle", "to_bytes",
 ]  # fmt: skip
 
 
@@ -36,6 +38,25 @@ class NoSync(Patch):
 
     def before_copy(self) -> None:
         """Do nothing."""
+
+
+def heed_options_of_ddp(options: Any, model: torch.nn.Module) -> None:
+    """Heed Accelerate's `DistributedDataParallelKwargs`, if there are any, before a model is parallelized.
+
+    With `broadcast_buffers=False` each rank keeps its own buffers, from the start. The other options say how DDP sends. Raises
+    PlanError for a communication hook.
+    """
+    if options is None:
+        return
+    if (hook := next((each for each in (options.comm_hook, options.comm_wrapper) if each.value != "no"), None)) is not None:
+        raise PlanError(
+            f"DistributedDataParallelKwargs asks for the hook {hook.value!r}, and gradwire sends gradients in place of "
+            "DDP. Leave the hook out, and pass a plan: gw.Cast() sends 16 bits, gw.PowerSGD() low ranks."
+        )
+    if not options.broadcast_buffers:
+        ignored: list[str] = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ())]
+        ignored += [name for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
