@@ -359,3 +359,41 @@ def with_a_script(script: Any, ours: bool) -> list[str]:
 def test_scripts_end_bit_for_bit_as_with_ddp(framework_worlds: Worlds, script: Any) -> None:
     ddp, ours = (framework_worlds.run(2, with_a_script, script, ours, deadline_s=300.0) for ours in (False, True))
     assert ours == ddp
+
+
+def tracked(folder: str) -> list[list[str]]:
+    """The names in each call of the trackers: of a model that decides, then with a second one, then without any."""
+    run = Run("auto", features=20)
+    run.accelerator.project_configuration.set_directories(folder)
+    run.accelerator.log_with = ["tensorboard"] if dist.get_rank() == 0 else []
+    run.accelerator.init_trackers("events")
+    names: list[list[str]] = []
+    for step in range(2):
+        run.train(40)
+        run.accelerator.log({"loss": 1.0, "gradwire_sent_mb": -1.0} if step else {"loss": 1.0}, step=step)
+        names.append(sorted(run.accelerator.gradwire.facts()))
+    run.prepare()
+    names.append(sorted(run.accelerator.gradwire.facts()))
+    run.accelerator.free_memory()
+    names.append(sorted(run.accelerator.gradwire.facts()))
+    run.accelerator.end_training()
+    return names
+
+
+NUMBERS = [f"gradwire_{name}" for name in ("decisions", "exposed_ms", "predicted_ms", "sent_mb", "step_ms")]
+
+
+def test_a_tracker_file_has_bytes_step_times_and_the_decision(framework_worlds: Worlds, tmp_path: Path) -> None:
+    reading = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="gradwire's extra report is not installed"
+    )
+    for first, second, third, last in framework_worlds.run(2, tracked, str(tmp_path), deadline_s=300.0):
+        assert first == second == NUMBERS  # the text of the decision came once, in the call before
+        assert {*NUMBERS} < {*third} and "gradwire_1_sent_mb" in third and last == []
+    found = reading.EventAccumulator(str(tmp_path / "events"))
+    found.Reload()
+    assert {"loss", *NUMBERS} <= {*found.Tags()["scalars"]}
+    sent = [event.value for event in found.Scalars("gradwire_sent_mb")]
+    assert 0.001 < sent[0] < 0.02 and sent[1] == -1.0  # the script's own value counts
+    (text,) = found.Tensors("gradwire_decision/text_summary")
+    assert b"plan='auto' runs" in text.tensor_proto.string_val[0]

@@ -4,6 +4,7 @@ Call `prepare` in place of `accelerator.prepare`. The model is not wrapped: Acce
 (device, mixed precision, compilation), and `gw.parallelize` is called on the model. All else is Accelerate's own.
 """
 
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from gradwire.api import Handle, parallelize
 from gradwire.core import show
 from gradwire.errors import PlanError
 from gradwire.integrations.handles import NoSync, heed_options_of_ddp, load_handle, save_handle
+from gradwire.integrations.trackers import Tracked
 
 __all__ = ["prepare"]
 
@@ -31,7 +33,8 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
     models; another `prepare` of the same model replaces its handle.
 
     `accelerator.accumulate`, `no_sync`, `backward` and `clip_grad_norm_` work as before. `save_state` also writes a file of every
-    rank, `gradwire_{n}/gradwire-rank{r}.pt` for the n-th handle. `load_state` reads these, and the run goes on bit for bit.
+    rank, `gradwire_{n}/gradwire-rank{r}.pt` for the n-th handle. `load_state` reads these, and the run goes on bit for bit. `log`
+    adds the numbers of `Tracked.facts` and the text of each decision, `gradwire_decision`, so all trackers get them.
 
     `broadcast_buffers=False` in Accelerate's DistributedDataParallelKwargs leaves each rank its own buffers.
 
@@ -62,11 +65,11 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
         accelerator.prepare_model = wraps
     model, optimizers = prepared[places[0]], [each for each in objects if isinstance(each, torch.optim.Optimizer)]
     handles = _handles_of(accelerator)
-    _forget([each for each in handles if not each.attached or each.session.model is model], handles)
+    handles.forget([each for each in handles if not each.attached or each.session.model is model])
     heed_options_of_ddp(accelerator.ddp_handler, model)
     handle = parallelize(model, optimizers or None, plan=plan, **options)
     model.no_sync = NoSync(handle)
-    handles.append(handle)
+    handles.add(handle)
     return prepared
 
 
@@ -74,18 +77,52 @@ def _as_tuple(prepared: Any) -> tuple[Any, ...]:
     return prepared if isinstance(prepared, tuple) else (prepared,)
 
 
-def _handles_of(accelerator: Accelerator) -> list[Handle]:
-    """The handles of the models that train, which `save_state`, `load_state` and `free_memory` include from now on."""
+class _Handles(list[Handle]):
+    """The handles of the models that train, and their numbers for trackers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tracked: list[Tracked] = []
+
+    def add(self, handle: Handle) -> None:
+        self.append(handle)
+        self._tracked.append(Tracked(handle))
+
+    def forget(self, dead: Iterable[Handle]) -> None:
+        """Detach handles of an earlier preparation. Their states belong to no model that trains."""
+        for handle in dead:
+            model, at = handle.session.model, self.index(handle)
+            handle.detach()
+            del self[at], self._tracked[at]
+            if model is not None:
+                vars(model).pop("no_sync", None)
+
+    def folders(self, folder: str) -> list[tuple[Handle, Path]]:
+        """The folder of each handle in a folder of Accelerate's."""
+        return [(handle, Path(folder, f"gradwire_{at}")) for at, handle in enumerate(self)]
+
+    def facts(self) -> dict[str, Any]:
+        """Numbers and new decisions for trackers. The names of the second model begin with `gradwire_1_`, and so on."""
+        found: dict[str, Any] = {}
+        for at, each in enumerate(self._tracked):
+            own: dict[str, Any] = each.facts()
+            if decision := each.new_decision():
+                own["gradwire_decision"] = decision
+            found |= {name.replace("gradwire_", f"gradwire_{at}_", 1) if at else name: value for name, value in own.items()}
+        return found
+
+
+def _handles_of(accelerator: Accelerator) -> _Handles:
+    """The handles, which `save_state`, `load_state`, `free_memory` and `log` include from now on."""
     if "gradwire" in vars(accelerator):
         return accelerator.gradwire  # type: ignore[no-any-return]
-    handles: list[Handle] = []
-    accelerator.gradwire = handles
+    handles = accelerator.gradwire = _Handles()
     folders: list[str] = []
-    load, free = accelerator.load_state, accelerator.free_memory
+    load, free, log = accelerator.load_state, accelerator.free_memory, accelerator.log
 
     def save_too(models: Any, weights: Any, folder: str) -> None:
-        for name, handle in _named(handles):
-            save_handle(handle, Path(folder, name))
+        for handle, own in handles.folders(folder):
+            save_handle(handle, own)
 
     def find_folder(models: Any, folder: str) -> None:
         folders.append(folder)
@@ -93,28 +130,17 @@ def _handles_of(accelerator: Accelerator) -> list[Handle]:
     def load_too(*arguments: Any, **named: Any) -> None:
         load(*arguments, **named)
         folder = folders.pop()
-        for name, handle in _named(handles):  # last: some schedules compare their state with the weights
-            load_handle(handle, Path(folder, name))
+        for handle, own in handles.folders(folder):  # last: some schedules compare their state with the weights
+            load_handle(handle, own)
 
     def free_too(*objects: Any) -> Any:
-        _forget(handles[:], handles)
+        handles.forget(handles[:])
         return free(*objects)
+
+    def log_too(values: Mapping[str, Any], *rest: Any, **named: Any) -> None:
+        log(handles.facts() | dict(values), *rest, **named)
 
     accelerator.register_save_state_pre_hook(save_too)
     accelerator.register_load_state_pre_hook(find_folder)
-    accelerator.load_state, accelerator.free_memory = load_too, free_too
+    accelerator.load_state, accelerator.free_memory, accelerator.log = load_too, free_too, log_too
     return handles
-
-
-def _named(handles: list[Handle]) -> list[tuple[str, Handle]]:
-    return [(f"gradwire_{at}", handle) for at, handle in enumerate(handles)]
-
-
-def _forget(dead: list[Handle], handles: list[Handle]) -> None:
-    """Detach handles of an earlier preparation. Their states belong to no model that trains."""
-    for handle in dead:
-        model = handle.session.model
-        handle.detach()
-        handles.remove(handle)
-        if model is not None:
-            vars(model).pop("no_sync", None)
