@@ -115,9 +115,9 @@ def alone_ms(job: PlanningJob) -> float:
 def fp32(job: PlanningJob) -> Draft:
     """Uncompressed in buckets of 25 MB, by the best uncompressed option."""
     fuse = partial(close_before, limit=DDP_BYTES)
-    best = best_of(job, (fused(job, fuse, plain)._replace(skew=skew) for plain in job.plain for skew in (0, 1)))
-    assert best is not None
-    return best
+    found = best_of(job, (fused(job, fuse, plain)._replace(skew=skew) for plain in job.plain for skew in (0, 1)))
+    assert found is not None, "there is no limit of memory"
+    return found
 
 
 def all_tensors(job: PlanningJob, option: tuple[str, ...]) -> Draft:
