@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stream_double import WAITS
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_processes import Interpreter
 
@@ -96,9 +97,7 @@ def program_calls(kernels: Any, device: str) -> list[Callable[[], None]]:
 
 
 class Waits(TorchDispatchMode):
-    """Notes what would wait on a device: values that are read, sizes that depend on values, what comes from the host."""
-
-    WORDS = ("local_scalar", "nonzero", "masked_select", "unique", "repeat_interleave", "equal", "lift_fresh")
+    """Notes what would wait on a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +110,7 @@ class Waits(TorchDispatchMode):
             if name.startswith(("aten.index.", "aten.index_put"))
             else []
         )
-        if any(word in name for word in self.WORDS) or masks:
+        if any(word in name for word in WAITS) or masks:
             self.found.append(name)
         return function(*args, **(kwargs or {}))
 

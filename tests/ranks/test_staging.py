@@ -12,7 +12,7 @@ from stream_double import Device, run_staged_ranks
 from worlds import Given
 
 import gradwire as gw
-from gradwire.core import example_specs, innermost
+from gradwire.core import COLLECTIVES, example_specs, innermost, schedule_kinds
 from gradwire.exchange import layout
 from gradwire.kernels import cpu, kernels_for
 from gradwire.transport import Lanes, in_process
@@ -110,10 +110,10 @@ def test_slow_adapters_between_nodes_choose_the_staged_lane(
     assert run_ranks(2, lanes_for_nccl, nodes=list(nodes)) == [slow, slow]
 
 
-SCHEMES = ("alltoall", "allgather", "ring", "tree")
+SCHEMES = [name for name, each in COLLECTIVES.items() if each.carries(gw.QSGD(bits=4))]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_has_the_bits_of_cpu_ranks(scheme: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = gw.Policy(default=gw.QSGD(bits=4), scheme=scheme, exempt_vectors=False, bucket_bytes=1500, chunk_bytes=1000)
@@ -147,7 +147,12 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+def test_every_registered_schedule_and_collective_is_among_them() -> None:
+    assert {schedule.word for schedule in SCHEDULES.values()} == {*schedule_kinds()}
+    assert {*COLLECTIVES} - {*SCHEMES} == {"allreduce"}, "which carries payloads that the backend adds up, such as PowerSGD's"
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_ends_with_the_weights_of_cpu_ranks(schedule: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = gw.Identity() if schedule == "sharded" else gw.ErrorFeedback(gw.QSGD(bits=4))

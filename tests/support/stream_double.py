@@ -4,9 +4,12 @@ Each timeline (a stream, the communicator's stream, a thread of the host) counts
 how many it comes after: waiting for an event brings that knowledge over. An operation that touches bytes which another one wrote,
 or writes what another one read, must come after it. So a missing wait or mark is found in every run, whatever a device would have
 done first.
+
+The double also notes each call with which a thread would wait for a device (`Device.waits`).
 """
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,11 +21,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradwire.profiler import clock
 from gradwire.transport import Meter, Operations, Wire, link, staged_link, streams
 from gradwire.transport.in_process import InProcessGroup, run_ranks
 from gradwire.transport.operations import _RECEIVE, _RECEIVE_ELEMENTS, _SEND
 
-__all__ = ["Device", "DeviceLink", "Race", "SeenWire", "run_staged_ranks"]
+__all__ = ["WAITS", "Device", "DeviceFuture", "DeviceLink", "Race", "SeenWire", "run_staged_ranks"]
+
+WAITS = ("local_scalar", "nonzero", "masked_select", "unique", "repeat_interleave", "equal", "lift_fresh")
+"""Parts of the names of operations that wait on a device: values that are read, sizes that depend on values, what comes from the
+host."""
 
 
 class Race(AssertionError):
@@ -58,6 +66,8 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         schema = func._schema
         views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+        if any(word in str(func) for word in WAITS):
+            self._device.note_wait(str(func))
         if "pin_memory" in (kwargs or {}):
             self._device.page_locked.append(result.untyped_storage())  # it is no stream's
         elif not views:
@@ -87,6 +97,14 @@ class Device:
         self._lock = threading.Lock()
         self._memory: dict[int, _Touched] = {}
         self.races: list[str] = []
+        self.now = time.perf_counter
+        """The clock of timed events, in seconds."""
+        self.untimed: set[int] = set()
+        """Numbers of the threads that cannot make timed events."""
+        self.waits: list[tuple[int, str]] = []
+        """Each call with which a thread would wait for a device: the thread's number, and the call."""
+        self.kept: list[tuple[int, _Stream]] = []
+        """The address of each tensor whose memory nobody else may get before a stream has done its work, and the stream."""
         self.page_locked: list[torch.UntypedStorage] = []
 
     # ---- what torch has
@@ -99,11 +117,14 @@ class Device:
         )
         fake = SimpleNamespace(
             Stream=lambda device, priority: _Stream(self, "a lane's stream"),
-            Event=lambda device: _Event(),
+            Event=lambda device, enable_timing=False: self.event(enable_timing),
             accelerator=accelerator,
+            futures=SimpleNamespace(Future=lambda devices: DeviceFuture(self, torch.futures.Future())),
         )
         with monkeypatch.context() as patch, _Recorder(self):
             patch.setattr(streams, "torch", fake)
+            patch.setattr(clock, "torch", fake)
+            patch.setattr(streams.DeviceStreams, "keep", lambda own, tensor: self.kept.append((tensor.data_ptr(), self.current)))
             expect = staged_link.StagedLink.expect_on_host
             patch.setattr(staged_link.StagedLink, "expect_on_host", lambda *arguments: _HostExchange(expect, arguments, self))
             for name in ("all_reduce", "broadcast"):
@@ -117,6 +138,16 @@ class Device:
         stack = getattr(self._threads, "stack", None)
         script: _Stream = getattr(self._threads, "script", self.script)
         return stack[-1] if stack else script
+
+    def event(self, timed: bool = False) -> "_Event":
+        """An event. Raises RuntimeError for a timed one in a thread that cannot make them."""
+        if timed and threading.get_ident() in self.untimed:
+            raise RuntimeError("no timed events here")
+        return _Event()
+
+    def stream(self, name: str) -> "_Stream":
+        """Another stream of the script."""
+        return _Stream(self, name)
 
     @contextmanager
     def in_thread(self) -> Iterator[None]:
@@ -135,7 +166,13 @@ class Device:
 
     def synchronize(self) -> None:
         """The host waits for the current stream."""
+        self.note_wait("synchronize")
         self.host.follow(self.current.timeline.after)
+
+    def note_wait(self, call: str) -> None:
+        """This thread waits for the device, unless it works on the host's own memory."""
+        if not getattr(self._threads, "computes", False):
+            self.waits.append((threading.get_ident(), call))
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -226,13 +263,41 @@ class _Event:
 
     def record(self, stream: _Stream) -> None:
         self.device, self.after = stream.device, dict(stream.timeline.after)
+        self.at_s = self.device.now()
+
+    def elapsed_time(self, end: "_Event") -> float:
+        """Milliseconds from one event to another: operations of the double run at once."""
+        return 1e3 * (end.at_s - self.at_s)
 
     def synchronize(self) -> None:
+        self.device.note_wait("synchronize")
         self.device.host.follow(self.after)
 
     def query(self) -> bool:
-        """Whether the work before it is done: operations of the double run at once."""
+        """Whether the work before it is done: operations of the double run at once, and the host knows it from now on."""
+        if self.after:
+            self.device.host.follow(self.after)
         return True
+
+
+class DeviceFuture:
+    """The part of torch's futures with devices that work on a thread needs."""
+
+    def __init__(self, device: Device, future: Any, event: _Event | None = None) -> None:
+        self._device, self._future, self._event = device, future, event or _Event()
+
+    def set_result(self, result: Any) -> None:
+        self._event.record(self._device.current)
+        self._future.set_result(result)
+
+    def then(self, callback: Any) -> "DeviceFuture":
+        return DeviceFuture(self._device, self._future.then(callback), self._event)
+
+    def wait(self) -> Any:
+        """Wait for the result, and let the current stream wait for the work that makes it."""
+        result = self._future.wait()
+        self._device.current.timeline.follow(self._event.after)
+        return result
 
 
 class DeviceLink:

@@ -16,6 +16,10 @@ All ranks do the same in the same step: every decision follows from numbers that
 had no batch (`handle.join()`) do not count on any rank. `StepPace` times the steps; in the `delayed` schedule a step
 ends in the next `optimizer.step()`. A schedule that the script of one rank cannot run is left out on all ranks. If
 planning fails, plain all-reduce runs on all ranks.
+
+On a GPU the host waits for the end of each step until a plan is chosen, and then no more: the times of `watch` are those of
+the host, which is never more than a step ahead. Times of exchanges come from events. The time that kernels take to compile
+counts nowhere. If a rank's device cannot be timed, the first policy runs, and a line in the log says so.
 """
 
 import time
@@ -44,7 +48,7 @@ from gradwire.auto.decision import AutoDecision, Tried, say
 from gradwire.auto.live import DrivenJob, Live, Stepped
 from gradwire.auto.local import EXPOSED, local_offer, worth
 from gradwire.auto.measuring import CODECS_SECONDS, LONG_STEP_US, LOOK_STEPS, Look, cluster_of, codecs_of, scaled
-from gradwire.auto.planning import Offer, Seen, foreseen, offers, on_trial
+from gradwire.auto.planning import Offer, Seen, foreseen, offers, on_trial, words_of
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Backward, Costs, Document, Identity, Latest, LocalSteps, Plan, Profile, TensorInfo
 from gradwire.engine import Driver
@@ -88,6 +92,10 @@ class Auto(Driver):
         self._looking: Look | None = None
         self._speeds: tuple[float, ...] = ()
         """The speed of each rank, in any unit. Empty before it was measured."""
+        self._unmeasured = ""
+        """Why nothing can be measured on a device; '' if it can."""
+        self._compiling_us = 0.0
+        """Time of rank 0 for compiling kernels in the last call of `_made`."""
         self._warned = False
         """Whether it has warned of a codec that distorts gradients."""
 
@@ -96,7 +104,7 @@ class Auto(Driver):
 
     @property
     def searching(self) -> bool:
-        return self._phase not in (self._watching, self._settle_resumed)
+        return self._phase not in (self._watching, self._settle_resumed, self._fixed)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
         """The policy until the first decision. A single rank sends nothing and encodes nothing."""
@@ -106,6 +114,8 @@ class Auto(Driver):
         """Return the last decision and its reason as a recorded run stores them."""
         if self.decisions:
             return self.decisions[-1].recorded()
+        if self._unmeasured:
+            return Recorded(by="plan='auto', which could not measure times", words=(self._unmeasured,))
         if self.searching:
             words = "auto had not decided yet: deciding takes up to 15 steps."
             return Recorded(by="plan='auto', which had not decided yet", words=(words,))
@@ -151,13 +161,34 @@ class Auto(Driver):
         live = Live(session)
         if live.infos is not self._infos:  # the model changed
             self._begin(live)
-        live.wait()
+        live.settled = live.queues and not self.searching
+        if not live.settled:
+            live.wait()
         now = self.clock()
         self._began_s = self._pace.step(live.began_s, now)
         if live.group.world_size == 1:
             self._phase = self._watching  # there is nothing to decide
         elif live.everybody:
             self._phase(live, 1e6 * (now - self._began_s))
+
+    # ---- where nothing can be measured
+
+    def _cannot_measure(self, live: Live) -> bool:
+        """Whether the device of some rank cannot be timed. Then the plan that runs goes on on all ranks. Collective."""
+        why = next(filter(None, live.from_all(live.why_no_times())), "")
+        if why:
+            self._unmeasured = (
+                f"plan='auto' cannot measure times on this device, and decides nothing: {why.rstrip('.')}. It runs "
+                f"{words_of(live.plan)} from now on. Pass plan= to choose another plan."
+            )
+            live.time_device(False)
+            self._phase = self._fixed
+            if live.group.rank == 0:
+                say(self._unmeasured)
+        return bool(why)
+
+    def _fixed(self, live: Live, us: float) -> None:
+        """Decide nothing."""
 
     # ---- settle and look
 
@@ -172,12 +203,13 @@ class Auto(Driver):
         self._infos = live.infos
         self.detached()
         live.hold(False)
+        live.time_device(live.queues)
         self._pace = StepPace()
         self._phase = self._settle
         self._steps, self._spent_us, self._took = 0, 0.0, 0
         self._why = "at the start"
         self._current = self._profile = self._costs = None
-        self._speeds = ()
+        self._speeds, self._unmeasured = (), ""
 
     def _settle(self, live: Live, us: float) -> None:
         if live.plan.schedule != Backward():  # of a resumed run; steps that overlap cannot be measured in parts
@@ -186,11 +218,14 @@ class Auto(Driver):
             return
         self._steps += 1
         self._took += 1
-        self._spent_us += us
+        compiled = live.queues and self._steps == 1
+        self._spent_us += 0.0 if compiled else us
+        if compiled and self._cannot_measure(live):
+            return
         if self._steps == 1 and self.schedules != ("backward",):
             self._stepped = Stepped(live.job.optimizers)
         # specs that change after the first steps, such as PowerSGD, are measured after the change
-        last = SETTLE_STEPS if self.accuracy != "aggressive" else 10 - LOOK_STEPS
+        last = SETTLE_STEPS + live.queues if self.accuracy != "aggressive" else 10 - LOOK_STEPS
         if self._steps >= last:
             self._steps, self._phase = 0, self._look
             long = max(row[0] for row in live.exchange([us])()) >= LONG_STEP_US
@@ -219,7 +254,7 @@ class Auto(Driver):
         instead = "plain all-reduce runs on all ranks" if self._current is None else "the plan chosen before goes on"
         make = lambda: msgspec.json.encode(self._made(live, seconds_for(step_us), seen)).decode()  # noqa: E731
         self._offers, self._elsewhere, self._local = _read(live.made_by_first(make, instead))
-        self._spent_us += 1e6 * (self.clock() - began)
+        self._spent_us += 1e6 * (self.clock() - began) - self._compiling_us
         rows = live.exchange([self._spent_us, live.exposed_us])()
         spent_us, self._seen_exposed_us = rows[0][0], min(row[1] for row in rows)
         if not self._offers:
@@ -229,14 +264,14 @@ class Auto(Driver):
             return
         kept = self._kept()
         current = None if kept is None else [offer.plan.digest() for offer in self._offers].index(kept.digest())
-        self._trial = Trial([offer.candidate for offer in self._offers], current, self._took, spent_us)
+        self._trial = Trial([offer.candidate for offer in self._offers], current, self._took, spent_us, live.queues)
         self._exposed_us: list[list[float]] = [[] for _ in self._offers]
         self._phase, self._runs, self._changing_us = self._try, -1, 0.0
         self._run_turn(live)
 
     def _made(self, live: Live, seconds: float, seen: Seen | None) -> _Offered:
         """Return the offers of rank 0, the best candidates of schedules that are not allowed, and local steps."""
-        cluster = self._watch.cluster
+        cluster, self._compiling_us = self._watch.cluster, 0.0
         assert self._profile is not None and cluster is not None
         specs = specs_of(self.accuracy, live.infos, self._ranks)
         allowed = [s for s in schedules_of(self.accuracy, self.schedules, self._ranks) if s.word not in self._refused]
@@ -248,7 +283,10 @@ class Auto(Driver):
             corrections = {s.correction for s in schedules if s.correction} if specs else set()
             if any(tensor.embedding for tensor in live.infos):
                 of_schedules.update(with_embeddings(of_schedules))
+            began = self.clock()
             self._costs = codecs_of(live, sorted(of_schedules | corrections, key=repr), CODECS_SECONDS)
+            if live.queues:  # a kernel is compiled before its first call is timed
+                self._compiling_us = 1e6 * max(0.0, self.clock() - began - CODECS_SECONDS)
         job = (self._profile, cluster, self._costs, specs)
         made = offers(*job, seconds, self._kept(), allowed, seen)
         local = None
@@ -359,6 +397,8 @@ class Auto(Driver):
 
     def _settle_resumed(self, live: Live, us: float) -> None:
         self._steps += 1
+        if self._steps == 1 and live.queues and self._cannot_measure(live):
+            return
         if self._steps >= 1 + SETTLE_STEPS:
             (step_us,) = live.exchange([us])()[0]
             self._watch.cluster = cluster_of(live, seconds_for(step_us))

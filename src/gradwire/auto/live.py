@@ -33,7 +33,15 @@ class HoldsBuckets(LanesObserver):
     holds = True
 
 
-_HOLDER = HoldsBuckets()
+class TimesDevice(LanesObserver):
+    """Lets steps be timed on the device."""
+
+    times_device = True
+
+
+_HOLDER, _TIMER = HoldsBuckets(), TimesDevice()
+_TIMED_NUMEL = 2**20
+"""Elements of the operation that shows whether a device can be timed."""
 
 
 class DrivenJob(Protocol):
@@ -176,6 +184,8 @@ class Live(AllRanks):
 
     def __init__(self, job: DrivenJob) -> None:
         super().__init__(job.lanes, job.device)
+        self.settled = False
+        """Whether times are of the last step but one, which a device that queues work has done: nothing waits for it."""
         self.job, self.infos = job, job.tensors
         """The trainable tensors, in registration order. A change of the model makes another list."""
         self.plan_of = job.plan_of
@@ -213,9 +223,16 @@ class Live(AllRanks):
 
     @property
     def link_us(self) -> float:
-        """Time that this rank's lanes spent on links in the last step, including the wait for other ranks."""
+        """Time that this rank's lanes spent on links in the last step, including the wait for other ranks. On a device that
+        queues work: the time in which the device exchanged or encoded."""
+        if (report := self._report) is None:
+            return 0.0
+        return 1e6 * (report.link_s if report.device is None else report.device.busy_s)
+
+    @property
+    def _report(self) -> StepReport | None:
         reports = self.job.reports
-        return 1e6 * reports[-1].link_s if reports else 0.0
+        return reports[-2 if self.settled and len(reports) > 1 else -1] if reports else None
 
     @property
     def inputs(self) -> int:
@@ -241,14 +258,36 @@ class Live(AllRanks):
 
     @property
     def exposed_us(self) -> float:
-        """Time that the end of the last backward waited for exchanges, in microseconds."""
-        reports = self.job.reports
-        return 1e6 * reports[-1].exposed_s if reports else 0.0
+        """Time that the end of the last backward waited for exchanges, in microseconds. On a device that queues work, the time
+        that the device waited."""
+        if (report := self._report) is None:
+            return 0.0
+        return 1e6 * (report.exposed_s if report.device is None else report.device.exposed_s)
+
+    @property
+    def queues(self) -> bool:
+        """Whether lanes and the script only queue their work, on a device."""
+        return self.lanes.queues
 
     def wait(self) -> None:
         """Wait for the computation on the device, and for nothing else: gathers may still run during the next forward."""
-        if self.device.type != "cpu":
-            torch.accelerator.current_stream(self.device).synchronize()
+        streams = self.lanes.data[0].link.streams
+        streams.synchronize(streams.mark())
+
+    def time_device(self, on: bool) -> None:
+        """Time the next steps on the device, or stop timing."""
+        self.lanes.observe(_TIMER, on)
+
+    def why_no_times(self) -> str:
+        """Why this rank cannot time work on its device; '' if it can."""
+        streams = self.lanes.data[0].link.streams
+        try:
+            began = streams.timed_mark()
+            torch.zeros(_TIMED_NUMEL, device=self.device).add_(1.0)
+            seconds = streams.elapsed_s(began, streams.timed_mark())
+        except (RuntimeError, NotImplementedError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "" if seconds > 0 or not self.queues else "an operation of a million numbers takes no time by its clock"
 
     def hold(self, on: bool) -> None:
         """Delay all sends of the next steps until the last gradient is ready, or stop delaying."""

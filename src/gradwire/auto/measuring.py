@@ -26,6 +26,8 @@ CODECS_SECONDS = 0.3
 """Longest time, in seconds, for measuring codecs that no earlier run on the machine measured."""
 _CODEC_SIZES = tuple(2**14 * 8**power for power in range(3))
 """Bytes of gradient: 16 KB to 1 MB."""
+_DEVICE_CODEC_SIZES = tuple(2**16 * 32**power for power in range(3))
+"""Bytes of gradient on a GPU: 64 KB to 64 MB. Up to about a megabyte a launch takes as long as the kernel."""
 _SPIN_S = 0.01
 """Processor time of each rank, in seconds, for finding how many ranks share a processor."""
 _UNKNOWN_GBPS = 100.0
@@ -66,7 +68,7 @@ class Look:
 
     def __init__(self, live: Live, steps: int = LOOK_STEPS, clock: Callable[[], float] = time.perf_counter) -> None:
         """Begin with the next step. steps: the number of steps, equal on all ranks."""
-        self._moments = StepMoments(live.job, Clock(live.device, clock))
+        self._moments = StepMoments(live.job, Clock(live.device, clock, live.queues))
         self._infos, self._left = live.infos, steps
         self.speeds: tuple[float, ...] = ()
         """The speed of each rank after the last step, as `speeds_of` returns it."""
@@ -187,4 +189,5 @@ def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[int]) -> float:
 
 def codecs_of(live: AllRanks, specs: Sequence[Spec], seconds: float) -> Costs:
     """Return the times of codecs on this machine. Specs that no earlier run measured are measured in about `seconds`."""
-    return cached_codecs(specs, live.device, _CODEC_SIZES, seconds)
+    sizes = _CODEC_SIZES if live.device.type == "cpu" else _DEVICE_CODEC_SIZES
+    return cached_codecs(specs, live.device, sizes, seconds)

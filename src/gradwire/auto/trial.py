@@ -5,7 +5,8 @@ not run if its prediction is slower by more than this error, or if it costs accu
 
 If several plans run, their turns are interleaved, A B C A B C, so that a slower machine affects all plans alike. There
 is a second round if the best two are alike and the budget allows it. A first turn ends at once if its steps are clearly
-slower than the best plan's. A candidate with a time from before the trial is chosen if no plan in the trial is as fast.
+slower than the best plan's. On a GPU the first step of a candidate compiles kernels: its time counts nowhere. A candidate with a
+time from before the trial is chosen if no plan in the trial is as fast.
 
 >>> trial = Trial([Candidate("A", 90.0), Candidate("plain", 100.0, plain=True)])
 >>> while (turn := trial.turn) is not None:
@@ -83,15 +84,22 @@ class Trial:
 
     candidates: in the order in which they run, the best prediction first. current: the index of the plan that runs since an
     earlier decision; None if there is none. steps, spent_us: the steps and the time that deciding took before the trial.
+    compiles: whether the first step of a candidate may compile kernels, which takes seconds.
     """
 
     def __init__(
-        self, candidates: Sequence[Candidate], current: int | None = None, steps: int = 0, spent_us: float = 0.0
+        self,
+        candidates: Sequence[Candidate],
+        current: int | None = None,
+        steps: int = 0,
+        spent_us: float = 0.0,
+        compiles: bool = False,
     ) -> None:
         self.candidates, self.current = tuple(candidates), current
         self.times: list[list[float]] = [[] for _ in self.candidates]
         """Microseconds of the counted steps by candidate. Each number is the mean over a cycle."""
         self.steps, self.total_us = steps, spent_us
+        self._compiles = compiles
         self._in_turn: list[float] = []
         self._rounds = 0
         self.chosen: int | None = None
@@ -108,9 +116,12 @@ class Trial:
     def took(self, us: float) -> None:
         """Add the time of a step of the turn, on the slowest rank."""
         turn = self._queue[0]
+        self.steps += 1
+        if self._compiles and not (self._in_turn or self.times[turn.candidate]):
+            self._in_turn.append(us)
+            return
         self._in_turn.append(us)
         self.total_us += us
-        self.steps += 1
         cycle = self.candidates[turn.candidate].cycle
         slow = _HOPELESS * cycle if cycle > 1 else _SLOW if len(self._in_turn) > 1 else _SLOW_FIRST
         best_us = 0.0 if self.times[turn.candidate] else self._best_us
@@ -140,7 +151,8 @@ class Trial:
     @property
     def cost_us(self) -> float:
         """Time spent so far, minus the time of equally many steps of the best plan."""
-        return max(0.0, self.total_us - self.steps * self._best_us)
+        compiled = sum(map(bool, self.times)) if self._compiles else 0
+        return max(0.0, self.total_us - (self.steps - compiled) * self._best_us)
 
     @property
     def plain_us(self) -> float:

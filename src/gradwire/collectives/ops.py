@@ -180,14 +180,18 @@ class DecodeSum(Work):
     after: int
     own: torch.Tensor | None
     """The own term; None where the sum holds it from the begin on."""
+    made: dict[torch.Stream | None, list[KernelCall]] = field(default_factory=dict, compare=False, repr=False)
+    """The call for each stream. Its tensors are the same in every step."""
 
     def run(self, streams: Streams, stream: torch.Stream | None) -> None:
         with refused(self.codec.spec):
             super().run(streams, stream)
 
     def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
-        terms = [call for work in self.terms for call in work.calls(stream)]
-        return [("decode_sum", terms, self.payloads, self.stride, self.before, self.after, self.own)]
+        if stream not in self.made:
+            terms = [call for work in self.terms for call in work.calls(stream)]
+            self.made[stream] = [("decode_sum", terms, self.payloads, self.stride, self.before, self.after, self.own)]
+        return self.made[stream]
 
 
 @dataclass
@@ -266,6 +270,7 @@ class Transfers:
         done = ready if phase == 0 else self._done
         for transfer, exchange in zip(self.phases[phase], self._posted[phase], strict=True):
             with link.streams.encoding(done) as stream:
+                meter.begins(link.streams)
                 _run_all(transfer.before, link.streams, stream, meter)
                 exchange.send(transfer.sent)
             with link.streams.decoding() as stream:

@@ -121,6 +121,7 @@ class AllReduce(OneEncode):
             return
         if link.pinned is not None and link.wire is not None and sums_in_c(self.flat.dtype):
             with link.streams.encoding(ready):
+                meter.begins(link.streams)
                 staged = link.pinned.fetch([self.flat])
             sums = self._sums_at(staged.parts[0])
             link.wire.run(sums.operations((0, 1), self._tag, link.wire.shared_with), meter)
@@ -128,6 +129,7 @@ class AllReduce(OneEncode):
                 link.pinned.put(staged)
             return
         with link.streams.encoding(ready), transfer():
+            meter.begins(link.streams)
             work = link.all_reduce(self.flat)
         with link.streams.decoding(), transfer():
             work.wait()
@@ -363,6 +365,7 @@ class Summing(OneEncode):
         payload, context = self.program.payloads[phase], self.piece.contexts[0]
         last = phase == len(self.program.payloads) - 1
         with link.streams.encoding(ready if phase == 0 else self.summed) as stream:
+            meter.begins(link.streams)
             with meter.codec():
                 self.own.take(link.streams)
                 self.program.fill(phase, context.on(stream))

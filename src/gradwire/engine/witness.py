@@ -8,7 +8,8 @@ step. Three numbers of each bucket follow, of one encode of this rank's gradient
 - Residual norm: the norm of the residual over that of the gradient.
 - Error norm: the norm of the decoded values less the gradient, over that of the gradient.
 
-Nothing is sent, and no state of the run changes. The time is limited to a share of the steps' time.
+Nothing is sent, and no state of the run changes. The time is limited to a share of the steps' time. On a device the work is only
+queued, and the numbers count in the step in which they have arrived: backward does not wait for them.
 """
 
 import math
@@ -26,7 +27,7 @@ from gradwire.engine.reducer import Observer, Reducer
 from gradwire.exchange import BucketBuffers, BucketStats, Exchange, Slot
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.kernels.reference.weights import values_of
-from gradwire.transport import Group, Lanes, LanesObserver
+from gradwire.transport import Group, Lanes, LanesObserver, Mark, Streams
 
 LEAST_ENERGY, MOST_ENERGY = 0.8, 1.5
 """The usual sent energy, in the unit of weights, of a codec whose error is orthogonal to what is sent. Where gradients shrink,
@@ -93,6 +94,18 @@ class _Sample(NamedTuple):
     runs: list[_SampledRun]
 
 
+class _Squares(NamedTuple):
+    """The mean squares of a sample, on their way to the host."""
+
+    bucket: int
+    numel: int
+    """Elements of the bucket's compressed tensors."""
+    on_host: torch.Tensor
+    streams: Streams
+    there: Mark
+    """The mark behind the copy to the host."""
+
+
 class Witness(Observer, LanesObserver):
     """Measures the encodes of one session."""
 
@@ -108,6 +121,7 @@ class Witness(Observer, LanesObserver):
         self._numels: dict[int, int] = {}
         self._turn = 0
         self._sample: _Sample | None = None
+        self._coming: _Squares | None = None
         self._runs: dict[Slot, list[_SampledRun]] = {}
         self._next_step, self._spent_s = _EVERY, 0.0
         self._since = 0, time.perf_counter()
@@ -130,12 +144,14 @@ class Witness(Observer, LanesObserver):
 
     def finished(self, exposed_s: float) -> None:
         session, step = self._session, self._session.reducer.step
+        if self._coming is not None:
+            self._take()
         if self._sample is None and step < self._next_step:
             return
         began = time.perf_counter()
         if self._sample is not None:
-            self._measure(self._sample, step - 1)
-            self.problem = self._judged()
+            self._coming = self._measure(self._sample, step - 1) or self._coming
+            self._take()
             session.lanes.observe(self, on=False)
             self._sample, self._runs = None, {}
             self._put_off(step, self._spent_s + time.perf_counter() - began)
@@ -154,6 +170,7 @@ class Witness(Observer, LanesObserver):
         """Choose the blocks of the next sample: each time another bucket, and other blocks of a bucket."""
         if self._exchange is None or exchange.plan is not self._exchange.plan:
             self._squares.clear()
+            self._coming = None
         self._exchange = exchange
         buckets = [each for each in exchange.encoded if each.bucket.main_spec.granularity]
         runs = []
@@ -169,29 +186,44 @@ class Witness(Observer, LanesObserver):
         self._sample = _Sample(exchange, buffers, runs)
         self._session.lanes.observe(self)
 
+    def _take(self) -> None:
+        """Count the squares that were measured last, if they have arrived."""
+        coming = self._coming
+        if coming is None or not coming.streams.is_done(coming.there):
+            return
+        squares, self._coming = [float(each) for each in coming.on_host], None
+        if all(map(math.isfinite, squares)):
+            self._squares.setdefault(coming.bucket, deque(maxlen=_KEPT)).append(squares)
+            self._numels[coming.bucket] = coming.numel
+        self.problem = self._judged()
+
     @torch.no_grad()
-    def _measure(self, sample: _Sample, step: int) -> None:
-        """Encode and decode the copied blocks."""
+    def _measure(self, sample: _Sample, step: int) -> _Squares | None:
+        """Encode and decode the copied blocks. None where another exchange ran the step."""
         given = [(run, run.values) for run in sample.runs if run.values is not None]
         if not given:
-            return  # another exchange ran the step
+            return None
         buffers, ranks, made_for = sample.buffers, self._session.group, sample.exchange.made_for
         codec = compressor_for(buffers.bucket.main_spec.at_step(made_for)).summing(1, ranks.world_size)
         values = torch.cat([each for _, each in given])
         state = [torch.cat(each) for each in zip(*(run.before for run, _ in given), strict=True)]
         residual = state[codec.state.index("residual")].clone() if "residual" in codec.state else torch.zeros_like(values)
         segments = _segments_of([run for run, _ in given], buffers, made_for)
-        context = Context(torch.tensor([0, step, 0, ranks.rank], dtype=torch.int64, device=values.device))
+        key = torch.zeros(4, dtype=torch.int64, device=values.device)
+        key[1].fill_(step)
+        key[3].fill_(ranks.rank)
+        context = Context(key)
         payload = torch.zeros(codec.payload_bytes(segments, values.dtype), dtype=torch.uint8, device=values.device)
         sent = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
         codec.encode(values, state, segments, context, payload)
         codec.decode(payload, segments, values.dtype, False, sent, context)
         units = 1.0 if segments.weights is None else values_of(segments.weights)
         measured = values, sent, sent - values, residual, values / units, sent / units
-        squares = torch.stack([each.double().square().mean() for each in measured]).tolist()
-        if all(map(math.isfinite, squares)):
-            self._squares.setdefault(buffers.index, deque(maxlen=_KEPT)).append(squares)
-            self._numels[buffers.index] = sum(slot.view.numel() for slot in buffers.compressed)
+        squares = torch.stack([each.double().square().mean() for each in measured])
+        on_host = torch.empty(squares.shape, dtype=squares.dtype, device="cpu", pin_memory=squares.is_cuda)
+        on_host.copy_(squares, non_blocking=True)
+        streams, numel = self._session.lanes.data[0].link.streams, sum(slot.view.numel() for slot in buffers.compressed)
+        return _Squares(buffers.index, numel, on_host, streams, streams.mark())
 
     # ---- between steps
 

@@ -21,7 +21,7 @@ from gradwire.exchange.states import (
     warn_of_lost,
     write_state,
 )
-from gradwire.exchange.stats import BucketStats, ExchangeStats, Stats, StepReport
+from gradwire.exchange.stats import BucketStats, DeviceTimes, ExchangeStats, Stats, StepReport
 from gradwire.exchange.tensors import TensorMeta
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Abandoned",
     "BucketBuffers",
     "BucketStats",
+    "DeviceTimes",
     "Exchange",
     "ExchangeStats",
     "HostCodec",

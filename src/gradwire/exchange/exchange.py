@@ -40,7 +40,7 @@ from gradwire.exchange.layout import BucketBuffers, Slot, build_buckets, launche
 from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for, warn_of_embeddings
 from gradwire.exchange.residual_store import Remembered, State, added_up, for_other_ranks
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
-from gradwire.exchange.stats import BucketStats, ExchangeStats
+from gradwire.exchange.stats import BucketStats, DeviceTimes, ExchangeStats
 from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
 from gradwire.kernels import Addresses, tensor_key
 from gradwire.transport import (
@@ -205,7 +205,7 @@ class Exchange:
         self.step, self._phases, self.sent = step, phases, set()
         self._left = [len(each.slots) if buckets is None or each.index in buckets else 0 for each in self._buckets]
         for keys in self.random:
-            keys[:, :, 1] = step
+            keys[:, :, 1].fill_(step)  # an assignment would make a tensor first
         self._executor.start(phases, buckets)
 
     def weigh(self, weight: float) -> None:
@@ -413,6 +413,11 @@ class Exchange:
                 slot.owed = own
 
         return put_back
+
+    @property
+    def device_times(self) -> DeviceTimes | None:
+        """The times of the last step on the device, if lanes only queue their work and an observer of the lanes wants times."""
+        return self._executor.device_times
 
     def stats(self) -> ExchangeStats:
         """Statistics of the steps so far, on this rank."""
@@ -839,8 +844,11 @@ class Executor:
         self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=lanes.first_tag), strict=False))
         self.progress = _Progress(0, ())
         self.streams = Streams()
+        self.device_times: DeviceTimes | None = None
+        """The times of the last step on the device; None if nobody wanted them."""
         self.running: list[Future[tuple[Meter, Mark]]] = []
         self._at: list[PhaseTask | None] = [None] * count
+        self._is_timed = False
         self._held: list[int] = []
         """Buckets that are ready and that the lanes do not get yet."""
         self._awaited = len(buckets)
@@ -859,6 +867,7 @@ class Executor:
         self._held, self.lanes.running = [], weakref.ref(self)
         self._at = [tasks[0].task if tasks else None for tasks in planned.lists]
         times = [kept for observer in self.lanes.observers if (kept := observer.task_times()) is not None]
+        self._is_timed = self.lanes.times_device
         self.running = [
             lane.submit(partial(self._run, number, planned, progress, times)) for number, lane in enumerate(self.lanes.data)
         ]
@@ -974,6 +983,7 @@ class Executor:
         """Open the gate and wait for the step's last task and the other futures. Raises TaskFailed as soon as any lane
         fails, and what another future raises as soon as it does. `step`: its number."""
         self.open_gate()
+        began, self.device_times = self.streams.timed_mark() if self._is_timed else None, None
         wait([*self.running, *others], return_when=FIRST_EXCEPTION)
         if self.progress.failed.done():
             raise self._lanes_failure()
@@ -983,6 +993,9 @@ class Executor:
         results = [future.result() for future in self.running]
         for lane, (_, mark) in zip(self.lanes.data, results, strict=True):
             lane.link.streams.wait(mark)
+        if self._is_timed:
+            tasks = [task for meter, _ in results for task in meter.on_device or ()]
+            self.device_times = DeviceTimes(self.streams, began, self.streams.timed_mark(), tasks)
         last = [(lane.link, mark) for lane, (_, mark) in zip(self.lanes.data, results, strict=True)]
         self.lanes.step_queued(QueuedStep(step, last, self.progress.done, self._order))
         return [meter for meter, _ in results]
@@ -1002,7 +1015,7 @@ class Executor:
     def _run_tasks(
         self, lane: int, planned: _StepTasks, progress: _Progress, times: Sequence[list[TaskTimes]], link: Link
     ) -> tuple[Meter, Mark]:
-        meter = Meter(spans=[] if times else None)
+        meter = Meter(spans=[] if times else None, on_device=[] if self._is_timed else None)
         marks: dict[int, Mark] = {}
         for (bucket, chunk), phases in planned.phases[lane].items():
             try:
@@ -1031,6 +1044,7 @@ class Executor:
                 for kept in times:
                     kept.append(done)
             with link.streams.decoding():
+                meter.ends(link.streams)
                 progress.task_done(task.bucket, behind, link.streams.mark())
         self._at[lane] = None
         with link.streams.decoding():

@@ -1,5 +1,6 @@
 """Statistics of handles and exchanges."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import torch
 
 from gradwire.core import MemoryRecord
 from gradwire.exchange.layout import BucketBuffers
-from gradwire.transport import Grid, Meter
+from gradwire.transport import Grid, Mark, Meter, Streams
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,40 @@ class Stats(ExchangeStats):
         return f"{super().__str__()}; the end of backward waits {self.exposed_us / 1e3:.2f} ms"
 
 
+class DeviceTimes(NamedTuple):
+    """The times of one step on a device, from timed marks. To read them may wait until the device has done the step."""
+
+    streams: Streams
+    began: Mark
+    """The mark in the caller's stream where it began to wait for the step's exchanges: the end of backward."""
+    ended: Mark
+    """The mark in the caller's stream behind all exchanges."""
+    tasks: Sequence[tuple[Mark, Mark]]
+    """Begin and end of each task of all lanes."""
+
+    @property
+    def exposed_s(self) -> float:
+        """The time that the device waited for exchanges at the end of backward."""
+        return self.streams.elapsed_s(self.began, self.ended)
+
+    @property
+    def busy_s(self) -> float:
+        """The time in which some task was under way."""
+        since = [[self.streams.elapsed_s(self.tasks[0][0], mark) for mark in task] for task in self.tasks]
+        busy_s, until = 0.0, -math.inf
+        for began, ended in sorted(since):
+            busy_s += max(0.0, ended - max(began, until))
+            until = max(until, ended)
+        return busy_s
+
+
 class StepReport(NamedTuple):
     """The measurements of one step, in seconds."""
 
     meters: list[Meter]
     exposed_s: float
+    device: DeviceTimes | None = None
+    """The times on the device, if lanes only queued their work and an observer wanted times."""
 
     @property
     def codec_s(self) -> float:

@@ -5,88 +5,40 @@ Example; nothing else changes in a script with DDP::
     import gradwire.integrations.c10d
     dist.init_process_group("gradwire")
 
-Importing this module registers the backend "gradwire". It quantises large all-reduces of floating-point tensors on the CPU
-with `gw.QSGD`, and exchanges them one after another on a thread while backward runs. For everything else it is gloo.
+Importing this module registers the backend "gradwire". It quantises large all-reduces of floating-point tensors with `gw.QSGD`,
+and exchanges them one after another on a thread while backward runs. Everything else is done by gloo for tensors on the CPU, and
+by NCCL for tensors on a GPU, or by gloo where there is no NCCL.
 """
 
-import hashlib
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from glob import escape
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.utils._pytree import tree_leaves
 
 from gradwire._version import __version__
-from gradwire.core import QSGD, Identity, near, whole
-from gradwire.errors import DisagreementError, PlanError
+from gradwire.core import QSGD
 from gradwire.exchange import Exchange, golden_digests, info_of
+from gradwire.integrations.c10d_settings import SETTINGS, compare_ranks, exclude_layer, quantise, register_model, set_layer_bits
 from gradwire.plan import Policy
-from gradwire.transport import KERNELS, Lanes, agree
+from gradwire.transport import KERNELS, Lanes, Mark, Streams, agree
 
 __all__ = ["exclude_layer", "quantise", "register_model", "set_layer_bits"]
 
 _MOST_AT_ONCE, _MOST = 32, 256
-"""After so many sizes gloo does one that is new, until it comes again. So many are remembered, each in about twice its memory."""
+"""After so many sizes the plain backend does one that is new, until it comes again. So many are remembered, each in about
+twice its memory."""
 _recent: deque[Any] = deque(maxlen=4)
-"""The last works of gloo, kept alive: a thread of gloo that freed one waits for Python's lock, which DDP holds when it ends."""
-
-
-class _Settings:
-    """The settings of all groups of this process."""
-
-    bits, min_numel = 4, 2**14
-    changes = 0
-    """How often a script has changed them."""
-
-    def __init__(self) -> None:
-        self.parameters: dict[str, weakref.ref[torch.nn.Parameter]] = {}
-        self.layers: dict[str, QSGD | Identity] = {}  # layers with a spec of their own
-
-
-_settings = _Settings()
-
-
-def quantise(bits: int = 4, min_numel: int = 2**14) -> None:
-    """Quantise all-reduces of at least `min_numel` elements of float32, bfloat16 or float16 to `bits` bits, 2 to 8. Call it on
-    every rank, before the first all-reduce. Raises SpecError for other bits, PlanError for a wrong `min_numel`."""
-    whole("min_numel", min_numel, "elements of the smallest all-reduce that is quantised", low=1, error=PlanError)
-    _settings.bits, _settings.min_numel = QSGD(bits=bits).bits, min_numel
-    _settings.changes += 1
-
-
-def register_model(model: torch.nn.Module) -> None:
-    """Quantise only gradients of this model's parameters, each layer by itself: no block crosses a layer, and biases and norms
-    stay uncompressed. Call it on every rank, before the first all-reduce. Layers are found by the memory of their gradients: in
-    DDP with `gradient_as_bucket_view=True`, or in `all_reduce(p.grad)`."""
-    _settings.parameters = {name: weakref.ref(each) for name, each in model.named_parameters() if each.requires_grad}
-    _settings.layers = {}
-    _settings.changes += 1
-
-
-def exclude_layer(name: str) -> None:
-    """Send layers of the registered model whose names contain `name` uncompressed. Raises PlanError if there is none."""
-    _set(name, Identity())
-
-
-def set_layer_bits(name: str, bits: int) -> None:
-    """Send layers of the registered model whose names contain `name` with `bits` bits, 2 to 8. Raises PlanError if there is no
-    such layer, SpecError for other bits."""
-    _set(name, QSGD(bits=bits))
-
-
-def _set(name: str, spec: QSGD | Identity) -> None:
-    found = [each for each in _settings.parameters if name in each]
-    if not found:
-        raise PlanError(f"no layer is named {name!r}{near(name, _settings.parameters)}. Call register_model first.")
-    _settings.layers |= dict.fromkeys(found, spec)
-    _settings.changes += 1
+"""The last works of plain backends, kept alive: a thread of gloo that freed one waits for Python's lock, which DDP holds when
+it ends."""
 
 
 class QuantisingGroup(dist.ProcessGroup):
@@ -96,13 +48,19 @@ class QuantisingGroup(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         kind = dist.ProcessGroup.BackendType.GLOO
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._set_default_backend(kind)
-        self._register_backend(torch.device("cpu"), kind, self._gloo)
-        self._lanes: Lanes | None = None
+        self._register_backend(torch.device("cpu"), kind, gloo)
+        self._plain: dict[str, Any] = {"cpu": gloo, "cuda": gloo}
+        """The backend of each type of device, which does what is not quantised."""
+        if torch.cuda.is_available():
+            if dist.is_nccl_available():
+                kind, self._plain["cuda"] = dist.ProcessGroup.BackendType.NCCL, _nccl(store, rank, size, timeout)
+            self._register_backend(torch.device("cuda"), kind, self._plain["cuda"])
+        self._lanes: dict[torch.device, Lanes] = {}
         self._compared = -1
         """The changes of settings after which ranks compared them last."""
-        self._exchanges: dict[tuple[Any, ...], Exchange | None] = {}  # the last used last; None: gloo did it once
+        self._exchanges: dict[tuple[Any, ...], Exchange | None] = {}  # the last used last; None: it was not quantised once
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="gradwire-c10d")
 
     def getBackendName(self) -> str:
@@ -110,53 +68,42 @@ class QuantisingGroup(dist.ProcessGroup):
         return "gradwire"
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        """All-reduce with gloo, or quantise in an exchange on the worker's thread. Returns a work that completes at the end."""
+        """All-reduce plainly, or quantise in an exchange on the worker's thread. Returns a work that completes at the end. On a
+        GPU, waiting for the work lets the current stream wait."""
         opts, tensor = opts or dist.AllreduceOptions(), tensors[0] if isinstance(tensors, (list, tuple)) else tensors
-        if self._compared != _settings.changes:
-            self._compare_settings()
+        if self._compared != SETTINGS.changes:
+            self._compared = SETTINGS.changes
+            compare_ranks(self)
         sums, means = (opts.reduceOp == each for each in (dist.ReduceOp.SUM, dist.ReduceOp.AVG))
         parts, factor = self._parts(tensor) if sums or means else None, self.size() if sums else 1
         exchange = self._exchange_of(parts) if parts else None
         if parts is None or exchange is None:
-            return _gloos("allreduce")(self, tensors, opts)
-        done: torch.futures.Future[Any] = torch.futures.Future()
-        self._worker.submit(_average, exchange, parts, tensor, factor, done)
-        return _create_work_from_future(done.then(_result_of))
+            return _plainly("allreduce")(self, tensors, opts)
+        streams, failures = exchange.lanes.data[0].link.streams, list[Exception]()
+        done = streams.future()
+        self._worker.submit(_average, exchange, streams, streams.mark(), parts, tensor, factor, done, failures)
+        return _create_work_from_future(done.then(partial(_result_of, failures)))
 
     def close(self) -> None:
         """End the threads. No quantised all-reduce may follow."""
         self._worker.shutdown()
-        if self._lanes is not None:
-            self._lanes.stop()
+        for lanes in self._lanes.values():
+            lanes.stop()
 
-    def _compare_settings(self) -> None:
-        """Compare the settings of all ranks, at the first all-reduce and after each change: with others ranks would make other
-        collectives, and wait. Raises DisagreementError on all ranks."""
-        self._compared = _settings.changes
-        layers = repr([(name, _settings.layers.get(name)) for name in _settings.parameters]).encode()
-        digest = int.from_bytes(hashlib.blake2s(layers, digest_size=7).digest())
-        own = torch.tensor([_settings.bits, _settings.min_numel, len(_settings.parameters), digest])
-        everybody = [torch.empty_like(own) for _ in range(self.size())]
-        dist.all_gather(everybody, own, group=self)
-        whats = "bits", "min_numel", "number of parameters of the registered model", "names or bits of layers"
-        ranks = dist.get_process_group_ranks(self)
-        for rank, other in zip(ranks, everybody, strict=True):
-            for what, value, first in zip(whats, other.tolist(), everybody[0].tolist(), strict=True):
-                if value != first:
-                    raise DisagreementError(
-                        f"ranks disagree on the {what} of their all-reduces: rank {ranks[0]} has {first}, rank {rank} has "
-                        f"{value}. Call quantise, register_model, exclude_layer and set_layer_bits alike on every rank."
-                    ).about([ranks[0], rank])
+    def plain_backend(self, arguments: Any) -> Any:
+        """The backend that does a collective of these tensors plainly."""
+        tensor = next((each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)), None)
+        return self._plain["cpu" if tensor is None else tensor.device.type]
 
     def _parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """The tensor's layers by name, or the whole tensor; None if the tensor is not quantised."""
         quantised = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and tensor.is_contiguous()
-        if tensor.numel() < _settings.min_numel or not quantised:
+        if tensor.numel() < SETTINGS.min_numel or not quantised:
             return None
-        if not _settings.parameters:
+        if not SETTINGS.parameters:
             return {f"buffer of {tensor.numel()}": tensor.detach().view(-1)}
         parts, first = {}, tensor.data_ptr()
-        for name, reference in _settings.parameters.items():
+        for name, reference in SETTINGS.parameters.items():
             grad = parameter.grad if (parameter := reference()) is not None else None
             if grad is not None and 0 <= grad.data_ptr() - first < tensor.nbytes and grad.dtype == tensor.dtype:
                 parts[name] = grad.detach()
@@ -173,20 +120,23 @@ class QuantisingGroup(dist.ProcessGroup):
 
     def _exchange_of(self, parts: Mapping[str, torch.Tensor]) -> Exchange | None:
         """The exchange of these layers. None, on all ranks, if there are many exchanges and this one may never come again."""
-        of_parts = ((name, part.dtype, part.shape, _settings.layers.get(name)) for name, part in parts.items())
-        key = (_settings.bits, bool(_settings.parameters), *of_parts)
+        of_parts = ((name, part.dtype, part.shape, SETTINGS.layers.get(name)) for name, part in parts.items())
+        device = next(iter(parts.values())).device
+        key = (SETTINGS.bits, bool(SETTINGS.parameters), device, *of_parts)
         again, exchange = key in self._exchanges, self._exchanges.pop(key, None)
         if exchange is None and (again or len(self._exchanges) < _MOST_AT_ONCE):
-            rules = [(escape(name), _settings.layers[name]) for name in parts if name in _settings.layers]
-            default = QSGD(bits=_settings.bits, blocks="tensor" if _settings.parameters else "bucket")
-            policy = Policy(default=default, rules=rules, exempt_vectors=bool(_settings.parameters))
-            fresh, self._lanes = self._lanes is None, self._lanes or Lanes(self)
-            lanes, infos = self._lanes, [info_of(*each) for each in parts.items()]
+            rules = [(escape(name), SETTINGS.layers[name]) for name in parts if name in SETTINGS.layers]
+            default = QSGD(bits=SETTINGS.bits, blocks="tensor" if SETTINGS.parameters else "bucket")
+            policy = Policy(default=default, rules=rules, exempt_vectors=bool(SETTINGS.parameters))
+            fresh = device not in self._lanes
+            lanes, infos = self._lanes.get(device) or Lanes(self), [info_of(*each) for each in parts.items()]
+            self._lanes[device] = lanes
             plan = policy.plan(infos, self.size(), lanes.group.grid.ranks_per_node_if_even)
             facts: dict[str, Any] = {"gradwire version": __version__, "all-reduce": [*parts], "plan": plan.digest()}
-            facts[KERNELS] = golden_digests(plan, [part.dtype for part in parts.values()], torch.device("cpu"))
+            facts[KERNELS] = golden_digests(plan, [part.dtype for part in parts.values()], device)
             if fresh:
-                lanes.open(facts, torch.device("cpu"))
+                lanes.open(facts, device)
+                self._worker.submit(lanes.data[0].link.streams.enter_thread)
             with lanes.told("all ranks to compare an all-reduce", 0):
                 lanes.control.submit(lambda link: agree(link, facts, lanes.group.global_ranks)).result()
             exchange = Exchange.on(lanes, parts, plan, 0)
@@ -197,25 +147,45 @@ class QuantisingGroup(dist.ProcessGroup):
 
 
 @torch.no_grad()
-def _average(exchange: Exchange, parts: dict[str, torch.Tensor], tensor: torch.Tensor, factor: int, done: Any) -> None:
+def _average(
+    exchange: Exchange,
+    streams: Streams,
+    ready: Mark,
+    parts: dict[str, torch.Tensor],
+    tensor: torch.Tensor,
+    factor: int,
+    done: Any,
+    failures: list[Exception],
+) -> None:
+    """Average the parts of a tensor, which the caller has written before the mark `ready`."""
     _recent.clear()
     try:
-        exchange.average_(parts)
-        done.set_result([tensor.mul_(factor)])
+        with streams.decoding():
+            streams.wait(ready)
+            exchange.average_(parts)
+            done.set_result([tensor.mul_(factor)])
     except Exception as error:
-        done.set_result(error)
+        failures.append(error)
+        done.set_result([])
 
 
-def _result_of(done: Any) -> list[torch.Tensor]:
+def _result_of(failures: list[Exception], done: Any) -> list[torch.Tensor]:
     """Raise the error of an exchange. An error raised here reaches DDP, which waits in C++; `Future.set_exception` does not."""
-    if isinstance(found := done.value(), Exception):
-        raise found
-    return [*found]
+    for error in failures:
+        raise error
+    return [*done.value()]
 
 
-def _gloos(name: str) -> Callable[..., Any]:
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """NCCL between the ranks, whose communicators are made when the first collective needs them."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+
+
+def _plainly(name: str) -> Callable[..., Any]:
     def call(group: QuantisingGroup, *arguments: Any, **named: Any) -> Any:
-        _recent.append(work := getattr(group._gloo, name)(*arguments, **named))
+        _recent.append(work := getattr(group.plain_backend(arguments), name)(*arguments, **named))
         return work
 
     return call
@@ -224,6 +194,6 @@ def _gloos(name: str) -> Callable[..., Any]:
 # torch runs the methods that a Python subclass leaves out while it holds the interpreter's lock. A thread of gloo that frees a
 # tensor waits for this lock while it holds gloo's own lock, for which the call waits: a deadlock
 for _name in ("broadcast", "allgather", "reduce_scatter", "allreduce_coalesced", "barrier", "send", "recv"):
-    setattr(QuantisingGroup, _name, _gloos(_name))
+    setattr(QuantisingGroup, _name, _plainly(_name))
 
-dist.Backend.register_backend("gradwire", QuantisingGroup, devices=["cpu"])
+dist.Backend.register_backend("gradwire", QuantisingGroup, devices=["cpu", "cuda"])

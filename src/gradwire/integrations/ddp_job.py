@@ -164,7 +164,7 @@ class DDPJob:
     def ended(self, exposed_s: float) -> None:
         """The step's exchange has ended, for which the last bucket's hook waited so long."""
         self._came_before = self._came
-        self.reports.append(StepReport(self.exchange.meters, exposed_s))
+        self.reports.append(StepReport(self.exchange.meters, exposed_s, self.exchange.device_times))
         self.observers.measured(self.reports[-1])
         self.observers.finished(exposed_s)
         if self.driver is not None:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.errors import PlanError
 from gradwire.exchange import Exchange
-from gradwire.integrations.packs import only_viewed
+from gradwire.integrations.pack_content import only_viewed
 
 __all__ = ["GRADIENTS", "PARAMETERS", "ModuleAllGather", "ModuleReduceScatter", "Turns"]
 GRADIENTS, PARAMETERS = "gradients", "parameters"

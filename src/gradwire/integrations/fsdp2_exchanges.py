@@ -19,7 +19,8 @@ from gradwire.integrations.fsdp2_comms import GRADIENTS, PARAMETERS, Turns
 from gradwire.integrations.fsdp2_job import ModuleJob, of_one_phase
 from gradwire.integrations.fsdp2_plans import ModuleSpecs, policy_for
 from gradwire.integrations.handles import from_bytes, to_bytes
-from gradwire.integrations.packs import ModulePacks, only_viewed, pack_of, shard_number
+from gradwire.integrations.pack_content import only_viewed, pack_of, shard_number
+from gradwire.integrations.packs import ModulePacks
 from gradwire.plan import Policy
 from gradwire.record import Decision
 from gradwire.record.recording import Recording
@@ -101,18 +102,25 @@ class ModuleExchanges:
     def run(
         self, module: str, tensors: Mapping[str, Tensor], group: ProcessGroup, phase: str, end: Callable[[], None], defer: bool
     ) -> None:
-        """Run an exchange of a module's gradients, then `end`. defer: backward may go on meanwhile."""
+        """Run an exchange of a module's gradients, then `end`. defer: backward may go on meanwhile. On a GPU all of this is
+        queued on the stream that is current now, FSDP2's own for reduce-scatters; the stream that is current at the end waits."""
         exchange = self.exchange_of(module, tensors, group)
+        streams = exchange.lanes.data[0].link.streams
+        stream = streams.current()
 
         def begin() -> None:
             self._job.begins(module, [*tensors.values()], exchange)
             exchange.begin(phase)
             for name, tensor in tensors.items():
+                streams.keep(tensor)  # FSDP2 frees it when the stream has done what was queued until the call returned
                 exchange.ready(name, tensor)
 
         def finish() -> None:
-            exchange.wait()
-            end()
+            with stream:
+                exchange.wait()
+                end()
+                done = streams.mark()
+            streams.wait(done)
             self._job.exchanged(module, exchange)
 
         self._turns.run(begin, finish, defer)

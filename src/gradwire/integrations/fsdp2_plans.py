@@ -12,7 +12,7 @@ from gradwire.auto import AllRanks, ChosenSpecs, choose_alone, counted, is_auto,
 from gradwire.core import Plan, Spec, TensorInfo, fingerprint, show
 from gradwire.errors import PlanError
 from gradwire.exchange import info_of, warn_of_embeddings
-from gradwire.integrations.packs import packed_embeddings
+from gradwire.integrations.pack_content import packed_embeddings
 from gradwire.plan import Policy
 from gradwire.transport import Lanes
 

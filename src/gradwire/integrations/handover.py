@@ -4,9 +4,10 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -14,9 +15,10 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from gradwire.errors import DisagreementError
 from gradwire.transport import Link, LinkError, transfer
 
-__all__ = ["MemberCard", "MemberState", "StateOffer", "fetch", "hand_over", "reach"]
+__all__ = ["MemberCard", "MemberState", "StateOffer", "fetch", "hand_over", "reach", "state_of"]
 
 log = logging.getLogger(__name__)
 _PIECE_BYTES = 2**22
@@ -129,3 +131,39 @@ def fetch(address: str, key: str, size: int, timeout: timedelta, check: Callable
             raise LinkError(None, ValueError("a piece of the state was changed on its way"))
         pieces.append(got[4:])
     return b"".join(pieces)
+
+
+def state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[Any]) -> MemberState:
+    """The state of a model, without the tensors of these names, and of other objects."""
+
+    def tensors() -> dict[str, torch.Tensor]:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return {name: each.detach() for name, each in named if name not in without}
+
+    def labels() -> list[str]:
+        names = {id(each): name for name, each in model.named_parameters()}
+        return [_label(each, names) for each in others]
+
+    def save() -> dict[str, Any]:
+        return {"tensors": tensors(), "others": [each.state_dict() for each in others], "labels": labels()}
+
+    def load(state: dict[str, Any]) -> None:
+        if state["labels"] != (own := labels()):
+            theirs, mine = next((a, b) for a, b in zip_longest(state["labels"], own, fillvalue="nothing") if a != b)
+            raise DisagreementError(
+                f"another member sent the state of {theirs}, and this one has {mine} in its place. Pass the same optimizers, "
+                "with the same parameters, and the same `also` in the same order on every member."
+            )
+        for name, each in tensors().items():
+            each.copy_(state["tensors"][name])
+        for each, saved in zip(others, state["others"], strict=True):
+            each.load_state_dict(saved)
+
+    return MemberState(save, load)
+
+
+def _label(each: Any, names: Mapping[int, str]) -> str:
+    """The kind of an object with a state; of an optimizer also its parameters, since its state has them by number."""
+    groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
+    stepped = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in groups]
+    return type(each).__name__ + (f" of {stepped}" if groups else "")

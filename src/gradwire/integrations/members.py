@@ -74,7 +74,7 @@ class Members:
 
     @property
     def factor(self) -> float:
-        """What to multiply gradients by before they are averaged, so that those of joiners count for nothing."""
+        """The factor of gradients before they are averaged, so that those of joiners count for nothing."""
         return 1.0 if not self.parts else self.world_size / self.parts if self.takes_part else 0.0
 
     @property

@@ -1,85 +1,24 @@
-"""The parameters in the buffers that FSDP2 reduces and gathers, and residuals that follow a parameter from buffer to buffer.
+"""The exchanges of the buffers that FSDP2 reduces, and residuals that follow a parameter from buffer to buffer.
 
 FSDP2 packs only the parameters of a module that have a gradient. So a buffer of one module may hold other parameters in the next
 step: heads that are used in turns, layers that are frozen or thawed.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from itertools import product
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed import ProcessGroup
 
-from gradwire.errors import PlanError
-from gradwire.exchange import SHARED, Exchange, State, added_up, looks_up_rows, read_state
+from gradwire.exchange import SHARED, Exchange, State, added_up, read_state
 from gradwire.integrations.handles import resume_together
+from gradwire.integrations.pack_content import Pack
 from gradwire.integrations.resharding import ALL_RANKS, whole_residuals
 from gradwire.transport import Group
 
-__all__ = ["ModulePacks", "Pack", "only_viewed", "pack_of", "packed_embeddings", "shard_number"]
-
-_PACKERS = ("foreach_reduce", "foreach_all_gather")
-
-
-class Pack(NamedTuple):
-    """The content of a buffer: shards of parameters, one after another, the same for each rank."""
-
-    names: tuple[str, ...]
-    numels: tuple[int, ...]
-    """Elements of one rank's shard of each parameter, with FSDP2's padding."""
-    ranks: tuple[int, ...]
-    """Global ranks of the group."""
-    dtype: str
-
-    def overlaps(self, other: "Pack") -> bool:
-        """Whether the two have a parameter in common, and the same ranks."""
-        return self.ranks == other.ranks and not set(self.names).isdisjoint(other.names)
-
-
-def pack_of(shard: Tensor, group: ProcessGroup) -> Pack:
-    """The content of the buffer for which FSDP2 makes the present call. `shard`: one rank's part of the buffer.
-
-    FSDP2 passes a buffer without names. The function of FSDP2 that fills the buffer has the list of parameters.
-    """
-    frame = _packer(sys._getframe(1)) or sys._getframe(1)
-    parameters: list[Any] = frame.f_locals.get("fsdp_params", [])
-    numels = tuple(each.padded_sharded_param_size.numel() for each in parameters)
-    if frame.f_code.co_name == "foreach_reduce" and sum(numels) != shard.numel():
-        raise PlanError(
-            f"FSDP2 reduces {shard.numel()} elements of each rank, and gradwire found parameters with {sum(numels)}. Residuals "
-            f"would be added to other parameters. This gradwire does not know the FSDP2 of torch {torch.__version__}: update it."
-        )
-    names = tuple(each._param_fqn or each._module_info.param_name for each in parameters)
-    return Pack(names, numels, tuple(get_process_group_ranks(group)), str(shard.dtype).removeprefix("torch."))
-
-
-def only_viewed() -> bool:
-    """Whether FSDP2 only makes views of the buffer that it asks to reduce now, and reads it when backward is over: no other
-    dtype, no factor, no all-reduce of its own, no gradient to add to, no hook of the script on a gradient, no copy elsewhere."""
-    found = _packer(sys._getframe(1))
-    local = found.f_locals if found is not None and found.f_code.co_name == "foreach_reduce" else {}
-    parameters = local.get("fsdp_params", ())
-    known = {"orig_dtype", "reduce_dtype", "postdivide_factor", "all_reduce_group", "fsdp_params"} <= local.keys()
-    return (
-        known
-        and local["orig_dtype"] in (None, local["reduce_dtype"])
-        and local["postdivide_factor"] in (None, 1)
-        and local["all_reduce_group"] is None
-        and not any(each.offload_to_cpu or each.sharded_param.grad is not None for each in parameters)
-        and not any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in parameters)
-    )
-
-
-def _packer(frame: FrameType) -> FrameType | None:
-    """The function of FSDP2 that fills the buffer, outwards from a frame."""
-    found: FrameType | None = frame
-    while found is not None and found.f_code.co_name not in _PACKERS:
-        found = found.f_back
-    return found
+__all__ = ["ModulePacks"]
 
 
 class ModulePacks:
@@ -195,19 +134,7 @@ class ModulePacks:
         return taken
 
 
-def shard_number(module: Any) -> int:
-    """The number of this rank's shard of a module's parameters."""
-    return int(module._get_fsdp_state()._fsdp_param_group.mesh_info.shard_mesh_rank)
-
-
 def shard_of(whole: Tensor, place: int, numel: int) -> Tensor:
     """Return the shard with this number, of so many elements, padded with zeros."""
     part = whole[place * numel : (place + 1) * numel]
     return torch.nn.functional.pad(part, (0, numel - part.numel()))
-
-
-def packed_embeddings(modules: Mapping[str, Any]) -> set[str]:
-    """The names of the modules, among those that `fully_shard` was called on, whose buffers hold an embedding."""
-    groups = {name: module._get_fsdp_state()._fsdp_param_group for name, module in modules.items()}
-    packed = {name: [each._module_info.module for each in group.fsdp_params] for name, group in groups.items() if group}
-    return {name for name, owners in packed.items() if any(map(looks_up_rows, owners))}

@@ -13,10 +13,9 @@ Each member is a process of its own with a whole replica, started by a torchrun 
 
 import os
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,11 +23,11 @@ import torch
 from gradwire.auto import AutoDecision
 from gradwire.core import Backward, Plan, number, show, whole
 from gradwire.engine import REGISTRY, Keeps
-from gradwire.errors import DisagreementError, PlanError, StepStateError
+from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import ExchangeStats, TensorMeta, embeddings_of, info_of
 from gradwire.integrations.elastic_auto import ElasticAuto
 from gradwire.integrations.gradient_means import GradientMeans
-from gradwire.integrations.handover import MemberState
+from gradwire.integrations.handover import state_of
 from gradwire.integrations.members import Members
 from gradwire.integrations.outer_steps import LocalRounds, OuterSteps, check_rounds
 from gradwire.integrations.quorum import Lighthouse
@@ -107,11 +106,11 @@ def elastic(
     means: GradientMeans | LocalRounds
     if schedule.word == "backward":
         means = GradientMeans(model, named, optimizers, auto)
-        state = _state_of(model, (), [*optimizers, *also])
+        state = state_of(model, (), [*optimizers, *also])
     elif schedule.word == "local":
         outer = OuterSteps(named, check_rounds(schedule))
         means = LocalRounds(model, outer, optimizers, schedule.every)
-        state = means.state(_state_of(model, named, [*optimizers, *also]))
+        state = means.state(state_of(model, named, [*optimizers, *also]))
     else:
         raise PlanError(
             f"members that come and go run the schedules backward and local, and plan has {show(schedule.word)}: what it leaves "
@@ -186,39 +185,3 @@ class ElasticJob:
         self._members.leave()
         if (model := self._model()) is not None:
             vars(model).pop(_KEPT, None)
-
-
-def _state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[Any]) -> MemberState:
-    """The state of a model, without the tensors of these names, and of other objects."""
-
-    def tensors() -> dict[str, torch.Tensor]:
-        named = [*model.named_parameters(), *model.named_buffers()]
-        return {name: each.detach() for name, each in named if name not in without}
-
-    def labels() -> list[str]:
-        names = {id(each): name for name, each in model.named_parameters()}
-        return [_label(each, names) for each in others]
-
-    def save() -> dict[str, Any]:
-        return {"tensors": tensors(), "others": [each.state_dict() for each in others], "labels": labels()}
-
-    def load(state: dict[str, Any]) -> None:
-        if state["labels"] != (own := labels()):
-            theirs, mine = next((a, b) for a, b in zip_longest(state["labels"], own, fillvalue="nothing") if a != b)
-            raise DisagreementError(
-                f"another member sent the state of {theirs}, and this one has {mine} in its place. Pass the same optimizers, "
-                "with the same parameters, and the same `also` in the same order on every member."
-            )
-        for name, each in tensors().items():
-            each.copy_(state["tensors"][name])
-        for each, saved in zip(others, state["others"], strict=True):
-            each.load_state_dict(saved)
-
-    return MemberState(save, load)
-
-
-def _label(each: Any, names: Mapping[int, str]) -> str:
-    """The kind of an object with a state; of an optimizer also its parameters, since its state has them by number."""
-    groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
-    stepped = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in groups]
-    return type(each).__name__ + (f" of {stepped}" if groups else "")

@@ -27,11 +27,14 @@ from gradwire.transport import Grid, Link, Meter, Operations, transfer
 
 SIZES = tuple(1024 * 4**power for power in range(8))
 """Bytes of a message: 1 KB to 16 MB."""
+DEVICE_SIZES = (*SIZES, 4 * SIZES[-1])
+"""Bytes of a message between GPUs, up to 64 MB: on fast links a smaller one takes as long as its launch."""
 SECONDS = 1.0
 """Default time for one link, in seconds."""
-ENOUGH_BYTES = 2**20
+ENOUGH_BYTES, DEVICE_ENOUGH_BYTES = 2**20, 2**24
 PATIENCE = 4
-"""Factor by which a link's time may grow until a message of `ENOUGH_BYTES` was sent: only large ones show the rate."""
+"""Factor by which a link's time may grow until a message of `ENOUGH_BYTES` was sent, or of `DEVICE_ENOUGH_BYTES` between GPUs:
+only large ones show the rate."""
 BATCHES = 3
 """Measurements of each size, each of several messages if they are short."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
@@ -311,15 +314,16 @@ def _sweep(
     """
     points: list[tuple[float, float]] = []
     cpu_points: list[tuple[float, float]] = []
-    spent_us, expected_us = 0.0, min(_run(link, traffic, SIZES[0], 1, device)[0])
-    for nbytes in SIZES:
+    sizes, enough = (SIZES, ENOUGH_BYTES) if device.type == "cpu" else (DEVICE_SIZES, DEVICE_ENOUGH_BYTES)
+    spent_us, expected_us = 0.0, min(_run(link, traffic, sizes[0], 1, device)[0])
+    for nbytes in sizes:
         messages = min(_MOST_MESSAGES, max(1, round(1e6 * seconds * _BATCH_PART / expected_us)))
         measured, cpu_us = _run(link, traffic, nbytes, messages, device)
         points += [(float(held * nbytes), us) for us in measured]
         cpu_points += [(float(held * nbytes), us) for us in cpu_us]
         spent_us += (1 + BATCHES * messages) * statistics.median(measured)
         expected_us = 4 * min(measured)
-        if spent_us + (1 + BATCHES) * expected_us > 1e6 * seconds * (1 if nbytes >= ENOUGH_BYTES else PATIENCE):
+        if spent_us + (1 + BATCHES) * expected_us > 1e6 * seconds * (1 if nbytes >= enough else PATIENCE):
             break
     return points, cpu_points
 

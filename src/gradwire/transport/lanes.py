@@ -124,6 +124,8 @@ class LanesObserver:
 
     holds = False
     """Whether lanes get no bucket before all buckets of the step are ready, so that nothing is encoded or sent in backward."""
+    times_device = False
+    """Whether steps are timed on the device, where lanes only queue their work (`Exchange.device_times`)."""
 
     def task_times(self) -> list[Any] | None:
         """The list to which the lanes append the times of each task of the step that begins. None: no times are kept."""
@@ -412,6 +414,11 @@ class Lanes:
     def holds(self) -> bool:
         """Whether an observer wants buckets held back until all are ready."""
         return any(observer.holds for observer in self.observers)
+
+    @property
+    def times_device(self) -> bool:
+        """Whether an observer wants steps to be timed on the device."""
+        return any(observer.times_device for observer in self.observers) and self.queues
 
     # ---- steps whose operations are queued on a device
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from gradwire.transport.streams import Mark, Streams
+
 
 @dataclass
 class Meter:
@@ -16,6 +18,9 @@ class Meter:
     """Begin and end of each encode and decode since `take_spans`, by time.perf_counter. None: not recorded."""
     task_seconds: float = 0.0
     """Elapsed time of tasks: in codecs, on links, and waiting for other ranks."""
+    on_device: list[tuple[Mark, Mark]] | None = None
+    """Timed marks at the begin of each task's first encode or exchange on the device, and at its end. None: not recorded."""
+    _began: Mark = None
 
     @contextmanager
     def codec(self) -> Iterator[None]:
@@ -26,6 +31,17 @@ class Meter:
         self.codec_seconds += time.thread_time() - start
         if self.spans is not None:
             self.spans.append((began, time.perf_counter()))
+
+    def begins(self, streams: Streams) -> None:
+        """The task that runs begins on the device, on the current stream."""
+        if self.on_device is not None and self._began is None:
+            self._began = streams.timed_mark()
+
+    def ends(self, streams: Streams) -> None:
+        """The task that runs ends on the device, on the current stream."""
+        if self.on_device is not None and self._began is not None:
+            self.on_device.append((self._began, streams.timed_mark()))
+            self._began = None
 
     def take_spans(self) -> list[tuple[float, float]]:
         """The spans since the last call."""

@@ -7,6 +7,7 @@ thread waits for the copies to the host.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -28,9 +29,29 @@ class Streams:
         """Queue the work inside on the decode stream."""
         return nullcontext()
 
+    def current(self) -> AbstractContextManager[torch.Stream | None]:
+        """The stream that is current now. Work inside is queued on it, whatever is current then."""
+        return nullcontext()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Do not let torch use the tensor's memory for others before the current stream has done its work so far, and what is
+        queued on it until the tensor goes."""
+
+    def future(self) -> torch.futures.Future[Any]:
+        """A future. Who waits for it lets the current stream wait for the stream that was current when the result was set."""
+        return torch.futures.Future()
+
     def mark(self) -> Mark:
         """A mark in the current stream."""
         return None
+
+    def timed_mark(self) -> Mark:
+        """A mark for `elapsed_s`. Nothing may wait for it."""
+        return None
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        """The seconds from one timed mark to another, on the device. Waits for the later one. 0 on CPU."""
+        return 0.0
 
     def wait(self, mark: Mark) -> None:
         """Let the current stream wait for a mark."""
@@ -66,10 +87,31 @@ class DeviceStreams(Streams):
         with self._decode:
             yield self._decode
 
+    def current(self) -> AbstractContextManager[torch.Stream | None]:
+        stream: torch.Stream = torch.accelerator.current_stream(self.device)
+        return stream
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.accelerator.current_stream(self.device))
+
+    def future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future(devices=[self.device])
+
     def mark(self) -> Mark:
         event = torch.Event(self.device)
         event.record(torch.accelerator.current_stream(self.device))
         return event
+
+    def timed_mark(self) -> Mark:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        assert start is not None and end is not None
+        if not self.is_done(end):
+            self.synchronize(end)
+        return float(start.elapsed_time(end)) / 1e3
 
     def wait(self, mark: Mark) -> None:
         if mark is not None:

@@ -59,7 +59,7 @@ gradwire import-profile
 gradwire lighthouse
   --bind = 0.0.0.0:29510
   --min-replicas = 2
-  --silence = 1.5
+  --silence = 1.0
   --patience = 600.0
 gradwire options
   --nodes

@@ -5,14 +5,17 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_links import wires
 from stream_double import Device, DeviceLink, SeenWire, run_staged_ranks
 
@@ -21,12 +24,17 @@ from gradwire.collectives import ShardedSum, schemes
 from gradwire.core import TensorInfo
 from gradwire.engine.buffers import BuffersBeside
 from gradwire.engine.torch_hooks import hooks
+from gradwire.engine.witness import Witness, _Squares
 from gradwire.exchange import Exchange, host_codec
 from gradwire.exchange.exchange import BOTH, GATHER, REDUCE
 from gradwire.exchange.host_codec import HostCodec, Staging
+from gradwire.integrations import c10d
+from gradwire.integrations.fsdp2_comms import Turns
+from gradwire.integrations.fsdp2_exchanges import ModuleExchanges
 from gradwire.kernels import Compressor, cpu, kernels_for
 from gradwire.transport import Grid, Group, Lane, Lanes, Link
 from gradwire.transport.shared_lanes import LaneSet
+from gradwire.transport.streams import DeviceStreams
 
 SHAPES = ((37, 19), (1,), (13, 23))
 
@@ -245,7 +253,102 @@ def scale_of_a_scaler(device: Device) -> None:
                 copy.value()
 
 
+def quantised_by_the_backend(device: Device) -> None:
+    """An all-reduce of the backend "gradwire", whose worker exchanges while the script goes on."""
+    with lanes_of(device) as lanes, pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as worker:
+        exchange = exchange_on(lanes, gw.QSGD(bits=4))
+        values = torch.zeros(sum(torch.Size(shape).numel() for shape in SHAPES))
+        cut = values.split([torch.Size(shape).numel() for shape in SHAPES])
+        parts = {f"t{at}": part.view(shape) for at, (part, shape) in enumerate(zip(cut, SHAPES, strict=True))}
+        group: Any = c10d.QuantisingGroup.__new__(c10d.QuantisingGroup)
+        dist.ProcessGroup.__init__(group, 0, 2)  # type: ignore[call-arg]
+        group._worker = worker
+        worker.submit(lanes.data[0].link.streams.enter_thread).result()
+        patch.setattr(c10d.QuantisingGroup, "_parts", lambda own, tensor: parts)
+        patch.setattr(c10d.QuantisingGroup, "_exchange_of", lambda own, parts: exchange)
+        patch.setattr(c10d, "_create_work_from_future", lambda future: future)
+        for _ in range(2):
+            values.add_(1.0)
+            work = group.allreduce(values)
+            torch.zeros(9).add_(1.0)  # the script goes on
+            work.wait()
+            values.mul_(2.0)
+
+
+class Reduced(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, call: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        context.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        context.call(gradients[0])
+        return gradients[0], None
+
+
+def reduced_for_fsdp2(device: Device) -> None:
+    """Two modules' reduce-scatters, which FSDP2 calls on a stream of its own. The exchange of the last one ends with backward."""
+    with lanes_of(device) as lanes, torch.enable_grad():
+        turns = Turns(lambda waited_s: None)
+        nothing = SimpleNamespace(**dict.fromkeys(("begins", "exchanged", "resumed"), lambda *_: None))
+        exchanges = {name: exchange_on(lanes, gw.QSGD(bits=4), scheme="alltoall") for name in "ab"}
+
+        def exchange_of(module: str, tensors: Any, group: Any) -> Exchange:
+            turns.settle()
+            return exchanges[module]
+
+        own: Any = SimpleNamespace(exchange_of=exchange_of, _job=nothing, _turns=turns)
+        stream, outputs = device.stream("the stream of reduce-scatters"), []
+
+        def reduce_scatter(module: str, gradient: torch.Tensor) -> None:
+            tensors = {f"t{at}": torch.ones(shape) * gradient for at, shape in enumerate(SHAPES)}
+            stream.timeline.follow(device.current.timeline.after)
+            with stream:
+                output = torch.empty(3)
+                outputs.append(output)
+                end = lambda: output.copy_(tensors["t0"][0, :3])  # noqa: E731
+                ModuleExchanges.run(own, module, tensors, None, "both", end, defer=True)  # type: ignore[arg-type]
+            kept = {address for address, on in device.kept if on is stream}
+            assert {each.data_ptr() for each in tensors.values()} <= kept
+
+        x = torch.ones((), requires_grad=True)
+        for _ in range(2):
+            loss = Reduced.apply(Reduced.apply(x, partial(reduce_scatter, "b")), partial(reduce_scatter, "a"))
+            loss.backward()  # type: ignore[no-untyped-call]
+            for output in outputs:
+                output.add_(1.0)
+            outputs.clear()
+
+
+class MadeSession(SimpleNamespace):
+    """The parts of a session that a witness needs. It can be referred to weakly."""
+
+
+def squares_of_a_witness(device: Device) -> None:
+    """The witness encodes a sample once more, and reads its squares on the host when they are there."""
+    with lanes_of(device) as lanes:
+        exchange = exchange_on(lanes, gw.QSGD(bits=4), scheme="alltoall")
+        session: Any = MadeSession(lanes=lanes, group=lanes.group)
+        witness = Witness(session)
+        for step in range(2):
+            witness._ask(exchange)
+            assert witness._sample is not None
+            for slot in exchange.slots.values():
+                slot.view.fill_(step + 1.0)
+                witness.sends(slot, slot.view)
+            witness._coming = witness._measure(witness._sample, step)
+            with device.on_host():
+                witness._take()
+            assert witness._coming is None and witness._squares
+            witness._sample, witness._runs = None, {}
+            lanes.observe(witness, on=False)
+
+
 SCENARIOS = (
+    *(quantised_by_the_backend, reduced_for_fsdp2, squares_of_a_witness),
     *(whole_steps, narrow_residuals, gathers_later, gather_alone),
     *(on_a_lane, buffers_beside, offloaded, staged, scale_of_a_scaler),
 )
@@ -268,11 +371,35 @@ def test_nothing_is_touched_out_of_order(scenario: Callable[[Device], None], mon
         scenario(device)
 
 
+def test_no_thread_waits_where_lanes_only_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Device().used(monkeypatch) as device, torch.no_grad():
+        for scenario in (whole_steps, narrow_residuals, gathers_later, gather_alone):
+            scenario(device)
+        assert "synchronize" not in {call for _, call in device.waits}
+        staged(device)
+        assert "synchronize" in {call for _, call in device.waits}, "the copies to the host"
+
+
+def test_the_witness_reads_its_numbers_when_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Device().used(monkeypatch) as device, lanes_of(device) as lanes:
+        session: Any = MadeSession(lanes=lanes, group=lanes.group)
+        witness, streams = Witness(session), lanes.data[0].link.streams
+        witness._coming = coming = _Squares(0, 9, torch.ones(6), streams, streams.mark())
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceStreams, "is_done", lambda own, mark: False)
+            witness._take()
+            assert witness._coming is coming and not witness._squares
+        with device.on_host():
+            witness._take()
+        assert witness._coming is None and [*witness._squares[0]] == [[1.0] * 6]
+        assert "synchronize" not in {call for _, call in device.waits}
+
+
 # ---- with one of them taken out
 
 SRC = Path(gw.__file__).parent
-MODULES = [path for room in ("collectives", "exchange", "engine") for path in sorted((SRC / room).rglob("*.py"))]
-MODULES += [SRC / "transport" / "pinned.py", SRC / "transport" / "streams.py"]
+MODULES = [path for room in ("collectives", "exchange", "engine", "integrations") for path in sorted((SRC / room).rglob("*.py"))]
+MODULES += [SRC / "transport" / name for name in ("lanes.py", "pinned.py", "staged_link.py", "streams.py")]
 
 
 class TakeOut(ast.NodeTransformer):

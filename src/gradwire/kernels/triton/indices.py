@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.core import index_bytes, index_low_bits, kept_of
 from gradwire.kernels.segments import Segments
-from gradwire.kernels.triton.launch import ELEMENTS, launch, made_once, reach_of, table_of
+from gradwire.kernels.triton.launch import ELEMENTS, launch, made_once, put_on, reach_of, table_of
 
 BYTES = 128
 """Bytes of indices of a program. The registers of a thread do not hold the bits of 512."""
@@ -93,7 +93,7 @@ def groups_of(segments: Segments, ratio: float, together: bool, itemsize: int) -
         first_program=program_spans[of_program, 0],
         program_spans=program_spans,
         table=table_of(table, 4, segments),
-        kept=torch.tensor(kept, dtype=torch.int32, device=segments.device),
+        kept=put_on(segments.device, torch.tensor(kept, dtype=torch.int32, device="cpu")),
         bytes=table_of(of_bytes, 8, segments),
         entries=table_of(entries, 4, segments),
         pieces=table_of(pieces, 2, segments),

@@ -51,7 +51,12 @@ class Programs(NamedTuple):
     def of(table: Tensor, segments: Segments, payload_bytes: int) -> "Programs":
         """A table of CPU, put on the segments' device."""
         aligned = not bool((table[:, [0, 4]] % 16).any())
-        return Programs(table.to(segments.device), aligned, reach_of(segments), payload_bytes)
+        return Programs(put_on(segments.device, table), aligned, reach_of(segments), payload_bytes)
+
+
+def put_on(device: torch.device, table: Tensor) -> Tensor:
+    """Copy a table of the host to the device. The host does not wait until the device has done its work so far."""
+    return table.to(device, non_blocking=True)
 
 
 def blocks_each(block: int) -> int:
@@ -83,7 +88,7 @@ def reach_of(segments: Segments) -> int:
 
 def table_of(rows: Sequence[tuple[int, ...]], columns: int, segments: Segments) -> Tensor:
     """The rows as int64 on the segments' device."""
-    return torch.tensor(rows, dtype=torch.int64, device=segments.device).reshape(-1, columns)
+    return put_on(segments.device, torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, columns))
 
 
 @made_once
