@@ -15,6 +15,8 @@ import gradwire as gw
 from gradwire.engine.torch_hooks.optimizer_step import Stepping, is_replaced
 from gradwire.engine.torch_hooks.splitting import elementwise, splits, why_whole
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*only its shard")
+
 EXACT = gw.Identity()
 
 
