@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import gradwire as gw
 from gradwire.record.run import Run as Record
 from gradwire.report.modules import module_rows
 
-pytest.importorskip("accelerate", reason="gradwire's extra accelerate is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="gradwire's extra accelerate is not installed"),
+]
 
 FEEDBACK = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)))
 

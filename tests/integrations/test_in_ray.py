@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from worlds import digest, seeded
 import gradwire as gw
 from gradwire.integrations.handles import load_handle, save_handle
 
-ray = pytest.importorskip("ray", reason="gradwire's extra ray is not installed")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif(find_spec("ray") is None, reason="gradwire's extra ray is not installed"),
     pytest.mark.skipif(" " in sys.executable, reason="Ray starts its workers by a command in which it quotes no path"),
 ]
 
@@ -45,6 +46,8 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def cluster(environment: dict[str, str]) -> Iterator[None]:
     """Ray on this machine alone, which leaves no process behind."""
+    import ray
+
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
         for name, value in environment.items():

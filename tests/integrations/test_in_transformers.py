@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import gradwire as gw
 from gradwire.record.run import Run
 from gradwire.report.page import write_report
 
-pytest.importorskip("transformers", reason="gradwire's extra transformers is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="gradwire's extra transformers is not installed"),
+]
 
 FEEDBACK = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)))
 WORDS = 32

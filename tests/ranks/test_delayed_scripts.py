@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from delayed_steps import Reference, gradient, momentum
 from test_delayed import STEPS, make_model
+from threads import Threads, built, here
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from worlds import Worlds, digest, seeded
@@ -26,7 +26,7 @@ class Run:
     def __init__(self, plan: Any = EXACT) -> None:
         self.model = make_model()
         self.optimizer = momentum(self.model.parameters())
-        self.handle = gw.parallelize(self.model, self.optimizer, plan=plan)
+        self.handle = gw.parallelize(self.model, self.optimizer, plan=plan, process_group=here.group)
 
     def end(self) -> str:
         weights = digest(self.model.state_dict().values())
@@ -72,7 +72,7 @@ def looking(name: str) -> tuple[list[str], str, str]:
     seen = []
     for step in range(5):
         for run in (looked, blind):
-            gradient(run.model, step, dist.get_rank())
+            gradient(run.model, step, here.rank)
             run.optimizer.step()
             run.optimizer.zero_grad()
         seen.append(LOOKS[name](looked))
@@ -80,8 +80,8 @@ def looking(name: str) -> tuple[list[str], str, str]:
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_whoever_looks_sees_the_global_weights_and_changes_nothing(worlds: Worlds, name: str) -> None:
-    (seen, looked, blind), (other, *_) = worlds.run(2, looking, name)
+def test_whoever_looks_sees_the_global_weights_and_changes_nothing(threads: Threads, name: str) -> None:
+    (seen, looked, blind), (other, *_) = threads.run(2, looking, name)
     assert seen == other and len(set(seen)) == 5
     assert looked == blind
 
@@ -100,7 +100,7 @@ def changing(change: Callable[[Run, int], None]) -> tuple[list[float], str, bool
     """The largest weight after each change, W at the end, and whether the step after it computed on W."""
     run, largest, on_global = Run(), [], True
     for step in range(6):
-        gradient(run.model, step, dist.get_rank())
+        gradient(run.model, step, here.rank)
         run.optimizer.step()
         run.optimizer.zero_grad()
         change(run, step)
@@ -114,8 +114,8 @@ def changing(change: Callable[[Run, int], None]) -> tuple[list[float], str, bool
 
 
 @pytest.mark.parametrize("change", [clamp, load_again])
-def test_what_a_script_does_to_the_weights_counts(worlds: Worlds, change: Any) -> None:
-    (largest, weights, on_global), (_, other, _) = worlds.run(2, changing, change)
+def test_what_a_script_does_to_the_weights_counts(threads: Threads, change: Any) -> None:
+    (largest, weights, on_global), (_, other, _) = threads.run(2, changing, change)
     assert weights == other and on_global
     if change is clamp:
         assert max(largest) <= torch.tensor(0.3).item()
@@ -127,7 +127,7 @@ def beside_the_step(what: str) -> tuple[str, str]:
     for doing in (True, False):
         run = Run()
         for step in range(4):
-            generator = seeded(step, dist.get_rank())
+            generator = seeded(step, here.rank)
             output = run.model(torch.randn(5, 6, generator=generator))
             if doing and what == "no_grad forward":
                 with torch.no_grad():
@@ -147,41 +147,41 @@ def beside_the_step(what: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("what", ["no_grad forward", "norm", "clip", "save before the step"])
-def test_what_is_done_inside_a_step_changes_nothing(worlds: Worlds, what: str) -> None:
-    for with_it, without in worlds.run(2, beside_the_step, what):
+def test_what_is_done_inside_a_step_changes_nothing(threads: Threads, what: str) -> None:
+    for with_it, without in threads.run(2, beside_the_step, what):
         assert with_it == without
 
 
 def penalty() -> list[str]:
     run = Run()
     for step in range(4):
-        output = run.model(torch.randn(5, 6, generator=seeded(step, dist.get_rank())))
+        output = run.model(torch.randn(5, 6, generator=seeded(step, here.rank)))
         (output.square().mean() + 0.01 * sum(p.square().sum() for p in run.model.parameters())).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
     return [run.end()]
 
 
-def test_a_penalty_is_of_the_weights_that_the_step_computes_on(worlds: Worlds) -> None:
+def test_a_penalty_is_of_the_weights_that_the_step_computes_on(threads: Threads) -> None:
     def with_penalty(model: nn.Module, step: int, rank: int) -> None:
         output = model(torch.randn(5, 6, generator=seeded(step, rank)))
         (output.square().mean() + 0.01 * sum(p.square().sum() for p in model.parameters())).backward()
 
     expected = Reference(EXACT.schedule, make_model, momentum, with_penalty, 2)  # type: ignore[arg-type]
     expected.run(4)
-    assert worlds.run(2, penalty) == [[digest(expected.history[-1])]] * 2
+    assert threads.run(2, penalty) == [[digest(expected.history[-1])]] * 2
 
 
 def scheduled(before: bool) -> tuple[str, list[str]]:
     model = make_model()
     optimizer = momentum(model.parameters())
     made = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)] if before else []
-    handle = gw.parallelize(model, optimizer, plan=EXACT)
+    handle = gw.parallelize(model, optimizer, plan=EXACT, process_group=here.group)
     scheduler = made[0] if before else torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(STEPS):
-            gradient(model, step, dist.get_rank())
+            gradient(model, step, here.rank)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -206,14 +206,8 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.some, self.none = (
-            nn.Linear(6, 6),
-            nn.BatchNorm1d(6),
-            nn.Linear(6, 6),
-            nn.Linear(6, 6),
-        )
-        self.tied = nn.Linear(6, 6)
+        self.first, self.some, self.none, self.tied = built(0, lambda: [nn.Linear(6, 6) for _ in range(4)])
+        self.norm = nn.BatchNorm1d(6)
         self.tied.weight = self.first.weight
 
     def forward(self, inputs: torch.Tensor, branch: bool) -> torch.Tensor:
@@ -224,8 +218,9 @@ class Odd(nn.Module):
 def odd() -> tuple[list[str], list[str], bool]:
     model = Odd()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
-    handle = gw.parallelize(model, optimizer, plan=gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=4)), schedule="delayed"))
-    rank, shown, buffers = dist.get_rank(), [], []
+    plan = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=4)), schedule="delayed")
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    rank, shown, buffers = here.rank, [], []
     unused = model.none.weight.detach().clone()
     for step in range(6):
         for part in range(2):  # gradients of two batches are added up
@@ -240,8 +235,8 @@ def odd() -> tuple[list[str], list[str], bool]:
     return shown, buffers, same
 
 
-def test_buffers_are_rank_0s_and_unused_parameters_stay(worlds: Worlds) -> None:
-    (shown, buffers, same), (other, others, _) = worlds.run(2, odd)
+def test_buffers_are_rank_0s_and_unused_parameters_stay(threads: Threads) -> None:
+    (shown, buffers, same), (other, others, _) = threads.run(2, odd)
     assert shown == other and len(set(shown)) == 6
     assert buffers == others and len(set(buffers)) == 6
     assert same
@@ -262,7 +257,7 @@ def refused(what: str) -> str:
     if what == "momentum of the spec":
         optimizer, plan = torch.optim.SGD(model.parameters(), lr=0.1), gw.Uniform(gw.DGC(0.5), schedule="delayed")
     with pytest.raises((gw.PlanError, gw.StepStateError)) as caught:
-        handle = gw.parallelize(model, optimizer, plan=plan)
+        handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
         try:
             model(EVAL[0]).sum().backward()
             if what == "a closure":
@@ -287,19 +282,19 @@ def refused(what: str) -> str:
         ("a fused scaler", "GradScaler"),
     ],
 )
-def test_what_cannot_be_delayed_is_refused(worlds: Worlds, what: str, words: str) -> None:
-    for told in worlds.run(2, refused, what):
+def test_what_cannot_be_delayed_is_refused(threads: Threads, what: str, words: str) -> None:
+    for told in threads.run(2, refused, what):
         assert words in told
 
 
-def test_detach_leaves_an_ordinary_model(worlds: Worlds) -> None:
-    assert worlds.run(1, detached) == [True]
+def test_detach_leaves_an_ordinary_model(threads: Threads) -> None:
+    assert threads.run(1, detached) == [True]
 
 
 def detached() -> bool:
     model, bare = make_model(), make_model()
     optimizer = momentum(model.parameters())
-    handle = gw.parallelize(model, optimizer, plan=EXACT)
+    handle = gw.parallelize(model, optimizer, plan=EXACT, process_group=here.group)
     gradient(model, 0, 0)
     optimizer.step()
     handle.detach()
@@ -310,7 +305,7 @@ def detached() -> bool:
 
 def looked_before_backward() -> str:
     run = Run()
-    gradient(run.model, 0, dist.get_rank())
+    gradient(run.model, 0, here.rank)
     run.optimizer.step()
     run.optimizer.zero_grad()
     loss = run.model(EVAL[0]).square().mean()
@@ -322,6 +317,6 @@ def looked_before_backward() -> str:
     return str(caught.value)
 
 
-def test_weights_that_a_backward_needs_are_not_changed_under_it(worlds: Worlds) -> None:
-    for words in worlds.run(2, looked_before_backward):
+def test_weights_that_a_backward_needs_are_not_changed_under_it(threads: Threads) -> None:
+    for words in threads.run(2, looked_before_backward):
         assert "modified by an inplace operation" in words

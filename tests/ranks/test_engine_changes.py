@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from threads import Threads, built, here
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Given, Worlds, digest, seeded
@@ -14,8 +15,7 @@ import gradwire as gw
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4), nn.Linear(4, 1))
+    model = built(0, lambda: nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4), nn.Linear(4, 1)))
     model[2].requires_grad_(False)
     return model
 
@@ -29,8 +29,8 @@ def thawed(model: nn.Module) -> None:
 
 
 def adapted(model: nn.Module) -> None:
-    torch.manual_seed(7 + dist.get_rank())  # as DDP does, the change makes ranks equal again
-    model[0].register_parameter("adapter", nn.Parameter(torch.randn(9)))
+    # as DDP does, the change makes ranks equal again
+    model[0].register_parameter("adapter", nn.Parameter(torch.randn(9, generator=seeded(7, here.rank))))
     model[0].register_forward_hook(lambda module, inputs, output: output * module.adapter)
 
 
@@ -48,8 +48,7 @@ def there_and_back(model: nn.Module) -> None:
 
 
 def other_layer(model: nn.Module) -> None:
-    torch.manual_seed(3)
-    model[3] = nn.Linear(4, 2)
+    model[3] = built(3, lambda: nn.Linear(4, 2))
 
 
 def frozen(model: nn.Module) -> None:
@@ -64,7 +63,7 @@ def train(model: nn.Module, forward: nn.Module, steps: range) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     dtype = next(model.parameters()).dtype
     for step in steps:
-        batch = torch.randn(5, 6, generator=seeded(step, dist.get_rank())).to(dtype)
+        batch = torch.randn(5, 6, generator=seeded(step, here.rank)).to(dtype)
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         forward(batch).square().mean().backward()
         optimizer.step()
@@ -94,9 +93,9 @@ def test_a_change_on_all_ranks_is_taken_in(worlds: Worlds, how: Callable[[nn.Mod
 def change_on_one(how: Callable[[nn.Module], None]) -> list[str]:
     """Rank 0 alone changes its model. What both are told, then whether training goes on after all changed."""
     model = network()
-    handle = gw.parallelize(model, plan=gw.Identity())
+    handle = gw.parallelize(model, plan=gw.Identity(), process_group=here.group)
     train(model, model, range(2))
-    if dist.get_rank() == 0:
+    if here.rank == 0:
         how(model)
     told = []
     for _ in range(2):
@@ -104,18 +103,18 @@ def change_on_one(how: Callable[[nn.Module], None]) -> list[str]:
             train(model, model, range(2, 3))
         told.append(f"{type(caught.value).__name__}: {caught.value}")
     handle.reset()
-    if dist.get_rank() != 0:
+    if here.rank != 0:
         how(model)
     train(model, model, range(3, 5))
-    everybody: list[object] = [None] * 2
-    dist.all_gather_object(everybody, digest(model.parameters()))
+    everybody = here.gather(digest(model.parameters()))
     assert everybody[0] == everybody[1]
+    handle.detach()
     return told
 
 
 @pytest.mark.parametrize("how", [assigned, thawed, narrowed])
-def test_a_change_on_one_rank_alone_is_refused_on_both(worlds: Worlds, how: Callable[[nn.Module], None]) -> None:
-    for first, second in worlds.run(2, change_on_one, how):
+def test_a_change_on_one_rank_alone_is_refused_on_both(threads: Threads, how: Callable[[nn.Module], None]) -> None:
+    for first, second in threads.run(2, change_on_one, how):
         assert first.startswith("StepStateError")
         assert "rank 0's model were added, thawed, converted or replaced, and those of rank 1's were not" in first
         assert second == first
@@ -123,35 +122,37 @@ def test_a_change_on_one_rank_alone_is_refused_on_both(worlds: Worlds, how: Call
 
 def change_differently() -> str:
     model = network()
-    gw.parallelize(model, plan=gw.Identity())
+    handle = gw.parallelize(model, plan=gw.Identity(), process_group=here.group)
     train(model, model, range(1))
-    model.double() if dist.get_rank() else model.bfloat16()
+    model.double() if here.rank else model.bfloat16()
     with pytest.raises(gw.DisagreementError) as caught:
         train(model, model, range(1, 2))
+    handle.detach()
     return str(caught.value)
 
 
-def test_different_changes_are_refused_on_both(worlds: Worlds) -> None:
-    first, second = worlds.run(2, change_differently)
+def test_different_changes_are_refused_on_both(threads: Threads) -> None:
+    first, second = threads.run(2, change_differently)
     assert first == second
     assert "rank 0 has ['0.weight', [9, 6], 'bfloat16', 'cpu'], rank 1 has ['0.weight', [9, 6], 'float64', 'cpu']" in first
 
 
 def change_under_a_fixed_plan() -> str:
     model = network()
-    handle = gw.parallelize(model, plan=gw.Identity())
+    handle = gw.parallelize(model, plan=gw.Identity(), process_group=here.group)
     train(model, model, range(1))
     plan = handle.plan
     handle.detach()
-    gw.parallelize(model, plan=plan)
+    handle = gw.parallelize(model, plan=plan, process_group=here.group)
     adapted(model)
     with pytest.raises(gw.DisagreementError) as caught:
         train(model, model, range(1, 2))
+    handle.detach()
     return str(caught.value)
 
 
-def test_a_fixed_plan_that_does_not_fit_any_more_is_refused(worlds: Worlds) -> None:
-    for told in worlds.run(2, change_under_a_fixed_plan):
+def test_a_fixed_plan_that_does_not_fit_any_more_is_refused(threads: Threads) -> None:
+    for told in threads.run(2, change_under_a_fixed_plan):
         assert "0.adapter" in told
         assert "PlanError" in told
 
@@ -159,12 +160,12 @@ def test_a_fixed_plan_that_does_not_fit_any_more_is_refused(worlds: Worlds) -> N
 def change_in_eval() -> tuple[str, str]:
     """In eval mode a forward may be one rank's alone: it is refused there, and `attach` is what to call."""
     model = network()
-    handle = gw.parallelize(model, plan=gw.Identity())
+    handle = gw.parallelize(model, plan=gw.Identity(), process_group=here.group)
     train(model, model, range(1))
     model.eval()
     thawed(model)
     told = ""
-    if dist.get_rank() == 0:
+    if here.rank == 0:
         with torch.no_grad():
             model(torch.ones(2, 6))
         with pytest.raises(gw.StepStateError) as caught:
@@ -172,11 +173,12 @@ def change_in_eval() -> tuple[str, str]:
         told = str(caught.value)
     handle.attach()
     train(model, model, range(1, 3))
+    handle.detach()
     return told, digest(model.parameters())
 
 
-def test_in_eval_mode_attach_is_called_by_hand(worlds: Worlds) -> None:
-    (told, first), (_, second) = worlds.run(2, change_in_eval)
+def test_in_eval_mode_attach_is_called_by_hand(threads: Threads) -> None:
+    (told, first), (_, second) = threads.run(2, change_in_eval)
     assert "'2.weight' was added, thawed" in told
     assert "attach()" in told
     assert first == second
@@ -184,27 +186,27 @@ def test_in_eval_mode_attach_is_called_by_hand(worlds: Worlds) -> None:
 
 def keep_residuals() -> tuple[float, float]:
     """What was sent and what is left add up to what the gradients were, over a change in between."""
-    torch.manual_seed(0)
-    model = Given([700, 300])
-    handle = gw.parallelize(model, plan=gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2))))
+    model = Given([700, 300], seed=0)
+    handle = gw.parallelize(model, plan=gw.ErrorFeedback(gw.QSGD(bits=2)), process_group=here.group)
     given, received = torch.zeros(700, dtype=torch.float64), torch.zeros(700, dtype=torch.float64)
     for step in range(6):
         if step == 3:
             model.p2 = nn.Parameter(torch.zeros(50))
-        gradients = model.random_gradients(step, dist.get_rank())
+        gradients = model.random_gradients(step, here.rank)
         model.zero_grad()
         model(gradients).backward()
-        given += gradients[0].double() / dist.get_world_size()
+        given += gradients[0].double() / here.world_size
         received += model.p0.grad.double()
     left = sum(v.double() for key, v in handle.state_dict().items() if key.endswith("/p0"))
-    dist.all_reduce(given)
-    dist.all_reduce(left)
+    here.add_up(given)
+    here.add_up(left)
+    handle.detach()
     return float((given - received - left).norm()), float(left.norm())
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_residuals_of_what_stays_are_kept(worlds: Worlds, world_size: int) -> None:
-    for off, left in worlds.run(world_size, keep_residuals):
+def test_residuals_of_what_stays_are_kept(threads: Threads, world_size: int) -> None:
+    for off, left in threads.run(world_size, keep_residuals):
         assert left > 1
         assert off < 1e-4
 
@@ -230,21 +232,20 @@ def test_copies_stay_ordinary_models(worlds: Worlds) -> None:
 
 def with_another_head() -> dict[str, bool]:
     """Whether anything is left of each tensor's residual after the head was replaced by one of its size."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
-    handle = gw.parallelize(model, plan=gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2))))
+    model = built(1, lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)))
+    handle = gw.parallelize(model, plan=gw.ErrorFeedback(gw.QSGD(bits=2)), process_group=here.group)
     for step in range(3):
-        model(torch.randn(5, 6, generator=seeded(step, dist.get_rank()))).square().sum().backward()
+        model(torch.randn(5, 6, generator=seeded(step, here.rank))).square().sum().backward()
         model.zero_grad()
     model[1] = nn.Linear(8, 4)
     handle.attach()
-    prefix = f"rank{dist.get_rank()}/residual/0/"
+    prefix = f"rank{here.rank}/residual/0/"
     left = {key.removeprefix(prefix): bool(value.any()) for key, value in handle.state_dict().items() if key.startswith(prefix)}
     handle.detach()
     return left
 
 
-def test_a_new_head_does_not_get_the_residual_of_the_old_one(worlds: Worlds) -> None:
+def test_a_new_head_does_not_get_the_residual_of_the_old_one(threads: Threads) -> None:
     left = {"1.weight": False, "1.bias": False}
-    for found in worlds.run(2, with_another_head):
+    for found in threads.run(2, with_another_head):
         assert found | left == found

@@ -4,10 +4,10 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import Given, Worlds
+from threads import Threads, here
+from worlds import Given
 
 import gradwire as gw
 from gradwire.engine.control import DriftWatch, checksums
@@ -15,15 +15,15 @@ from gradwire.engine.control import DriftWatch, checksums
 
 def train(steps: int, every: int, spoil_at: int | None, dtype: torch.dtype) -> str | None:
     """Train; before step `spoil_at` rank 1 changes the sign of one element of its second tensor. What the ranks are told."""
-    model = Given([300, 7, 1], dtype)
+    model = Given([300, 7, 1], dtype, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = gw.parallelize(model, optimizer, plan=gw.QSGD(bits=3), drift_check_steps=every)
+    handle = gw.parallelize(model, optimizer, plan=gw.QSGD(bits=3), process_group=here.group, drift_check_steps=every)
     for step in range(steps):
-        if step == spoil_at and dist.get_rank() == 1:
+        if step == spoil_at and here.rank == 1:
             model.p1.data[3].neg_()
         optimizer.zero_grad()
         try:
-            model(model.random_gradients(dist.get_rank(), step)).backward()
+            model(model.random_gradients(here.rank, step)).backward()
         except gw.GradwireError as error:
             handle.detach()
             return f"{type(error).__name__}: {error}"
@@ -33,13 +33,13 @@ def train(steps: int, every: int, spoil_at: int | None, dtype: torch.dtype) -> s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_weights_raise_no_alarm(worlds: Worlds, dtype: torch.dtype) -> None:
-    assert worlds.run(3, train, 6, 1, None, dtype) == [None] * 3
+def test_equal_weights_raise_no_alarm(threads: Threads, dtype: torch.dtype) -> None:
+    assert threads.run(3, train, 6, 1, None, dtype) == [None] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_bit_on_one_rank_is_found_at_the_next_check_on_all(worlds: Worlds, dtype: torch.dtype) -> None:
-    for told in worlds.run(3, train, 9, 4, 5, dtype):
+def test_one_bit_on_one_rank_is_found_at_the_next_check_on_all(threads: Threads, dtype: torch.dtype) -> None:
+    for told in threads.run(3, train, 9, 4, 5, dtype):
         assert told is not None
         assert told.startswith("DisagreementError")
         assert "rank 0 and rank 1" in told
@@ -47,19 +47,19 @@ def test_one_bit_on_one_rank_is_found_at_the_next_check_on_all(worlds: Worlds, d
         assert "'p1'" in told
 
 
-def test_it_can_be_switched_off(worlds: Worlds) -> None:
-    assert worlds.run(2, train, 4, 0, 1, torch.float32) == [None] * 2
+def test_it_can_be_switched_off(threads: Threads) -> None:
+    assert threads.run(2, train, 4, 0, 1, torch.float32) == [None] * 2
 
 
 def impossible(every: object) -> str:
     with pytest.raises(gw.GradwireError) as caught:
-        gw.parallelize(Given([3]), plan=gw.Identity(), drift_check_steps=every)  # type: ignore[arg-type]
+        gw.parallelize(Given([3]), plan=gw.Identity(), process_group=here.group, drift_check_steps=every)  # type: ignore[arg-type]
     return str(caught.value)
 
 
 @pytest.mark.parametrize("every", [-1, 2.5, True])
-def test_impossible_values_are_refused(worlds: Worlds, every: object) -> None:
-    for told in worlds.run(1, impossible, every):
+def test_impossible_values_are_refused(threads: Threads, every: object) -> None:
+    for told in threads.run(1, impossible, every):
         assert "drift_check_steps is" in told
 
 

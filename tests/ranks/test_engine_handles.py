@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
+from threads import Threads, here
 from torch import nn
 from worlds import Given, Worlds, digest, gradwire_threads, seeded
 
@@ -22,7 +23,7 @@ def mean_is_exact(model: Given, step: int, ranks: tuple[int, ...]) -> bool:
         return [torch.randint(-9, 9, p.shape, generator=seeded(rank, step)).float() for p in model.parameters()]
 
     model.zero_grad()
-    model(integers(dist.get_rank())).backward()
+    model(integers(here.rank)).backward()
     means = model.mean_of(lambda index: integers(ranks[index]), len(ranks))
     return all(torch.equal(p.grad.double(), mean) for p, mean in zip(model.parameters(), means, strict=True))
 
@@ -31,35 +32,35 @@ def mean_is_exact(model: Given, step: int, ranks: tuple[int, ...]) -> bool:
 
 
 def train(plan: Any, steps: int = 4) -> tuple[str, gw.Plan]:
-    torch.manual_seed(dist.get_rank())
-    model = Given([300, 1, 2000, 40])
-    handle = gw.parallelize(model, plan=plan)
+    model = Given([300, 1, 2000, 40], seed=here.rank)
+    handle = gw.parallelize(model, plan=plan, process_group=here.group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
-        model(model.random_gradients(dist.get_rank(), step)).backward()
+        model(model.random_gradients(here.rank, step)).backward()
         optimizer.step()
+    handle.detach()
     return digest(model.parameters()), handle.plan
 
 
 def every_kind_of_plan(folder: str) -> list[bool]:
     policy = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=3)), bucket_bytes=1000, chunk_bytes=500)
     want, plan = train(policy)
-    path = Path(folder) / f"plan{dist.get_rank()}.json"
+    path = Path(folder) / f"plan{here.rank}.json"
     plan.save(path)
     return [train(kind) == (want, plan) for kind in (plan, path, str(path))]
 
 
-def test_a_plan_and_its_file_do_what_the_policy_does(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(2, every_kind_of_plan, str(tmp_path)) == [[True] * 3] * 2
+def test_a_plan_and_its_file_do_what_the_policy_does(threads: Threads, tmp_path: Path) -> None:
+    assert threads.run(2, every_kind_of_plan, str(tmp_path)) == [[True] * 3] * 2
 
 
 def a_spec_alone() -> bool:
     return train(gw.QSGD(bits=4))[0] == train(gw.Uniform(gw.QSGD(bits=4)))[0]
 
 
-def test_a_spec_is_the_uniform_policy(worlds: Worlds) -> None:
-    assert worlds.run(2, a_spec_alone) == [True, True]
+def test_a_spec_is_the_uniform_policy(threads: Threads) -> None:
+    assert threads.run(2, a_spec_alone) == [True, True]
 
 
 # ---- lives
@@ -77,20 +78,21 @@ def test_a_handle_that_is_not_kept_still_synchronises(worlds: Worlds) -> None:
 
 def made_twice() -> str:
     model = Given([5])
-    handle = gw.parallelize(model, plan=gw.Identity())
+    handle = gw.parallelize(model, plan=gw.Identity(), process_group=here.group)
     with pytest.raises(gw.StepStateError) as caught:
-        gw.parallelize(model, plan=gw.QSGD())
+        gw.parallelize(model, plan=gw.QSGD(), process_group=here.group)
     with pytest.raises(gw.StepStateError):
-        gw.parallelize(nn.Sequential(model, nn.Linear(1, 1)), plan=gw.QSGD())
+        gw.parallelize(nn.Sequential(model, nn.Linear(1, 1)), plan=gw.QSGD(), process_group=here.group)
     assert mean_is_exact(model, 0, (0, 1)), "the first handle does not work any more"
     handle.detach()
-    gw.parallelize(model, plan=gw.Identity())
+    handle = gw.parallelize(model, plan=gw.Identity(), process_group=here.group)
     assert mean_is_exact(model, 1, (0, 1))
+    handle.detach()
     return str(caught.value)
 
 
-def test_a_second_parallelize_raises_until_detach(worlds: Worlds) -> None:
-    for told in worlds.run(2, made_twice):
+def test_a_second_parallelize_raises_until_detach(threads: Threads) -> None:
+    for told in threads.run(2, made_twice):
         assert "'p0' belongs to a model that is parallelized already" in told
         assert "detach()" in told
 
@@ -121,18 +123,22 @@ def test_a_detached_model_is_an_ordinary_one(worlds: Worlds) -> None:
 def several_models() -> bool:
     """Two handles in one process, in turns and in one backward."""
     first, second = Given([5, 300]), Given([7])
-    gw.parallelize(first, plan=gw.Identity())
-    gw.parallelize(second, plan=gw.Uniform(gw.Identity(), scheme="alltoall"))
+    handles = [
+        gw.parallelize(first, plan=gw.Identity(), process_group=here.group),
+        gw.parallelize(second, plan=gw.Uniform(gw.Identity(), scheme="alltoall"), process_group=here.group),
+    ]
     right = [mean_is_exact(model, step, (0, 1)) for step in range(3) for model in (first, second)]
-    rank = dist.get_rank()
+    rank = here.rank
     for model in (first, second):
         model.zero_grad()
     (first([torch.ones(5) * rank, torch.ones(300)]) + second([torch.ones(7) * rank])).backward()
+    for handle in handles:
+        handle.detach()
     return all(right) and first.p0.grad.eq(0.5).all().item() and second.p0.grad.eq(0.5).all().item()
 
 
-def test_several_models(worlds: Worlds) -> None:
-    assert worlds.run(2, several_models) == [True, True]
+def test_several_models(threads: Threads) -> None:
+    assert threads.run(2, several_models) == [True, True]
 
 
 def copied() -> tuple[bool, bool]:
@@ -160,13 +166,14 @@ def alone() -> list[bool]:
     right = []
     for plan in (gw.Uniform(gw.Identity()), gw.Uniform(gw.Identity(), scheme="alltoall"), gw.Uniform(gw.Cast())):
         model = Given([1, 300])
-        gw.parallelize(model, plan=plan)
+        handle = gw.parallelize(model, plan=plan, process_group=here.group)
         right += [mean_is_exact(model, step, (0,)) for step in range(3)]
+        handle.detach()
     return right
 
 
-def test_a_world_of_one(worlds: Worlds) -> None:
-    assert worlds.run(1, alone) == [[True] * 9]
+def test_a_world_of_one(threads: Threads) -> None:
+    assert threads.run(1, alone) == [[True] * 9]
 
 
 def some_of_the_ranks() -> str | list[bool]:
@@ -192,17 +199,18 @@ def test_a_sub_group(worlds: Worlds) -> None:
 def sparse() -> list[str]:
     """In backward, on all ranks; and the next backward too, since ranks may have sent different things."""
     model = nn.Embedding(10, 3, sparse=True)
-    gw.parallelize(model, plan=gw.Identity())
+    handle = gw.parallelize(model, plan=gw.Identity(), process_group=here.group)
     told = []
     for _ in range(2):
         with pytest.raises(gw.StepStateError) as caught:
             model(torch.tensor([1, 2])).sum().backward()
         told.append(str(caught.value))
+    handle.detach()
     return told
 
 
-def test_sparse_gradients_are_refused(worlds: Worlds) -> None:
-    for first, second in worlds.run(2, sparse):
+def test_sparse_gradients_are_refused(threads: Threads) -> None:
+    for first, second in threads.run(2, sparse):
         assert "'weight' is sparse" in first
         assert "sparse=False" in first
         assert second == first
@@ -225,13 +233,13 @@ def plans_of_another_version() -> list[str]:
         replace(exact, buckets=(replace(exact.buckets[0], residual_dtype="bfloat16"),)),
     ):
         with pytest.raises(gw.PlanError) as caught:
-            gw.parallelize(model, plan=plan)
+            gw.parallelize(model, plan=plan, process_group=here.group)
         told.append(str(caught.value))
     return told
 
 
-def test_what_a_plan_asks_for_is_done_or_refused(worlds: Worlds) -> None:
-    for schedule, coded, summed, residual in worlds.run(1, plans_of_another_version):
+def test_what_a_plan_asks_for_is_done_or_refused(threads: Threads) -> None:
+    for schedule, coded, summed, residual in threads.run(1, plans_of_another_version):
         assert "schedule is Pipelined" in schedule and "no optimizer was passed" in schedule
         assert "reduce_dtype 'bfloat16'" in coded
         assert "reduce_dtype 'float32'" in summed

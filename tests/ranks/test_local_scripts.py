@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from delayed_steps import momentum
 from test_delayed import adam, make_model
 from test_delayed_scripts import Odd
 from test_local import EXACT, TWO_BITS, own_weights, step_on, training
+from threads import Threads, here
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
@@ -19,7 +19,7 @@ def uneven(schedule: gw.LocalSteps) -> tuple[str, str, int]:
     model, optimizer, handle = training(EXACT, schedule)
     for _ in range(2):
         with handle.join():
-            for step in range(9 if dist.get_rank() else 5):
+            for step in range(9 if here.rank else 5):
                 step_on(model, optimizer, step)
     parts = digest(model.state_dict().values()), own_weights(model), handle.stats().steps
     handle.detach()
@@ -27,8 +27,8 @@ def uneven(schedule: gw.LocalSteps) -> tuple[str, str, int]:
 
 
 @pytest.mark.parametrize("schedule", [gw.LocalSteps(every=4), gw.LocalSteps(every=4, delay=2, mixing=0.5)], ids=repr)
-def test_ranks_may_have_different_numbers_of_batches(worlds: Worlds, schedule: gw.LocalSteps) -> None:
-    ends = worlds.run(3, uneven, schedule)
+def test_ranks_may_have_different_numbers_of_batches(threads: Threads, schedule: gw.LocalSteps) -> None:
+    ends = threads.run(3, uneven, schedule)
     assert len({weights for weights, *_ in ends}) == 1
     assert {steps for *_, steps in ends} == {6}  # two of rank 1's and 2's steps, and one of what all have left, twice
 
@@ -38,7 +38,7 @@ def resumed_after_join(schedule: gw.LocalSteps) -> tuple[str, str]:
     runs = [training(TWO_BITS, schedule, sgd) for _ in range(2)]
     (model, optimizer, handle), (again, _, other) = runs
     with handle.join():
-        for step in range(9 if dist.get_rank() else 5):
+        for step in range(9 if here.rank else 5):
             step_on(model, optimizer, step)
     state = handle.state_dict()
     again.load_state_dict(model.state_dict())
@@ -57,9 +57,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("schedule", [gw.LocalSteps(every=4, delay=2), gw.LocalSteps(every=4, delay=1, mixing=0.5)], ids=repr)
-def test_a_run_resumed_after_join_goes_on_bit_for_bit(worlds: Worlds, schedule: gw.LocalSteps) -> None:
+def test_a_run_resumed_after_join_goes_on_bit_for_bit(threads: Threads, schedule: gw.LocalSteps) -> None:
     """The last exchange inside join() lands at once, so L does not take it up again."""
-    for went_on, resumed in worlds.run(2, resumed_after_join, schedule):
+    for went_on, resumed in threads.run(2, resumed_after_join, schedule):
         assert went_on == resumed
 
 
@@ -78,17 +78,18 @@ def memory_told() -> tuple[int, int, int]:
     return nbytes, before, after.memory.weight_bytes
 
 
-def test_the_second_set_of_weights_and_the_outer_momentum_are_told(worlds: Worlds) -> None:
-    for nbytes, before, after in worlds.run(2, memory_told):
+def test_the_second_set_of_weights_and_the_outer_momentum_are_told(threads: Threads) -> None:
+    for nbytes, before, after in threads.run(2, memory_told):
         assert (before, after) == (nbytes, 2 * nbytes)
 
 
 def parts() -> tuple[list[str], bool, list[str]]:
-    model, rank = Odd(), dist.get_rank()
+    model, rank = Odd(), here.rank
     optimizers = [torch.optim.AdamW(model.first.parameters(), lr=0.01), torch.optim.SGD(
         [p for p in model.parameters() if p is not model.first.weight and p is not model.first.bias], lr=0.1)]  # fmt: skip
     before = model.none.weight.detach().clone()
-    handle = gw.parallelize(model, optimizers, plan=gw.Policy(default=TWO_BITS, schedule=gw.LocalSteps(every=12)))
+    plan = gw.Policy(default=TWO_BITS, schedule=gw.LocalSteps(every=12))
+    handle = gw.parallelize(model, optimizers, plan=plan, process_group=here.group)
     shown = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -118,9 +119,9 @@ def scaled() -> tuple[str, int, float]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     with handle.join():
         for step in range(9):
-            generator = seeded(step, dist.get_rank())
+            generator = seeded(step, here.rank)
             inputs = torch.randn(5, 6, generator=generator)
-            if step == 4 and dist.get_rank() == 1:
+            if step == 4 and here.rank == 1:
                 inputs *= torch.inf
             scaler.scale(model(inputs).square().mean()).backward()
             scaler.step(optimizer)
@@ -131,8 +132,8 @@ def scaled() -> tuple[str, int, float]:
     return end
 
 
-def test_a_scaler_may_skip_steps_of_one_rank(worlds: Worlds) -> None:
-    (weights, steps, first), (other, _, second) = worlds.run(2, scaled)
+def test_a_scaler_may_skip_steps_of_one_rank(threads: Threads) -> None:
+    (weights, steps, first), (other, _, second) = threads.run(2, scaled)
     assert weights == other and steps == 4
     assert first == 2 * second
 
@@ -140,12 +141,13 @@ def test_a_scaler_may_skip_steps_of_one_rank(worlds: Worlds) -> None:
 def with_a_closure() -> str:
     model = make_model()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=gw.LocalSteps(every=2)))
+    plan = gw.Uniform(EXACT, schedule=gw.LocalSteps(every=2))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     for step in range(4):
 
         def closure(step: int = step) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = model(torch.randn(5, 6, generator=seeded(step, dist.get_rank()))).square().mean()
+            loss = model(torch.randn(5, 6, generator=seeded(step, here.rank))).square().mean()
             loss.backward()
             return loss  # type: ignore[no-any-return]
 
@@ -156,8 +158,8 @@ def with_a_closure() -> str:
     return end
 
 
-def test_the_optimizer_may_take_a_closure(worlds: Worlds) -> None:
-    first, second = worlds.run(2, with_a_closure)
+def test_the_optimizer_may_take_a_closure(threads: Threads) -> None:
+    first, second = threads.run(2, with_a_closure)
     assert first == second
 
 
@@ -166,8 +168,8 @@ def left_out() -> tuple[str, int]:
     model, optimizer, handle = training(EXACT, gw.LocalSteps(every=3))
     for step in range(6):
         try:
-            loss = model(torch.randn(5, 6, generator=seeded(step, dist.get_rank()))).square().mean()
-            if step in (1, 5) and dist.get_rank() == 1:
+            loss = model(torch.randn(5, 6, generator=seeded(step, here.rank))).square().mean()
+            if step in (1, 5) and here.rank == 1:
                 raise RuntimeError("as ordered")
             loss.backward()
         except RuntimeError:
@@ -180,8 +182,8 @@ def left_out() -> tuple[str, int]:
     return end
 
 
-def test_a_local_step_that_was_left_counts(worlds: Worlds) -> None:
-    first, second = worlds.run(2, left_out)
+def test_a_local_step_that_was_left_counts(threads: Threads) -> None:
+    first, second = threads.run(2, left_out)
     assert first == second and first[1] == 2
 
 
@@ -206,7 +208,8 @@ def changed_model() -> tuple[str, int, int]:
     model: Any = make_model()
     model[0].weight.requires_grad_(False)
     optimizer = momentum(model.parameters())
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=gw.LocalSteps.diloco(every=3)))
+    plan = gw.Uniform(EXACT, schedule=gw.LocalSteps.diloco(every=3))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     for step in range(9):
         if step == 4:
             model[0].weight.requires_grad_(True)
@@ -219,8 +222,8 @@ def changed_model() -> tuple[str, int, int]:
     return end
 
 
-def test_a_model_may_change(worlds: Worlds) -> None:
-    first, second = worlds.run(2, changed_model)
+def test_a_model_may_change(threads: Threads) -> None:
+    first, second = threads.run(2, changed_model)
     assert first == second and first[1:] == (3, 4)
 
 
@@ -229,12 +232,12 @@ def void() -> tuple[str, list[float], str]:
     model: Any = make_model()
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    schedule = gw.LocalSteps(every=3)
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=8)), schedule=schedule))
+    plan = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=8)), schedule=gw.LocalSteps(every=3))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     words, far = "", []
     begun = model[2].weight.detach().clone()
     for step in range(9):
-        if step == 5 and dist.get_rank() == 1:
+        if step == 5 and here.rank == 1:
             model[0].weight.requires_grad_(True)
         try:
             model(torch.ones(1, 6)).sum().backward()
@@ -242,7 +245,7 @@ def void() -> tuple[str, list[float], str]:
         except gw.StepStateError as error:
             words = str(error)
             handle.reset()
-            model[0].weight.requires_grad_(dist.get_rank() == 1)
+            model[0].weight.requires_grad_(here.rank == 1)
             model[0].weight.requires_grad_(False)
         optimizer.zero_grad()
         far.append((model.state_dict()["2.weight"] - begun).norm().item())
@@ -251,8 +254,8 @@ def void() -> tuple[str, list[float], str]:
     return end, far, words
 
 
-def test_what_a_void_exchange_sent_is_sent_once(worlds: Worlds) -> None:
-    (first, far, words), (second, _, _) = worlds.run(2, void)
+def test_what_a_void_exchange_sent_is_sent_once(threads: Threads) -> None:
+    (first, far, words), (second, _, _) = threads.run(2, void)
     assert first == second and "void on all ranks" in words
     assert far[2] == far[5] > 0, "the second exchange did not count"
     assert far[8] / far[2] == pytest.approx(8.5 / 3, rel=0.05), "rank 1 has left one of nine steps of nearly equal gradients"
@@ -273,8 +276,8 @@ def detached() -> tuple[bool, bool]:
     )
 
 
-def test_detach_leaves_an_ordinary_model_with_the_global_weights(worlds: Worlds) -> None:
-    assert worlds.run(2, detached) == [(True, True)] * 2
+def test_detach_leaves_an_ordinary_model_with_the_global_weights(threads: Threads) -> None:
+    assert threads.run(2, detached) == [(True, True)] * 2
 
 
 def wrapped() -> str:
@@ -284,9 +287,10 @@ def wrapped() -> str:
 
     model = make_model()
     with pytest.raises(gw.PlanError) as caught:
-        gw.parallelize(model, Around(momentum(model.parameters())), plan=gw.Uniform(EXACT, schedule="local"))  # type: ignore
+        plan = gw.Uniform(EXACT, schedule="local")
+        gw.parallelize(model, Around(momentum(model.parameters())), plan=plan, process_group=here.group)  # type: ignore
     return str(caught.value)
 
 
-def test_what_has_no_step_hooks_is_refused(worlds: Worlds) -> None:
-    assert all("Around has no step hooks" in told for told in worlds.run(2, wrapped))
+def test_what_has_no_step_hooks_is_refused(threads: Threads) -> None:
+    assert all("Around has no step hooks" in told for told in threads.run(2, wrapped))

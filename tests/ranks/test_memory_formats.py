@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import Given, Worlds, digest
+from threads import Threads, built, here
+from worlds import Given, Worlds, digest, seeded
 
 import gradwire as gw
 
@@ -22,21 +23,19 @@ def worlds() -> Iterator[Worlds]:
 
 
 def convolution(channels_last: bool) -> torch.nn.Conv2d:
-    torch.manual_seed(0)
-    model = torch.nn.Conv2d(6, 8, 3)
+    model = built(0, lambda: torch.nn.Conv2d(6, 8, 3))
     return model.to(memory_format=torch.channels_last) if channels_last else model  # type: ignore[call-overload,no-any-return]
 
 
 def step(model: torch.nn.Module, number: int) -> None:
-    torch.manual_seed(100 * number + dist.get_rank())
     model.zero_grad()
-    model(torch.randn(2, 6, 7, 7)).square().sum().mul(1e-2).backward()
+    model(torch.randn(2, 6, 7, 7, generator=seeded(number, here.rank))).square().sum().mul(1e-2).backward()
 
 
 def convert(schedule: str, fused: bool) -> str:
     model = convolution(channels_last=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=fused)
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule))
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule), process_group=here.group)
     for number in range(6):
         if number == 3:
             handle.flush()
@@ -53,19 +52,19 @@ def convert(schedule: str, fused: bool) -> str:
 
 
 @pytest.mark.parametrize("schedule", ["backward", "pipelined"])
-def test_a_model_that_becomes_channels_last_trains_on_as_it_was(worlds: Worlds, schedule: str) -> None:
-    assert worlds.run(2, convert, schedule, True) == worlds.run(2, convert, schedule, False)
+def test_a_model_that_becomes_channels_last_trains_on_as_it_was(threads: Threads, schedule: str) -> None:
+    assert threads.run(2, convert, schedule, True) == threads.run(2, convert, schedule, False)
 
 
 def one_rank_is_another() -> str:
-    model = convolution(channels_last=dist.get_rank() == 0)
+    model = convolution(channels_last=here.rank == 0)
     with pytest.raises(gw.DisagreementError) as error:
-        gw.parallelize(model, plan=EXACT)
+        gw.parallelize(model, plan=EXACT, process_group=here.group)
     return str(error.value)
 
 
-def test_ranks_whose_elements_lie_in_another_order_are_told(worlds: Worlds) -> None:
-    for said in worlds.run(2, one_rank_is_another):
+def test_ranks_whose_elements_lie_in_another_order_are_told(threads: Threads) -> None:
+    for said in threads.run(2, one_rank_is_another):
         assert "memory formats" in said and "weight" in said
 
 
@@ -73,19 +72,19 @@ def unsent(handle: gw.Handle) -> dict[str, torch.Tensor]:
     """Of all ranks."""
     total = {key: value.clone() for key, value in handle.session.exchange.residuals.carried().items()}
     for value in total.values():
-        dist.all_reduce(value)
+        here.add_up(value)
     return total
 
 
 def residuals_by_element(before: bool, after: bool) -> tuple[bool, bool]:
     """A state is refused in another memory format, where other ranks own other elements; a model that is converted keeps all."""
     model = convolution(before)
-    handle = gw.parallelize(model, plan=FEEDBACK)
+    handle = gw.parallelize(model, plan=FEEDBACK, process_group=here.group)
     for number in range(3):
         step(model, number)
     state = copy.deepcopy(handle.state_dict())
     loaded = convolution(after)
-    other = gw.parallelize(loaded, plan=FEEDBACK)
+    other = gw.parallelize(loaded, plan=FEEDBACK, process_group=here.group)
     try:
         other.load_state_dict(state)
         again = other.state_dict()
@@ -103,22 +102,20 @@ def residuals_by_element(before: bool, after: bool) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
-def test_residuals_belong_to_elements_and_not_to_places(worlds: Worlds, before: bool, after: bool) -> None:
-    assert worlds.run(2, residuals_by_element, before, after) == [(True, True)] * 2
+def test_residuals_belong_to_elements_and_not_to_places(threads: Threads, before: bool, after: bool) -> None:
+    assert threads.run(2, residuals_by_element, before, after) == [(True, True)] * 2
 
 
 def eval_in_join(parts: bool) -> tuple[int, str]:
     """BatchNorm, one batch on rank 0 and three on rank 1, in eval mode or by calling parts of the model."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6))
+    model = built(0, lambda: torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = gw.parallelize(model, optimizer, plan=EXACT)
+    handle = gw.parallelize(model, optimizer, plan=EXACT, process_group=here.group)
     model.train(parts)
     with handle.join():
-        for number in range(1 + 2 * dist.get_rank()):
-            torch.manual_seed(10 * number + dist.get_rank())
+        for number in range(1 + 2 * here.rank):
             optimizer.zero_grad()
-            inputs = torch.randn(4, 6)
+            inputs = torch.randn(4, 6, generator=seeded(number, here.rank))
             output = model[1](model[0](inputs)) if parts else model(inputs)
             output.square().sum().backward()
             optimizer.step()
@@ -128,30 +125,29 @@ def eval_in_join(parts: bool) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("parts", [False, True])
-def test_joined_loops_in_eval_mode_or_by_parts_send_buffers_alike(worlds: Worlds, parts: bool) -> None:
-    first, second = worlds.run(2, eval_in_join, parts)
+def test_joined_loops_in_eval_mode_or_by_parts_send_buffers_alike(threads: Threads, parts: bool) -> None:
+    first, second = threads.run(2, eval_in_join, parts)
     assert first == second and first[0] >= 3
 
 
 def void_by_a_thaw() -> tuple[str, bool, str]:
     """A layer is thawed on rank 1 alone: all raise, all reset, and go on when it is frozen again."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+    model = built(0, lambda: torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)))
     model[1].requires_grad_(False)
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=gw.Delayed(k=None)))
+    plan = gw.Uniform(gw.Identity(), schedule=gw.Delayed(k=None))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     said = ""
 
     def train(number: int) -> None:
-        torch.manual_seed(10 * number + dist.get_rank())
         optimizer.zero_grad()
-        model(torch.randn(4, 6)).square().sum().backward()
+        model(torch.randn(4, 6, generator=seeded(number, here.rank))).square().sum().backward()
         optimizer.step()
 
     for number in range(3):
         train(number)
     try:
-        model[1].requires_grad_(dist.get_rank() == 1)
+        model[1].requires_grad_(here.rank == 1)
         train(3)
         train(4)  # rank 0 hears of it when step 3 lands
     except gw.StepStateError as error:
@@ -166,8 +162,8 @@ def void_by_a_thaw() -> tuple[str, bool, str]:
     return told
 
 
-def test_a_reset_after_a_change_of_one_rank_waits_for_nobody(worlds: Worlds) -> None:
-    first, second = worlds.run(2, void_by_a_thaw)
+def test_a_reset_after_a_change_of_one_rank_waits_for_nobody(threads: Threads) -> None:
+    first, second = threads.run(2, void_by_a_thaw)
     assert first[0] and second[0] and first[1:] == second[1:]
 
 
@@ -217,18 +213,20 @@ def test_a_void_correction_neither_loses_nor_doubles_what_was_flushed(worlds: Wo
 
 def odd_moments() -> list[str]:
     said = []
-    handle = gw.parallelize(Given([500]), plan=gw.Uniform(gw.TopK(0.01), scheme="alltoall"))
+    plan = gw.Uniform(gw.TopK(0.01), scheme="alltoall")
+    handle = gw.parallelize(Given([500]), plan=plan, process_group=here.group)
     try:
         handle.time_codec(1)
     except gw.StepStateError as error:
         said.append(str(error))
     handle.detach()
     model = Given([0])
-    handle = gw.parallelize(model, plan=gw.PowerSGD())
+    handle = gw.parallelize(model, plan=gw.PowerSGD(), process_group=here.group)
     model(model.random_gradients(0)).backward()
     handle.detach()
     thin = torch.nn.Linear(1000, 3)
-    handle = gw.parallelize(thin, plan=gw.PowerSGD(rank=4, min_compression=0.5, start_step=0))
+    plan = gw.PowerSGD(rank=4, min_compression=0.5, start_step=0)
+    handle = gw.parallelize(thin, plan=plan, process_group=here.group)
     for _ in range(2):
         thin(torch.randn(2, 1000)).sum().backward()
     said.append(f"{bool(torch.isfinite(thin.weight.grad).all())}")  # type: ignore[arg-type]
@@ -236,6 +234,6 @@ def odd_moments() -> list[str]:
     return said
 
 
-def test_odd_moments_and_sizes(worlds: Worlds) -> None:
-    for said in worlds.run(2, odd_moments):
+def test_odd_moments_and_sizes(threads: Threads) -> None:
+    for said in threads.run(2, odd_moments):
         assert len(said) == 2 and "before the present plan has run a step" in said[0] and said[1] == "True"

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from worlds import Given, Worlds, digest
+from threads import Threads, built, here
+from worlds import Given, Worlds, digest, seeded
 
 import gradwire as gw
 from gradwire.engine.torch_hooks.optimizer_step import Stepping, is_replaced
 from gradwire.engine.torch_hooks.splitting import elementwise, splits, why_whole
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*only its shard")
 
 EXACT = gw.Identity()
 
@@ -81,13 +83,12 @@ def train(
     steps: int = 6,
     after: Callable[..., None] | None = None,
 ) -> tuple[Given, torch.optim.Optimizer, gw.Handle]:
-    torch.manual_seed(0)
-    model = Given([300, 40, 9])
+    model = Given([300, 40, 9], seed=0)
     optimizer = make(model.parameters())
-    handle = gw.parallelize(model, optimizer, plan=plan)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     for number in range(steps):
         optimizer.zero_grad()
-        model(model.random_gradients(number, dist.get_rank())).backward()
+        model(model.random_gradients(number, here.rank)).backward()
         optimizer.step()
         if after is not None:
             after(number, model, optimizer, handle)
@@ -105,9 +106,9 @@ def count_in_groups(name: str, tensor: bool) -> tuple[str, float]:
 
 @pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "backward"])
-def test_counts_in_groups_go_on(worlds: Worlds, name: str, tensor: bool) -> None:
-    expected = worlds.run(2, count_in_groups, "backward", tensor)
-    assert worlds.run(2, count_in_groups, name, tensor) == expected
+def test_counts_in_groups_go_on(threads: Threads, name: str, tensor: bool) -> None:
+    expected = threads.run(2, count_in_groups, "backward", tensor)
+    assert threads.run(2, count_in_groups, name, tensor) == expected
     assert expected[0][1] == 6.0
 
 
@@ -120,8 +121,8 @@ def fused(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "backward"])
-def test_fused_optimizers_step_as_in_backward(worlds: Worlds, name: str) -> None:
-    assert worlds.run(2, fused, name) == worlds.run(2, fused, "backward")
+def test_fused_optimizers_step_as_in_backward(threads: Threads, name: str) -> None:
+    assert threads.run(2, fused, name) == threads.run(2, fused, "backward")
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -190,17 +191,15 @@ def test_weights_that_forward_changes_are_warned_of_where_they_are_lost(worlds: 
 def correct_with_power_sgd(resumed: bool) -> tuple[list[int], str]:
     spec = gw.PowerSGD(rank=1, start_step=4)
     plan = gw.Uniform(gw.QSGD(bits=4), schedule=gw.Delayed(k=2, correction=spec))
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 64)
+    model = built(0, lambda: torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    handle = gw.parallelize(model, optimizer, plan=plan)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     sent = []
 
     def steps(numbers: range) -> None:
         for number in numbers:
-            torch.manual_seed(10 * number + dist.get_rank())
             optimizer.zero_grad()
-            model(torch.randn(8, 64)).square().sum().mul(1e-3).backward()
+            model(torch.randn(8, 64, generator=seeded(number, here.rank))).square().sum().mul(1e-3).backward()
             optimizer.step()
             handle.flush()
             corrected = handle.session.schedule._corrections._corrected  # type: ignore[attr-defined]
@@ -212,7 +211,7 @@ def correct_with_power_sgd(resumed: bool) -> tuple[list[int], str]:
         handle.detach()
         model = torch.nn.Linear(64, 64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        handle = gw.parallelize(model, optimizer, plan=plan)
+        handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
         for each, saved in zip((model, optimizer, handle), state, strict=True):
             each.load_state_dict(saved)
     steps(range(9, 14))
@@ -221,12 +220,12 @@ def correct_with_power_sgd(resumed: bool) -> tuple[list[int], str]:
     return told
 
 
-def test_a_correction_whose_spec_changes_with_the_step_does(worlds: Worlds) -> None:
-    first, second = worlds.run(2, correct_with_power_sgd, False)
+def test_a_correction_whose_spec_changes_with_the_step_does(threads: Threads) -> None:
+    first, second = threads.run(2, correct_with_power_sgd, False)
     sent = first[0]
     assert first == second
     assert sent[0] == sent[2] and sent[-1] < sent[0] / 4
-    assert worlds.run(2, correct_with_power_sgd, True)[0][1] == first[1], "a resumed run is another one"
+    assert threads.run(2, correct_with_power_sgd, True)[0][1] == first[1], "a resumed run is another one"
 
 
 def keep_state() -> tuple[set[float], set[float]]:
@@ -242,8 +241,8 @@ def keep_state() -> tuple[set[float], set[float]]:
     return tuple({float(each["step"]) for each in state["state"].values()} for state in (kept[0], last))  # type: ignore[return-value]
 
 
-def test_a_state_of_shards_that_is_kept_stays_as_it_was(worlds: Worlds) -> None:
-    assert worlds.run(2, keep_state) == [({2.0}, {6.0})] * 2
+def test_a_state_of_shards_that_is_kept_stays_as_it_was(threads: Threads) -> None:
+    assert threads.run(2, keep_state) == [({2.0}, {6.0})] * 2
 
 
 def look(name: str, mode: str) -> str:
@@ -263,26 +262,24 @@ def look(name: str, mode: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "delayed"])
-def test_an_evaluation_in_inference_mode_after_the_first_step(worlds: Worlds, name: str) -> None:
-    assert worlds.run(2, look, name, "inference_mode") == worlds.run(2, look, name, "no_grad")
+def test_an_evaluation_in_inference_mode_after_the_first_step(threads: Threads, name: str) -> None:
+    assert threads.run(2, look, name, "inference_mode") == threads.run(2, look, name, "no_grad")
 
 
 def append() -> tuple[bool, str]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 6))
+    model = built(0, lambda: torch.nn.Sequential(torch.nn.Linear(6, 6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=gw.Delayed(k=None)))
+    plan = gw.Uniform(EXACT, schedule=gw.Delayed(k=None))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
 
     def step(number: int) -> None:
-        torch.manual_seed(10 * number + dist.get_rank())
         optimizer.zero_grad()
-        model(torch.randn(4, 6)).square().sum().backward()
+        model(torch.randn(4, 6, generator=seeded(number, here.rank))).square().sum().backward()
         optimizer.step()
 
     for number in range(3):
         step(number)
-    torch.manual_seed(1)
-    model.append(torch.nn.Linear(6, 6))
+    model.append(built(1, lambda: torch.nn.Linear(6, 6)))
     optimizer.add_param_group({"params": model[-1].parameters()})
     for number in range(3, 6):
         step(number)
@@ -293,6 +290,6 @@ def append() -> tuple[bool, str]:
     return same, digest(own.values())
 
 
-def test_a_module_that_was_added_shows_global_weights_too(worlds: Worlds) -> None:
-    first, second = worlds.run(2, append)
+def test_a_module_that_was_added_shows_global_weights_too(threads: Threads) -> None:
+    first, second = threads.run(2, append)
     assert first == second and first[0]

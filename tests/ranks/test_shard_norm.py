@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_pipelined import LOSSY, PLAIN, policy
+from threads import Threads, built, here
 from torch import nn
-from worlds import Worlds, seeded
+from worlds import seeded
 
 import gradwire as gw
 
@@ -20,15 +20,15 @@ LOOKS = 3
 
 def trained(schedule: str, spec: Any, by_torch: bool) -> tuple[list[float], torch.Tensor, list[int]]:
     """Norms, the weights at the end, and after each clipping how many buckets were still under way."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3))
+    layers = built(0, lambda: [nn.Linear(20, 30), nn.Linear(30, 30), nn.Linear(30, 3)])
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    handle = gw.parallelize(model, optimizer, plan=policy(spec, schedule))
+    handle = gw.parallelize(model, optimizer, plan=policy(spec, schedule), process_group=here.group)
     norms, under_way = [], []
     for step in range(STEPS):
-        inputs = torch.randn(8, 20, generator=seeded(dist.get_rank(), step))
+        inputs = torch.randn(8, 20, generator=seeded(here.rank, step))
         model(inputs).square().mean().backward()
-        if step == LOOKS and dist.get_rank() == 0:
+        if step == LOOKS and here.rank == 0:
             assert model[0].weight.grad is not None and model[0].weight.grad.abs().sum() > 0
         clip = partial(nn.utils.clip_grad_norm_, model.parameters()) if by_torch else handle.clip_grad_norm_
         norms.append(clip(MAX_NORM).item())
@@ -42,9 +42,9 @@ def trained(schedule: str, spec: Any, by_torch: bool) -> tuple[list[float], torc
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_norm_of_shards_is_torchs(worlds: Worlds, ranks: int) -> None:
-    usual = worlds.run(ranks, trained, "backward", PLAIN, True)
-    ours = worlds.run(ranks, trained, "pipelined", PLAIN, False)
+def test_the_norm_of_shards_is_torchs(threads: Threads, ranks: int) -> None:
+    usual = threads.run(ranks, trained, "backward", PLAIN, True)
+    ours = threads.run(ranks, trained, "pipelined", PLAIN, False)
     for (norms, weights, _), (expected, right, _) in zip(ours, usual, strict=True):
         assert min(expected) > MAX_NORM, "nothing is clipped"
         assert norms == pytest.approx(expected, rel=1e-6)
@@ -55,10 +55,10 @@ def test_the_norm_of_shards_is_torchs(worlds: Worlds, ranks: int) -> None:
         assert [bool(buckets) for buckets in under_way] == [step != LOOKS for step in range(STEPS)]
 
 
-def test_compressed_gradients_are_clipped_as_they_arrive(worlds: Worlds) -> None:
-    usual = worlds.run(2, trained, "backward", LOSSY, True)
+def test_compressed_gradients_are_clipped_as_they_arrive(threads: Threads) -> None:
+    usual = threads.run(2, trained, "backward", LOSSY, True)
     for (norms, weights, under_way), (expected, right, _) in zip(
-        worlds.run(2, trained, "pipelined", LOSSY, False), usual, strict=True
+        threads.run(2, trained, "pipelined", LOSSY, False), usual, strict=True
     ):
         assert norms == expected and torch.equal(weights, right)
         assert not any(under_way)

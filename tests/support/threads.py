@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -96,6 +97,7 @@ class Threads:
     """Runs functions on ranks that are threads. `run` is that of `Worlds`."""
 
     def __init__(self) -> None:
+        import_module("torch._dynamo")  # the first optimizer loads it, and no other thread may meet it half loaded
         gc.freeze()  # what was loaded stays: without this each collection looks at it
 
     def close(self) -> None:
