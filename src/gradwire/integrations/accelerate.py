@@ -77,7 +77,7 @@ def _as_tuple(prepared: Any) -> tuple[Any, ...]:
     return prepared if isinstance(prepared, tuple) else (prepared,)
 
 
-class _Handles(list[Handle]):
+class _OwnHandles(list[Handle]):
     """The handles of the models that train, and their numbers for trackers."""
 
     def __init__(self) -> None:
@@ -112,11 +112,11 @@ class _Handles(list[Handle]):
         return found
 
 
-def _handles_of(accelerator: Accelerator) -> _Handles:
+def _handles_of(accelerator: Accelerator) -> _OwnHandles:
     """The handles, which `save_state`, `load_state`, `free_memory` and `log` include from now on."""
     if "gradwire" in vars(accelerator):
         return accelerator.gradwire  # type: ignore[no-any-return]
-    handles = accelerator.gradwire = _Handles()
+    handles = accelerator.gradwire = _OwnHandles()
     folders: list[str] = []
     load, free, log = accelerator.load_state, accelerator.free_memory, accelerator.log
 

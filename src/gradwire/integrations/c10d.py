@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PrefixStore, _create_work_from_future  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves
 
 from gradwire._version import __version__
@@ -180,7 +180,7 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """NCCL between the ranks, whose communicators are made when the first collective needs them."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    return dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
 
 
 def _plainly(name: str) -> Callable[..., Any]:
