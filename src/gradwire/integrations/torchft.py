@@ -9,16 +9,18 @@ Each member is a process of its own with a whole replica, started by a torchrun 
 | `catch_up.py` | steps that a joiner makes again, while the others go on |
 | `gradient_means.py` | the `backward` schedule: hooks on gradients and optimizers |
 | `outer_steps.py` | the `local` schedule: rounds of outer gradients |
+| `elastic_islands.py` | members of several ranks each |
 """
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradwire.auto import AutoDecision
 from gradwire.core import Backward, Plan, number, show, whole
@@ -26,6 +28,7 @@ from gradwire.engine import REGISTRY, Keeps
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import ExchangeStats, TensorMeta, embeddings_of, info_of
 from gradwire.integrations.elastic_auto import ElasticAuto
+from gradwire.integrations.elastic_islands import IslandLighthouse, LocalState, island_rounds
 from gradwire.integrations.gradient_means import GradientMeans
 from gradwire.integrations.handover import state_of
 from gradwire.integrations.members import Members
@@ -48,6 +51,7 @@ def elastic(
     also: Sequence[Any] = (),
     timeout_s: float = 60.0,
     patience_s: float = 900.0,
+    island: dist.ProcessGroup | None = None,
 ) -> "ElasticJob":
     """Train with members that come and go. Each is one process with a whole replica of the model.
 
@@ -61,6 +65,9 @@ def elastic(
     scheduler or a GradScaler.
     timeout_s: how long a wait for another member may take before the step is given up.
     patience_s: how long to wait for enough members before a step. Longer than the lighthouse's own `--patience`.
+
+    island: the ranks of this member, where it is more than one process, with a backend for CPU tensors. The script averages
+    gradients inside, with DDP or `fully_shard`, and islands train apart with `gw.LocalSteps`. All ranks make the same calls.
 
     A joiner gets weights, buffers, the optimizers' state and the step from another member, and catches up while the others make
     steps. A step whose exchange fails does not count: the members that are left go on with the next batch. Parameters without a
@@ -104,7 +111,13 @@ def elastic(
         plan = Plan.load(plan)
     schedule: Any = getattr(plan, "schedule", Backward())
     means: GradientMeans | LocalRounds
-    if schedule.word == "backward":
+    exchanged: Mapping[str, torch.Tensor] = named
+    if island is not None:
+        if schedule.word != "local":
+            raise PlanError(f"islands train apart, so pass schedule=gw.LocalSteps(...): plan is {show(plan)}.")
+        means, exchanged = island_rounds(model, optimizers, check_rounds(schedule), island)
+        state = means.state(state_of(model, named, [*map(LocalState, optimizers), *also]))
+    elif schedule.word == "backward":
         means = GradientMeans(model, named, optimizers, auto)
         state = state_of(model, (), [*optimizers, *also])
     elif schedule.word == "local":
@@ -116,9 +129,10 @@ def elastic(
             f"members that come and go run the schedules backward and local, and plan has {show(schedule.word)}: what it leaves "
             "for the next step belongs to members that may be gone."
         )
-    tensors = {name: TensorMeta.of(each, id(each) in embeddings) for name, each in reversed(named.items())}
-    reached = Lighthouse(lighthouse, min_replicas, timedelta(seconds=timeout_s), patience_s)
-    members = Members(tensors, plan, state, reached, catches_up=auto is None)
+    tensors = {name: TensorMeta.of(exchanged[name], id(named[name]) in embeddings) for name in reversed([*exchanged])}
+    of_lighthouse = lighthouse, min_replicas, timedelta(seconds=timeout_s), patience_s
+    reached = Lighthouse(*of_lighthouse) if island is None else IslandLighthouse(island, *of_lighthouse)
+    members = Members(tensors, plan, state, reached, catches_up=auto is None and island is None)
     means.begin(members)
     job = ElasticJob(model, members, means, auto)
     vars(model)[_KEPT] = Keeps(job)
