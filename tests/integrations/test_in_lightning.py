@@ -93,6 +93,8 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "by hand": ({}, True),
     "barebones": ({"barebones": True}, False),
     "no log": ({"log_every_n_steps": 0}, False),
+    "no clipping": ({"gradient_clip_val": 0, "log_every_n_steps": None}, False),
+    "no end": ({"max_epochs": -1, "num_sanity_val_steps": 0, "limit_val_batches": 0}, False),
 }
 
 

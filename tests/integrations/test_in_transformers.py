@@ -83,6 +83,11 @@ ARGUMENTS = {
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
     "bfloat16": {"bf16": True},
     "checkpointing": {"gradient_checkpointing": True},
+    "no clipping": {"max_grad_norm": 0.0},
+    "no log": {"logging_strategy": "no"},
+    "no step": {"max_steps": -1, "num_train_epochs": 0},
+    "no find_unused_parameters": {"ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 0, "ddp_broadcast_buffers": False},
+    "no checkpoint": {"save_strategy": "no", "eval_strategy": "no"},
 }
 
 

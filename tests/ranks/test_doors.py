@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from strangers import SAYINGS, Strangers, listening_ports
 from worlds import Given, World, Worlds
 
 import gradwire as gw
@@ -81,28 +83,15 @@ def test_connections_of_other_threads_cost_nothing(worlds: Worlds) -> None:
         assert found == [(True, True)] * 5
 
 
-def among_strangers(saying: bytes, count: int) -> tuple[bool, bool, int, bool]:
+def among_strangers(saying: bytes, count: int, encrypts: bool) -> tuple[bool, bool, int, bool]:
     """So many strangers call each rank before the other rank does, and stay. Also whether all are hung up on in the end."""
     connected()  # what a first handle leaves is no stranger's
-    strangers: list[socket.socket] = []
-    connect = Rendezvous.connect
-
-    def disturbed(self: Rendezvous, names: list[str]) -> None:
-        assert self._listener is not None
-        for _ in range(0 if self._complete else count):
-            strangers.append(socket.create_connection(self._listener.getsockname()[:2]))
-            strangers[-1].sendall(saying)
-        connect(self, names)
-
-    Rendezvous.connect = disturbed  # type: ignore[method-assign]
-    try:
+    strangers = Strangers([saying] * count)
+    with strangers.first(), mock.patch.dict(os.environ, GRADWIRE_TLS="on" if encrypts else "off"):
         wired, beating, left = connected(count)
-    finally:
-        Rendezvous.connect = connect  # type: ignore[method-assign]
-    hung_up = all(map(is_hung_up, strangers))
-    for each in strangers:
-        each.close()
-    return wired, beating, left - len(strangers), hung_up
+    hung_up = len(strangers.calls) == count and all(map(is_hung_up, strangers.calls))
+    strangers.leave()
+    return wired, beating, left - count, hung_up
 
 
 def is_hung_up(connection: socket.socket) -> bool:
@@ -115,9 +104,10 @@ def is_hung_up(connection: socket.socket) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("saying", "count"), [(b"", 100), (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), 10), (b"\1" * 10, 3)])
-def test_strangers_cost_nothing_and_leave_nothing(worlds: Worlds, saying: bytes, count: int) -> None:
-    for wired, beating, left, hung_up in worlds.run(2, among_strangers, saying, count):
+@pytest.mark.parametrize("encrypts", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize(("saying", "count"), [(SAYINGS[0], 100), (SAYINGS[2], 10), (SAYINGS[1], 3)])
+def test_strangers_cost_nothing_and_leave_nothing(worlds: Worlds, saying: bytes, count: int, encrypts: bool) -> None:
+    for wired, beating, left, hung_up in worlds.run(2, among_strangers, saying, count, encrypts):
         assert wired and beating and hung_up
         assert left <= 0
 
@@ -193,25 +183,11 @@ def test_whoever_answers_without_the_key_is_not_believed() -> None:
     assert "is no rank of this job" in told
 
 
-def listening_ports() -> int:
-    """How many TCP ports this process listens at."""
-    inodes = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing
-            inodes.add(os.readlink(f"/proc/self/fd/{number}"))
-    listening = 0
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with open(table) as lines:
-            rows = [line.split() for line in lines][1:]
-        listening += sum(f"socket:[{row[9]}]" in inodes for row in rows if row[3] == "0A")
-    return listening
-
-
 def ports_of_a_handle() -> int:
-    before = listening_ports()
+    before = len(listening_ports())
     model = Given([300, 20])
     handle = gw.parallelize(model, plan=gw.QSGD(bits=4))
-    ports = listening_ports() - before
+    ports = len(listening_ports()) - before
     handle.detach()
     return ports
 

@@ -35,7 +35,8 @@ SPECS: dict[str, gw.Spec] = {
 QUANTISED = ("qsgd4", "qsgd2-ef", "minmax3-ef")
 """Whose payloads have checksums in every schedule."""
 SETTINGS = (
-    "plain", "adaptive bits", "narrow residuals", "hierarchical", "ring", "tree", "DataLoader workers", "large model"
+    "plain", "adaptive bits", "narrow residuals", "hierarchical", "ring", "tree", "DataLoader workers", "encrypted",
+    "large model",
 )  # fmt: skip
 NOT_POSSIBLE: dict[str, tuple[tuple[str, ...], str]] = {
     "adaptive bits": (
@@ -116,6 +117,8 @@ class Job:
     """Whether to end, with a checkpoint, when auto has decided."""
     silence_s: float | None = None
     """`silence_s` of the handle."""
+    strangers: bool = False
+    """Whether strangers call each rank while ranks connect and train."""
     shared_memory: bool = True
     """Whether ranks of a node may share memory. Sums of three ranks or more are rounded otherwise there than by Python."""
 
@@ -191,9 +194,12 @@ def plan_for(job: Job, odd: str = "") -> Any:
 
 @contextmanager
 def on_nodes(job: Job) -> Iterator[None]:
-    """In the setting "hierarchical" this rank says that it is on a node of two."""
+    """In the setting "hierarchical" this rank says that it is on a node of two; in the setting "encrypted" all messages travel on
+    encrypted connections."""
     here = {"GROUP_RANK": str(dist.get_rank() // 2), "LOCAL_WORLD_SIZE": "2"} if job.setting == "hierarchical" else {}
-    if not job.shared_memory:
+    if job.setting == "encrypted":
+        here["GRADWIRE_TLS"] = "on"
+    if not job.shared_memory or job.setting == "encrypted":
         here["GRADWIRE_SHARED_MEMORY"] = "off"
     before = {name: os.environ.get(name) for name in here}
     os.environ.update(here)

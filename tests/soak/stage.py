@@ -285,9 +285,12 @@ def pid_of(world: World, rank: int) -> int:
 
 
 def setting_of(schedule: str, seed: int) -> str:
-    """What stands beside the schedule in a trial: half of the time nothing, and now and then a large model."""
+    """What stands beside the schedule in a trial: half of the time nothing, and now and then a large model. Connections of some
+    frameworks are encrypted."""
     chance = chance_of(seed, "setting")
-    if chance.random() < 0.5 or schedule in INTEGRATIONS:
+    if schedule in INTEGRATIONS:
+        return "encrypted" if chance.random() < 0.25 else "plain"
+    if chance.random() < 0.5:
         return "plain"
     others = [setting for setting in settings_of(schedule) if setting not in ("plain", "large model")]
     return "large model" if chance.random() < 0.04 else chance.choice(others)

@@ -10,13 +10,14 @@ import signal
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from strangers import Strangers, listening_ports
 from worlds import digest, seeded
 
 import gradwire as gw
@@ -91,11 +92,13 @@ def train(job: Job) -> End:
     if job.schedule in INTEGRATIONS:
         from soak.integrations import train_in
 
-        return train_in(job)
+        with on_nodes(job):
+            return train_in(job)
     with on_nodes(job), _without_wires(job.by_python), _as_version(job):
         training = Training(job)
         try:
-            return training.go()
+            with training.strangers.first() if job.strangers else nullcontext():
+                return training.go()
         except gw.GradwireError as error:
             return training.ended(type(error).__name__, str(error))
 
@@ -113,6 +116,8 @@ class Training:
         self._progress = Progress(job.progress(self.rank))
         self._told, self._longest_s, self._torn = 0, 0.0, ""
         self._terminated = False
+        self.strangers = Strangers()
+        """Who calls this rank, if the job says so."""
         self._trainee: Trainee | None = None
         self._injector: Injector | None = None
 
@@ -121,6 +126,10 @@ class Training:
         logging.getLogger("gradwire").setLevel(logging.WARNING)  # not what auto decides
         odd = job.odd[1] if job.odd is not None and job.odd[0] == self.rank else ""
         self._trainee = trainee = Trainee(job, odd)
+        if job.strangers and trainee.handle is not None:
+            assert all(lane.link.wire is not None for lane in trainee.handle.session.lanes.data), "a wire was lost"
+        for port in listening_ports() if job.strangers else ():
+            self.strangers.call("127.0.0.1", port)
         self._injector = Injector(job, trainee)
         first, begins = self._resume()
         self._progress.tell(first)
@@ -143,7 +152,9 @@ class Training:
         return end
 
     def ended(self, kind: str, words: str) -> End:
-        fired = self._injector.fired if self._injector is not None else []
+        fired = [*self._injector.fired] if self._injector is not None else []
+        fired += ["strangers called"] if self.strangers.calls else []
+        self.strangers.leave()
         return End(
             kind, words, time.monotonic(), self._progress.step, told=self._told, fired=tuple(fired),
             longest_s=self._longest_s, timeout_s=Group.of(None).timeout.total_seconds(), torn=self._torn,

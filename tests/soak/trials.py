@@ -233,7 +233,8 @@ def corrupted(stage: Stage) -> str:
     # the hook makes its exchange anew after the second step
     first = 1 if stage.schedule == "auto" else chance.randint(4 if stage.schedule == HOOK else 2, 8)
     fault = Fault("corrupted", chance.randrange(stage.size), first, draw=chance.random())
-    by_python = chance.random() < 0.5 or stage.setting == "narrow residuals"  # with these wires carry nothing
+    # narrow residuals: wires carry nothing then; encrypted: no bit flips before it is encrypted, but on a wire
+    by_python = chance.random() < 0.5 or stage.setting in ("narrow residuals", "encrypted")
     stage.job = replace(
         stage.job, by_python=by_python
     )  # both add up uncompressed sums of more than two ranks in orders of their own
@@ -266,6 +267,17 @@ def uneven(stage: Stage) -> None:
     stage.resumes(job, before=job.steps, like=ends)
 
 
+def strangers(stage: Stage) -> None:
+    """Strangers call every port of every rank before ranks connect and while they train, and stay: nothing is lost."""
+    stage.decide()
+    steps = stage.begin + 12
+    job = replace(stage.job, steps=steps, checkpoint_every=5, strangers=True)
+    ends = stage.kept(job)
+    stage.notes.fired = ", ".join(dict.fromkeys(each for end in ends for each in end.fired))
+    stage.alike(ends)
+    stage.resumes(job, before=steps, like=ends)
+
+
 KINDS: dict[str, Callable[[Stage], str | None]] = {
     "killed": killed,
     "stopped": stopped,
@@ -279,6 +291,7 @@ KINDS: dict[str, Callable[[Stage], str | None]] = {
     "short memory": short_memory,
     "corrupted": corrupted,
     "uneven": uneven,
+    "strangers": strangers,
 }
 
 LEFT_OUT: dict[tuple[str, str], str] = {

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from gradwire.api import Handle, parallelize
 from gradwire.errors import PlanError, StepStateError
-from gradwire.integrations.handles import NoSync, load_handle, save_handle
+from gradwire.integrations.handles import NoSync, heed_options_of_ddp, load_handle, save_handle
 from gradwire.integrations.trackers import Tracked, lines_to
 from gradwire.record.recording import Recording
 
@@ -93,6 +93,7 @@ class GradwireCallback(TrainerCallback):
         if dist.is_initialized() and not evaluation_mode:
             self._detach()
             optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
+            heed_options_of_ddp(self._trainer.accelerator.ddp_handler, prepared)
             self.handle, self._model = parallelize(prepared, optimizer, plan=self._plan, **self._options), prepared
             prepared.no_sync = NoSync(self.handle)  # Accelerate calls it while gradients are accumulated
             self._tracked = Tracked(self.handle)
