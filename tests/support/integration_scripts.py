@@ -10,7 +10,7 @@ import torch
 from beside_ddp import batch, plain, sgd
 from torch import nn
 
-__all__ = ["EAGER", "SCRIPTS", "Script", "Wrap", "experts", "frozen_later"]
+__all__ = ["EAGER", "SCRIPTS", "Adapted", "Experts", "Script", "Tied", "Wrap", "experts", "frozen_later"]
 
 Wrap = Callable[[nn.Module], Any]
 Script = Callable[[Wrap], Iterable[nn.Module]]
