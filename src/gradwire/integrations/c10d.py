@@ -11,7 +11,6 @@ by NCCL for tensors on a GPU, or by gloo where there is no NCCL.
 """
 
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +25,9 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.utils._pytree import tree_leaves
 
 from gradwire._version import __version__
-from gradwire.core import QSGD, Identity, near, whole
-from gradwire.errors import PlanError
+from gradwire.core import QSGD
 from gradwire.exchange import Exchange, golden_digests, info_of
+from gradwire.integrations.c10d_settings import SETTINGS, exclude_layer, quantise, register_model, set_layer_bits
 from gradwire.plan import Policy
 from gradwire.transport import KERNELS, Lanes, Mark, Streams, agree
 
@@ -40,52 +39,6 @@ twice its memory."""
 _recent: deque[Any] = deque(maxlen=4)
 """The last works of plain backends, kept alive: a thread of gloo that freed one waits for Python's lock, which DDP holds when
 it ends."""
-
-
-class _Settings:
-    """The settings of all groups of this process."""
-
-    bits, min_numel = 4, 2**14
-
-    def __init__(self) -> None:
-        self.parameters: dict[str, weakref.ref[torch.nn.Parameter]] = {}
-        self.layers: dict[str, QSGD | Identity] = {}  # layers with a spec of their own
-
-
-_settings = _Settings()
-
-
-def quantise(bits: int = 4, min_numel: int = 2**14) -> None:
-    """Quantise all-reduces of at least `min_numel` elements of float32, bfloat16 or float16 to `bits` bits, 2 to 8. Call it on
-    every rank, before the first all-reduce. Raises SpecError for other bits, PlanError for a wrong `min_numel`."""
-    whole("min_numel", min_numel, "elements of the smallest all-reduce that is quantised", low=1, error=PlanError)
-    _settings.bits, _settings.min_numel = QSGD(bits=bits).bits, min_numel
-
-
-def register_model(model: torch.nn.Module) -> None:
-    """Quantise only gradients of this model's parameters, each layer by itself: no block crosses a layer, and biases and norms
-    stay uncompressed. Call it on every rank, before the first all-reduce. Layers are found by the memory of their gradients: in
-    DDP with `gradient_as_bucket_view=True`, or in `all_reduce(p.grad)`."""
-    _settings.parameters = {name: weakref.ref(each) for name, each in model.named_parameters() if each.requires_grad}
-    _settings.layers = {}
-
-
-def exclude_layer(name: str) -> None:
-    """Send layers of the registered model whose names contain `name` uncompressed. Raises PlanError if there is none."""
-    _set(name, Identity())
-
-
-def set_layer_bits(name: str, bits: int) -> None:
-    """Send layers of the registered model whose names contain `name` with `bits` bits, 2 to 8. Raises PlanError if there is no
-    such layer, SpecError for other bits."""
-    _set(name, QSGD(bits=bits))
-
-
-def _set(name: str, spec: QSGD | Identity) -> None:
-    found = [each for each in _settings.parameters if name in each]
-    if not found:
-        raise PlanError(f"no layer is named {name!r}{near(name, _settings.parameters)}. Call register_model first.")
-    _settings.layers |= dict.fromkeys(found, spec)
 
 
 class QuantisingGroup(dist.ProcessGroup):
@@ -140,12 +93,12 @@ class QuantisingGroup(dist.ProcessGroup):
     def _parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """The tensor's layers by name, or the whole tensor; None if the tensor is not quantised."""
         quantised = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and tensor.is_contiguous()
-        if tensor.numel() < _settings.min_numel or not quantised:
+        if tensor.numel() < SETTINGS.min_numel or not quantised:
             return None
-        if not _settings.parameters:
+        if not SETTINGS.parameters:
             return {f"buffer of {tensor.numel()}": tensor.detach().view(-1)}
         parts, first = {}, tensor.data_ptr()
-        for name, reference in _settings.parameters.items():
+        for name, reference in SETTINGS.parameters.items():
             grad = parameter.grad if (parameter := reference()) is not None else None
             if grad is not None and 0 <= grad.data_ptr() - first < tensor.nbytes and grad.dtype == tensor.dtype:
                 parts[name] = grad.detach()
@@ -162,14 +115,14 @@ class QuantisingGroup(dist.ProcessGroup):
 
     def _exchange_of(self, parts: Mapping[str, torch.Tensor]) -> Exchange | None:
         """The exchange of these layers. None, on all ranks, if there are many exchanges and this one may never come again."""
-        of_parts = ((name, part.dtype, part.shape, _settings.layers.get(name)) for name, part in parts.items())
+        of_parts = ((name, part.dtype, part.shape, SETTINGS.layers.get(name)) for name, part in parts.items())
         device = next(iter(parts.values())).device
-        key = (_settings.bits, bool(_settings.parameters), device, *of_parts)
+        key = (SETTINGS.bits, bool(SETTINGS.parameters), device, *of_parts)
         again, exchange = key in self._exchanges, self._exchanges.pop(key, None)
         if exchange is None and (again or len(self._exchanges) < _MOST_AT_ONCE):
-            rules = [(escape(name), _settings.layers[name]) for name in parts if name in _settings.layers]
-            default = QSGD(bits=_settings.bits, blocks="tensor" if _settings.parameters else "bucket")
-            policy = Policy(default=default, rules=rules, exempt_vectors=bool(_settings.parameters))
+            rules = [(escape(name), SETTINGS.layers[name]) for name in parts if name in SETTINGS.layers]
+            default = QSGD(bits=SETTINGS.bits, blocks="tensor" if SETTINGS.parameters else "bucket")
+            policy = Policy(default=default, rules=rules, exempt_vectors=bool(SETTINGS.parameters))
             fresh = device not in self._lanes
             lanes, infos = self._lanes.get(device) or Lanes(self), [info_of(*each) for each in parts.items()]
             self._lanes[device] = lanes
