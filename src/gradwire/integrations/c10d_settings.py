@@ -1,4 +1,4 @@
-"""Settings of the backend "gradwire" of torch.distributed, for all groups of a process: what it quantises, and with which bits."""
+"""Settings of the backend "gradwire" of torch.distributed, for all groups of a process: what it quantises, with which bits."""
 
 import weakref
 
