@@ -97,8 +97,7 @@ def elastic(
     lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
     if not lighthouse:
         raise StepStateError(
-            "no lighthouse is named, which says who the members are. Start `gradwire lighthouse` and pass its address: "
-            'lighthouse="HOST:29510", or set TORCHFT_LIGHTHOUSE.'
+            'no lighthouse is named, which says who the members are. Start `gradwire lighthouse`, pass lighthouse="HOST:29510".'
         )
     embeddings = embeddings_of(model)
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
