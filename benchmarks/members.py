@@ -158,6 +158,7 @@ class Course:
 @torch.no_grad()
 def loss_of(path: Path) -> float:
     """The held-out loss of saved weights."""
+    torch.set_num_threads(1)  # threads that wait for each other take longer on a busy machine
     job = make_job(JOB, HELD_OUT_SEED)
     model = job.make_model(0)
     model.load_state_dict(torch.load(path), strict=False)
