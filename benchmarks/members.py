@@ -1,10 +1,11 @@
 """Members that come and go: torchft alone beside gw.elastic, over slow links, with the same kills at the same seconds.
 
-    python -m benchmarks members [--links 100mbit 10mbit] [--arms ARM ...] [--seconds 180] [--seeds 0]
+    python -m benchmarks members [--links 100mbit 10mbit] [--arms ARM ...] [--seconds 120] [--seeds 0]
 
 Four emulated nodes have a member each. Members of nodes 1, 2 and 3 are killed with SIGKILL, and start again some seconds later.
-The member of node 0 saves the weights that all members share. They are evaluated after the run. A cell takes a minute more than
-its seconds. It is one line of benchmarks/results/members.jsonl, and is not measured again. Needs network namespaces and torchft.
+The member of node 0 saves the weights that all members share. They are evaluated after the run. A cell takes up to two minutes
+more than its seconds, since members send their first weights over the link. It is one line of benchmarks/results/members.jsonl,
+and is not measured again. Needs network namespaces and torchft.
 
 The table compares samples in equal time, and the seconds until the last loss of torchft was reached.
 """
@@ -48,10 +49,10 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks members")
     parser.add_argument("--links", nargs="+", default=["100mbit", "10mbit"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--seconds", type=float, default=180.0, help="of training in a cell")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of training in a cell, after the first step")
     parser.add_argument("--kills", type=int, default=3, help="of members in a cell")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one more cell each")
-    parser.add_argument("--start-s", type=float, default=120.0, help="the most seconds that a cell takes to begin")
+    parser.add_argument("--start-s", type=float, default=180.0, help="the most seconds that a cell takes to begin")
     parser.add_argument("--out", type=Path, default=PATH)
     options = parser.parse_args(arguments)
     if (problem := emulation_problem()) is not None:
@@ -99,13 +100,14 @@ def measured(link: str, arm: str, seconds: float, kills: int, start_s: float) ->
 
 
 class Course:
-    """The course of one cell: it begins when all members are ready. A thread kills members and ends the cell."""
+    """The course of one cell. Members begin when all are ready. From the first step on a thread kills some, and ends the cell."""
 
     def __init__(self, folder: Path, seconds: float, kills: Sequence[tuple[float, int]]) -> None:
         self._folder, self._seconds, self._kills = folder, seconds, list(kills)
         self._pids: dict[int, int] = {}
         """The member of each node."""
         self._thread = threading.Thread(target=self._go, daemon=True)
+        self._began_s = 0.0
         self.starts = 0
         """Starts of members."""
         self.killed: list[float] = []
@@ -123,19 +125,22 @@ class Course:
         if "saved" in found:
             self.saved.append(found)
             return
+        if "began" in found:
+            self._began_s = found["began"]
+            self._thread.start()
+            return
         self._pids[found["ready"]] = found["pid"]
         self.starts += 1
         if self.starts == MEMBERS:
-            self._thread.start()
+            self._write("go", str(self._seconds))
 
     def end(self) -> None:
         """Wait until the cell is over."""
-        if self.starts >= MEMBERS:
+        if self._began_s:
             self._thread.join()
 
     def _go(self) -> None:
-        began_s = time.time()
-        self._write("go", json.dumps([began_s, self._seconds]))
+        began_s = self._began_s
         for at_s, node in self._kills:
             time.sleep(max(0.0, began_s + at_s - time.time()))
             with contextlib.suppress(ProcessLookupError):
@@ -153,6 +158,7 @@ class Course:
 @torch.no_grad()
 def loss_of(path: Path) -> float:
     """The held-out loss of saved weights."""
+    torch.set_num_threads(1)  # threads that wait for each other take longer on a busy machine
     job = make_job(JOB, HELD_OUT_SEED)
     model = job.make_model(0)
     model.load_state_dict(torch.load(path), strict=False)

@@ -1,7 +1,8 @@
 """A member of the jobs of `python -m benchmarks members`: `python -m benchmarks.members_worker FOLDER ARM NODE`.
 
 It writes a line of JSON when it is ready to begin, and waits for the file FOLDER/go. Then it trains until it is killed. The
-member of node 0 saves the weights that are the same on all members every few seconds, to FOLDER/NUMBER.pt.
+seconds of the cell begin with the first step that counts. The member of node 0 saves the weights that are the same on all members
+every few seconds, to FOLDER/NUMBER.pt.
 """
 
 import json
@@ -191,12 +192,14 @@ def train(folder: Path, name: str, rank: int) -> None:
     print(json.dumps({"ready": rank, "pid": os.getpid()}), flush=True)
     go = folder / "go"
     await_(go.exists)
-    began_s, seconds = json.loads(go.read_text())
-    random, marks, saved = torch.Generator(), seconds / SNAPSHOTS, 0
+    random, marks, saved, began_s = torch.Generator(), float(go.read_text()) / SNAPSHOTS, 0, 0.0
     random.seed()
     while True:
         arm.step(job.batch(rank, MEMBERS, int(torch.randint(2**30, (), generator=random))))
-        now_s = time.time() - began_s
+        if not began_s and rank == 0 and arm.steps:  # all have the weights of one of them
+            began_s = time.time()
+            print(json.dumps({"began": began_s}), flush=True)
+        now_s = time.time() - began_s if began_s else 0.0
         if rank == 0 and now_s >= (saved + 1) * marks:
             saved = int(now_s / marks)
             torch.save(arm.weights(), folder / f"{saved}.part")

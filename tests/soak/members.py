@@ -34,6 +34,7 @@ SILENCE_S = 1.0
 """Of the lighthouse: the default of `gradwire lighthouse`."""
 MOST_LOSS = 1.01
 """The loss, over that of an undisturbed run."""
+OTHERS = "others while one joins"
 ENDS = (None, 0, -signal.SIGKILL)
 """Exit codes of members that live, leave, or were killed."""
 
@@ -55,7 +56,7 @@ def come_and_go(
                 began = time.monotonic()
                 if kind == "joins":
                     crowd.await_steps([crowd.join()], 2, START_S)
-                    pauses.setdefault("others of a joiner", []).append(max(longest_gap(each, began) for each in living))
+                    pauses.setdefault(OTHERS, []).append(max(longest_gap(each, began) for each in living))
                 elif kind == "stalls":
                     stalled = chance.choice(living)
                     stalled.process.send_signal(signal.SIGSTOP)
@@ -69,7 +70,7 @@ def come_and_go(
             ending = crowd.finish(steps)
             return {
                 "plan": plan,
-                "events": {kind: len(each) for kind, each in sorted(pauses.items())},
+                "events": {kind: len(each) for kind, each in sorted(pauses.items()) if kind != OTHERS},
                 "median and longest pause, s": {
                     kind: [round(statistics.median(each), 2), round(max(each), 2)] for kind, each in sorted(pauses.items())
                 },

@@ -1,6 +1,7 @@
 """The table of `python -m benchmarks members`, and when its members are killed."""
 
 import json
+import time
 from pathlib import Path
 
 from benchmarks.members import Course, kills_of, table
@@ -30,11 +31,12 @@ def test_node_0_is_never_killed() -> None:
     assert all(0 < at_s < 180.0 for at_s, _ in kills_of(180.0, 7))
 
 
-def test_a_cell_begins_when_all_members_are_ready(tmp_path: Path) -> None:
+def test_members_begin_when_all_are_ready(tmp_path: Path) -> None:
     course = Course(tmp_path, 0.0, [])
     for rank in range(4):
         assert not (tmp_path / "go").exists()
         course.line(rank, "stdout", json.dumps({"ready": rank, "pid": 1}))
+    course.line(0, "stdout", json.dumps({"began": time.time()}))
     course.line(0, "stdout", json.dumps({"saved": 1, "s": 3.0, "steps": 2, "samples": 32}))
     course.end()
     assert (tmp_path / "go").exists() and (tmp_path / "end").exists()
