@@ -23,6 +23,7 @@ import torch
 from benchmarks import markdown
 from benchmarks.accuracy.forms import OPTIONS, SPECS, form_of
 from benchmarks.accuracy.jobs import JOBS, job_of
+from benchmarks.accuracy.rivals import RIVALS
 from benchmarks.accuracy.training import train
 from benchmarks.paired import interval
 
@@ -37,6 +38,7 @@ KEYS = "job", "ranks", "form", "seed", "steps"
 def run(arguments: list[str]) -> int:
     """Train what is not in the file yet, and print the table."""
     words = [f"  {name:<12}{spec!r}" for name, spec in SPECS.items()]
+    words += [f"  {name:<12}of another system" for name in RIVALS]
     words += [f"  +{name:<11}{what}" for name, what in OPTIONS.items()]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks accuracy",

@@ -13,6 +13,7 @@ import msgspec
 
 import gradwire as gw
 from benchmarks.accuracy.levels import Levels
+from benchmarks.accuracy.rivals import RIVALS
 from gradwire.core import ElementRun, ErrorFeedback, Spec, innermost
 from gradwire.core.specs import spec_from_text
 from gradwire.core.specs.base import SpecField
@@ -100,6 +101,8 @@ class Form(NamedTuple):
     """The spec of the warm-up."""
     ef21: bool = False
     diffs: bool = False
+    rival: str = ""
+    """A way of another system to average, in place of the exchange."""
     nudged: bool = False
 
     @property
@@ -109,6 +112,8 @@ class Form(NamedTuple):
 
     def bytes_an_element(self) -> float:
         """Mean bytes of an element in the two encodes, after any warm-up."""
+        if self.rival:
+            return RIVALS[self.rival][1]
         inner, count = innermost(self.spec), 2**20
         if isinstance(inner, Levels):
             return sum(inner.bytes_of_blocks()) / (2 * inner.block)
@@ -118,7 +123,7 @@ class Form(NamedTuple):
 def form_of(text: str) -> Form:
     """Read a form. Raises FormatError naming the option that is none, SpecError for a spec that is none."""
     name, *options = text.split("+")
-    form = Form(SPECS[name] if name in SPECS else spec_from_text(name))
+    form = Form(gw.Identity(), rival=name) if name in RIVALS else Form(SPECS[name] if name in SPECS else spec_from_text(name))
     for option in options:
         word, number = split.groups() if (split := re.fullmatch(r"([a-z]+)(\d*)", option)) else ("", "")
         if option in ("weights", "weights2"):

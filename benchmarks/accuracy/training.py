@@ -17,6 +17,7 @@ from torch import Tensor
 import gradwire as gw
 from benchmarks.accuracy.forms import Form
 from benchmarks.accuracy.jobs import MeasuredJob
+from benchmarks.accuracy.rivals import RIVALS
 from gradwire.compressors import roundtrip
 from gradwire.core import innermost
 from gradwire.exchange import Exchange, TensorMeta, embeddings_of
@@ -120,6 +121,9 @@ class Training:
         self.parameters = gradients_of(model)
         encoded = {name for bucket in exchanges[0].plan.buckets for name in bucket.compressed}
         self.encoded = [name for name in self.parameters if name in encoded]
+        if form.rival:
+            self.encoded = [name for name, parameter in self.parameters.items() if parameter.ndim > 1]
+        self.rival = RIVALS[form.rival][0](self) if form.rival else None
         self.weights = ElementWeights({name: self.parameters[name] for name in self.encoded}, form) if form.weights else None
         self.witness, self.trained = Witness(), []
         self._earlier: list[dict[str, Tensor]] = []
@@ -133,7 +137,7 @@ class Training:
         gradients = self._gradients(number)
         ranks = len(gradients)
         exact = [sum((each[name] for each in gradients[1:]), gradients[0][name]) / ranks for name in self.encoded]
-        means = self._averaged(number, gradients)
+        means = self._averaged(number, gradients) if self.rival is None else self.rival.means(number, gradients)
         self.witness.see(exact, [means[name] for name in self.encoded], self._residual())
         for name, parameter in self.parameters.items():
             parameter.grad = means[name]

@@ -432,7 +432,7 @@ class Auto(Driver):
         warnings.warn(
             f"in step {live.step}, with {codecs}, {problem}. The optimizer does not see the gradients that it should, "
             "and the loss may end higher. Pass accuracy='exact' or plan=gw.QSGD(bits=8), and compare the loss; "
-            "handle.stats().buckets has the numbers of each bucket.",
+            "stats().buckets has the numbers of each bucket.",
             stacklevel=2,
         )
 

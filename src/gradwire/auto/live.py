@@ -10,7 +10,7 @@ import torch
 
 from gradwire.auto.decision import say_failed
 from gradwire.core import Plan, Schedule, TensorInfo
-from gradwire.engine import GradientWatcher, ModelHook, Session
+from gradwire.engine import GradientWatcher, ModelHook, Witness
 from gradwire.exchange import Exchange, StepReport
 from gradwire.plan import Policy
 from gradwire.transport import (
@@ -89,6 +89,8 @@ class DrivenJob(Protocol):
         """Number of elements in the inputs of this step's training forwards; 0 if none was seen."""
         ...
 
+    @property
+    def witness(self) -> Witness: ...
     @property
     def reports(self) -> Sequence[StepReport]:
         """The reports of the last steps."""
@@ -252,9 +254,8 @@ class Live(AllRanks):
 
     @property
     def codec_problem(self) -> str:
-        """The fault of the codecs that run, in a few words; '' if there is none, and under DistributedDataParallel, where nothing
-        measures them."""
-        return self.job.witness.problem if isinstance(self.job, Session) else ""
+        """The fault of the codecs that run, in a few words; '' if there is none."""
+        return self.job.witness.problem
 
     @property
     def exposed_us(self) -> float:

@@ -16,6 +16,7 @@ from gradwire.engine.torch_hooks.hooks import (
     leave_hooks_behind,
     tensors_in,
 )
+from gradwire.engine.witness import Witness
 
 __all__ = [
     "REGISTRY",
@@ -36,6 +37,7 @@ __all__ = [
     "Session",
     "ShardsOptimizer",
     "ValueWatcher",
+    "Witness",
     "check_optimizers",
     "compiled",
     "facts",

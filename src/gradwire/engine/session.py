@@ -284,6 +284,11 @@ class Session(Observer):
         return self.reducer.step
 
     @property
+    def last_exchange(self) -> Exchange:
+        """The exchange that ran the last step."""
+        return self.reducer.running
+
+    @property
     def next_step(self) -> int:
         """The number of the step of the next forward."""
         return self.reducer.next_step

@@ -23,7 +23,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from gradwire.compressors import Context, compressor_for
-from gradwire.engine.reducer import Observer, Reducer
+from gradwire.core import Plan
+from gradwire.engine.reducer import Observer
 from gradwire.exchange import BucketBuffers, BucketStats, Exchange, Slot
 from gradwire.kernels import Segment, Segments, tensor_key
 from gradwire.kernels.reference.weights import values_of
@@ -48,11 +49,21 @@ _GOLDEN = 0.6180339887
 
 
 class WitnessedJob(Protocol):
-    """The parts of a session that a witness needs."""
+    """The parts of a job that a witness needs."""
 
-    reducer: Reducer
-    lanes: Lanes
-    group: Group
+    @property
+    def lanes(self) -> Lanes: ...
+    @property
+    def group(self) -> Group: ...
+    @property
+    def step(self) -> int:
+        """The number of steps that counted so far."""
+        ...
+
+    @property
+    def last_exchange(self) -> Exchange:
+        """The exchange that ran the last step."""
+        ...
 
     @property
     def searching(self) -> bool:
@@ -89,7 +100,8 @@ class _SampledRun:
 class _Sample(NamedTuple):
     """The blocks of one bucket that are encoded once more."""
 
-    exchange: Exchange
+    made_for: int
+    """The step whose specs the exchange runs. The exchange itself would live as long as its lanes have this observer."""
     buffers: BucketBuffers
     runs: list[_SampledRun]
 
@@ -107,14 +119,15 @@ class _Squares(NamedTuple):
 
 
 class Witness(Observer, LanesObserver):
-    """Measures the encodes of one session."""
+    """Measures the encodes of one job."""
 
-    def __init__(self, session: WitnessedJob, share: float = SHARE) -> None:
-        # lanes keep a reference to this object and outlive the session
-        self._session: WitnessedJob = weakref.proxy(session)
+    def __init__(self, job: WitnessedJob, share: float = SHARE) -> None:
+        # lanes keep a reference to this object and outlive the job
+        self._job: WitnessedJob = weakref.proxy(job)
         self.share = share
         """The most time that measuring takes, as a share of the time of the steps."""
-        self._exchange: Exchange | None = None
+        self._plan: Plan | None = None
+        """The plan of the samples."""
         self._squares: dict[int, deque[list[float]]] = {}
         """For each bucket mean squares of gradient, decoded values, error and residual in each of the last samples, and the
         first two in the unit of the elements' weights."""
@@ -138,12 +151,12 @@ class Witness(Observer, LanesObserver):
             flat = values.detach().as_strided((values.numel(),), (1,), values.storage_offset())
             run.values = flat[run.first : run.end].clone()
             if slot.apart:
-                run.values.mul_(1.0 / self._session.group.world_size)
+                run.values.mul_(1.0 / self._job.group.world_size)
             run.before = [each.clone() for each in run.state]
         self._spent_s += time.perf_counter() - began
 
     def finished(self, exposed_s: float) -> None:
-        session, step = self._session, self._session.reducer.step
+        job, step = self._job, self._job.step
         if self._coming is not None:
             self._take()
         if self._sample is None and step < self._next_step:
@@ -152,11 +165,11 @@ class Witness(Observer, LanesObserver):
         if self._sample is not None:
             self._coming = self._measure(self._sample, step - 1) or self._coming
             self._take()
-            session.lanes.observe(self, on=False)
+            job.lanes.observe(self, on=False)
             self._sample, self._runs = None, {}
             self._put_off(step, self._spent_s + time.perf_counter() - began)
-        elif session.group.world_size > 1 and not session.searching:
-            self._ask(session.reducer.running)
+        elif job.group.world_size > 1 and not job.searching:
+            self._ask(job.last_exchange)
             self._spent_s = time.perf_counter() - began
 
     def _put_off(self, step: int, spent_s: float) -> None:
@@ -168,10 +181,10 @@ class Witness(Observer, LanesObserver):
 
     def _ask(self, exchange: Exchange) -> None:
         """Choose the blocks of the next sample: each time another bucket, and other blocks of a bucket."""
-        if self._exchange is None or exchange.plan is not self._exchange.plan:
+        if exchange.plan is not self._plan:
             self._squares.clear()
             self._coming = None
-        self._exchange = exchange
+        self._plan = exchange.plan
         buckets = [each for each in exchange.encoded if each.bucket.main_spec.granularity]
         runs = []
         if buckets:
@@ -183,8 +196,8 @@ class Witness(Observer, LanesObserver):
             return
         for run in runs:
             self._runs.setdefault(run.slot, []).append(run)
-        self._sample = _Sample(exchange, buffers, runs)
-        self._session.lanes.observe(self)
+        self._sample = _Sample(exchange.made_for, buffers, runs)
+        self._job.lanes.observe(self)
 
     def _take(self) -> None:
         """Count the squares that were measured last, if they have arrived."""
@@ -202,8 +215,8 @@ class Witness(Observer, LanesObserver):
         """Encode and decode the copied blocks. None where another exchange ran the step."""
         given = [(run, run.values) for run in sample.runs if run.values is not None]
         if not given:
-            return None
-        buffers, ranks, made_for = sample.buffers, self._session.group, sample.exchange.made_for
+            return None  # another exchange ran the step
+        buffers, ranks, made_for = sample.buffers, self._job.group, sample.made_for
         codec = compressor_for(buffers.bucket.main_spec.at_step(made_for)).summing(1, ranks.world_size)
         values = torch.cat([each for _, each in given])
         state = [torch.cat(each) for each in zip(*(run.before for run, _ in given), strict=True)]
@@ -222,7 +235,7 @@ class Witness(Observer, LanesObserver):
         squares = torch.stack([each.double().square().mean() for each in measured])
         on_host = torch.empty(squares.shape, dtype=squares.dtype, device="cpu", pin_memory=squares.is_cuda)
         on_host.copy_(squares, non_blocking=True)
-        streams, numel = self._session.lanes.data[0].link.streams, sum(slot.view.numel() for slot in buffers.compressed)
+        streams, numel = self._job.lanes.data[0].link.streams, sum(slot.view.numel() for slot in buffers.compressed)
         return _Squares(buffers.index, numel, on_host, streams, streams.mark())
 
     # ---- between steps

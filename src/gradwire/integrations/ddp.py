@@ -103,8 +103,8 @@ class DDPState:
 
     def stats(self) -> ExchangeStats:
         """Statistics of this rank's exchange so far. Raises StepStateError before the first step."""
-        if self._exchange is not None:
-            return self._exchange.stats()
+        if self._job is not None and self._exchange is not None:
+            return self._job.stats()
         raise StepStateError("there are no statistics before the first step. Call stats() after a backward.")
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.auto import Auto
 from gradwire.core import Plan, Spec, TensorInfo
-from gradwire.engine import GradientWatcher, ModelHook, Observers, ValueWatcher, leave_hooks_behind, state_of_decision, tensors_in
+from gradwire.engine import (
+    GradientWatcher,
+    ModelHook,
+    Observers,
+    ValueWatcher,
+    Witness,
+    leave_hooks_behind,
+    state_of_decision,
+    tensors_in,
+)
 from gradwire.exchange import Exchange, ExchangeStats, StepReport
 from gradwire.integrations.ddp_plans import advise
 from gradwire.plan import Policy
@@ -57,6 +67,9 @@ class DDPJob:
         self._hook, self.driver = None, None  # type: Any, Auto | None
         self._group, self.model_name = group, type(getattr(model, "module", model)).__name__
         self._exchange: Exchange | None = None
+        self.witness = Witness(self)
+        """Measures what encodes do to gradients."""
+        self.observers.add(self.witness)
 
     def run(self, exchange: Exchange, driver: Auto | None) -> None:
         """Go on with this exchange, whose plan the driver decides, if there is one."""
@@ -104,12 +117,21 @@ class DDPJob:
     next_step = step
 
     @property
+    def last_exchange(self) -> Exchange:
+        return self.exchange
+
+    @property
+    def searching(self) -> bool:
+        return self.driver is not None and self.driver.searching
+
+    @property
     def synchronises(self) -> bool:
         model = self._model()
         return not isinstance(model, DistributedDataParallel) or model.require_backward_grad_sync
 
     def stats(self) -> ExchangeStats:
-        return self.exchange.stats()
+        stats = self.exchange.stats()
+        return replace(stats, buckets=self.witness.of_buckets(stats.buckets))
 
     @property
     def active(self) -> Sequence[int]:
@@ -177,10 +199,12 @@ class DDPJob:
 
     def state(self) -> dict[str, torch.Tensor]:
         """The fields of a rank's state for a plan that nothing but this run knows."""
-        return {} if self.driver is None else state_of_decision(self.plan, self.driver.searching)
+        return {} if self.driver is None else state_of_decision(self.plan, self.searching)
 
     def leave(self) -> None:
         """Leave the exchange, until `run` is called with another one."""
+        if self._exchange is not None:
+            self.lanes.observe(self.witness, on=False)
         if self.driver is not None:
             self._hook.remove()
             self.driver.detached()

@@ -1,0 +1,139 @@
+"""Ways of other systems to average gradients, rebuilt by the ideas of their papers, for comparisons of losses and bytes.
+
+A form that begins with the name of a rival (`benchmarks.accuracy.forms`) has that rival's means in place of an exchange's.
+PyTorch's PowerSGD hook has its like in `gw.PowerSGD`, whose forms are specs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from benchmarks.accuracy.training import Training
+
+__all__ = ["RIVALS", "Rival"]
+
+Gradients = Sequence[dict[str, Tensor]]
+"""The gradients of each rank by name."""
+BLOCK = 128
+
+
+class Rival(Protocol):
+    """A way to average."""
+
+    def means(self, number: int, gradients: Gradients) -> dict[str, Tensor]:
+        """Return what the optimizer gets in this step."""
+        ...
+
+
+def mean_of(gradients: Gradients, name: str) -> Tensor:
+    """The exact mean of a tensor over ranks."""
+    return torch.stack([each[name] for each in gradients]).mean(0)
+
+
+class LoCo:
+    """LoCo (Xie et al. 2024): 4 bits, and an error that is a moving average and is forgotten every so many steps.
+
+    The sum is exact: LoCo gathers weights, not gradients. Errors are float32 here, 8 bits in the paper. Scales are those of
+    blocks, since one scale for the whole model is a setting that has to be found for each. `keep` and `forget_steps` were not
+    tuned.
+    """
+
+    keep, forget_steps, levels = 0.8, 512, 7
+
+    def __init__(self, training: "Training") -> None:
+        self._encoded = set(training.encoded)
+        self._errors: list[dict[str, Tensor]] = [{} for _ in training.exchanges]
+
+    def means(self, number: int, gradients: Gradients) -> dict[str, Tensor]:
+        sent: list[dict[str, Tensor]] = []
+        for errors, own in zip(self._errors, gradients, strict=True):
+            if number % self.forget_steps == 0:
+                errors.clear()
+            sent.append({name: self._sent(errors, name, value) for name, value in own.items()})
+        return {name: mean_of(sent, name) for name in gradients[0]}
+
+    def _sent(self, errors: dict[str, Tensor], name: str, gradient: Tensor) -> Tensor:
+        if name not in self._encoded:
+            return gradient
+        before = errors.get(name, torch.zeros_like(gradient))
+        decoded = self._rounded(gradient + before)
+        errors[name] = self.keep * before + (1 - self.keep) * (gradient + before - decoded)
+        return decoded
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        flat = values.reshape(-1)
+        blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+        scale = blocks.abs().amax(1, keepdim=True).clamp_min(1e-30) / self.levels
+        return ((blocks / scale).round() * scale).view(-1)[: len(flat)].view_as(values)
+
+
+class FrozenAdam(torch.optim.Optimizer):
+    """Adam whose second moments no longer change, and whose gradients are averaged first moments."""
+
+    def __init__(self, adam: torch.optim.Optimizer) -> None:
+        super().__init__([{**group, "params": [*group["params"]]} for group in adam.param_groups], {})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                before = adam.state[parameter]
+                unbiased = before["exp_avg_sq"] / (1 - group["betas"][1] ** float(before["step"]))
+                self.state[parameter]["scale"] = unbiased.sqrt_().add_(group["eps"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.addcdiv_(parameter.grad, self.state[parameter]["scale"], value=-group["lr"])
+
+
+class OneBitAdam:
+    """One-bit Adam (Tang et al. 2021): exact means first; then second moments are frozen, and first moments travel as signs.
+
+    Both encodes have error feedback: that of each rank, and that of the mean. A tensor has one scale.
+    """
+
+    exact_part = 0.25
+    """The part of the steps whose means are exact."""
+
+    def __init__(self, training: "Training") -> None:
+        self._training, self._encoded = training, set(training.encoded)
+        self._moments: dict[str, Tensor] = {}
+        self._errors: list[dict[str, Tensor]] = [{} for _ in training.exchanges]
+        self._error_of_mean: dict[str, Tensor] = {}
+
+    def means(self, number: int, gradients: Gradients) -> dict[str, Tensor]:
+        training = self._training
+        if number < self.exact_part * training.steps:
+            return {name: mean_of(gradients, name) for name in gradients[0]}
+        if not self._moments:
+            adam = training.optimizer
+            self._moments = {name: adam.state[parameter]["exp_avg"].clone() for name, parameter in training.parameters.items()}
+            training.optimizer = FrozenAdam(adam)
+        keep = training.optimizer.param_groups[0]["betas"][0]
+        for name, before in self._moments.items():
+            own = [keep * before + (1 - keep) * each[name] for each in gradients]
+            if name in self._encoded:
+                own = [signs_of(value, errors, name) for value, errors in zip(own, self._errors, strict=True)]
+                self._moments[name] = signs_of(torch.stack(own).mean(0), self._error_of_mean, name)
+            else:
+                self._moments[name] = torch.stack(own).mean(0)
+        return {name: moment.clone() for name, moment in self._moments.items()}
+
+
+def signs_of(values: Tensor, errors: dict[str, Tensor], name: str) -> Tensor:
+    """Add the error of the last step, and return the signs times the mean size. Keeps the error of this step."""
+    values = values + errors[name] if name in errors else values
+    decoded = values.abs().mean() * torch.where(values < 0, -1.0, 1.0)
+    errors[name] = values - decoded
+    return decoded
+
+
+RIVALS: dict[str, tuple[Callable[["Training"], Rival], float]] = {
+    "loco": (LoCo, (0.5 + 2 / BLOCK + 2.0) / 2),
+    "onebit-adam": (OneBitAdam, 0.125),
+}
+"""Each rival by its name, and the mean bytes of an element in its two encodes, after any exact steps. LoCo gathers weights of 16
+bits."""
