@@ -58,8 +58,8 @@ _BURST_BYTES = 1024
 _BURSTS, _BURST_PART = 5, 0.1
 """Most bursts, and their part of the time for a link."""
 _WAIT_MARGIN, _WAITED_FROM = 0.1, 0.3
-"""By how much more of its time than in the best batch a rank may wait for a processor in a batch that counts; and the part from
-which the link has a problem."""
+"""The part of its time that a rank may wait for a processor, beyond that of the best batch, in a batch that counts; and the part
+from which the link has a problem."""
 _WAITS = Path("/proc/thread-self/schedstat")
 _TAG = 1_000_000
 """First tag of the measured messages, higher than the tags of steps."""

@@ -28,7 +28,7 @@ from gradwire.transport.wire import LinkError, Reach
 _HEADER = struct.Struct("<QQ")
 """The bytes of the message, and its tag."""
 _OF_RANK = struct.Struct("<Q")
-"""In what ranks gather: how many bytes of one rank follow."""
+"""The number of bytes of one rank that follow, in what ranks gather."""
 _COLLECTIVE_TAGS = 2**40
 """The first tag of collectives."""
 _DIRECT_BYTES = 2**18
