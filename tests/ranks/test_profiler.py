@@ -389,6 +389,28 @@ def test_a_poor_fit_is_told_with_numbers_and_a_cure_and_a_flat_one_refused() -> 
         measured_links({"inter": line, "allreduce": [(size, 10.0 - size / 1e6) for size, _ in line]}, grid)
 
 
+def test_batches_in_which_ranks_waited_for_processors_do_not_count() -> None:
+    """A machine that is busy with other programs shows half of a link's rate; a link that was measured so alone has a problem."""
+    assert links._Batches([10.0, 20.0, 11.0], [1.0] * 3, [0.05, 0.5, 0.1]).calm_us == [10.0, 11.0]
+    assert links._Batches([20.0, 21.0, 22.0], [1.0] * 3, [0.5, 0.55, 0.5]).calm_us == [20.0, 21.0, 22.0], "none is better"
+    grid, line = Grid.even(2, 1, 0), [(1e3, 10.0), (1e4, 20.0), (1e5, 120.0), (1e6, 1120.0)]
+    times = {"inter": line, "allreduce": line}
+    assert measured_links(times | {"inter waits": [(1e3, 0.9), (1e6, 0.05)]}, grid).problems == []
+    (problem,) = measured_links(times | {"inter waits": [(1e3, 0.1), (1e6, 0.62)]}, grid).problems
+    assert "inter link" in problem and "62 %" in problem and "Profile again" in problem
+
+
+def test_more_ranks_than_connect_at_once_exchange_in_parts() -> None:
+    for ranks in [*range(1, 100), 1000]:
+        together = links._together(ranks)
+        assert together <= 16 and -(-ranks // together) == -(-ranks // 16), "as few parts as there may be"
+        assert together == ranks or ranks > 16
+    grid, sizes = Grid.even(32, 1, 0), [1e3, 1e4, 1e5, 1e6]
+    times = {"inter": [(16 * m, 15 * (40.0 + m * 8e-3)) for m in sizes], "allreduce": [(m, 100.0 + 2 * m * 8e-3) for m in sizes]}
+    inter = measured_links(times, grid).cluster.inter
+    assert (inter.alpha_us, inter.gbps) == pytest.approx((40.0, 1.0))
+
+
 def test_a_link_whose_times_tell_no_rate_spoils_no_other() -> None:
     grid, sizes = Grid.even(2, 2, 0), [1e3, 1e4, 1e5, 1e6]
     times = {

@@ -431,6 +431,8 @@ def joined(payloads: Sequence[torch.Tensor], nothing: torch.Tensor) -> tuple[tor
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
     """The start of each payload, and the end of the last one."""
+    if len(sizes) == 1:
+        return [0], sizes[0]
     starts, end = [], 0
     for size in sizes:
         starts.append(-(-end // ALIGNMENT) * ALIGNMENT)

@@ -119,8 +119,8 @@ class _Packing:
         self._nbytes: dict[tuple[int, int, bool, bool], int] = {}
         """Bytes of payloads: by the same, whether it is the first encode, and whether it is of a sum."""
         self._of_sums: dict[tuple[bool, str, int], Compressor] = {}
-        self._apart: list[torch.Tensor] = []
-        """The sums that do not lie in the bucket's memory."""
+        self._apart: dict[int, torch.Tensor] = {}
+        """The sums that do not lie in the bucket's memory, by `id`."""
 
     def leg(self, leg: Leg) -> list[Transfer]:
         """One exchange, or two for all-reduce."""
@@ -251,7 +251,7 @@ class _Packing:
         transfer = self._values_to(move, before)
         if move.held is None:
             self.values = self.values[:0]
-            self._apart.append(self.values)
+            self._apart[id(self.values)] = self.values
             return transfer
         total = self._empty(move.held.end - move.held.start)
         for position, source in enumerate(move.received):
@@ -290,8 +290,9 @@ class _Packing:
 
     def _empty(self, numel: int) -> torch.Tensor:
         """Memory for a sum, apart from the bucket's."""
-        self._apart.append(torch.empty(numel, dtype=self.piece.reduce_dtype, device=self.piece.flat.device))
-        return self._apart[-1]
+        made = torch.empty(numel, dtype=self.piece.reduce_dtype, device=self.piece.flat.device)
+        self._apart[id(made)] = made
+        return made
 
     def _settle(self) -> list[Work]:
         """Copy the values to the bucket's memory, in its dtype."""
@@ -312,6 +313,6 @@ class _Packing:
 
     def _view(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
         view = tensor[start:end]
-        if not any(tensor is each for each in self._apart):
+        if id(tensor) not in self._apart:
             self.aliases.append(view)
         return view

@@ -1,7 +1,12 @@
 """Measures the links between ranks: times of exchanges and all-reduces by size, and a line through the times.
 
 Exchanges are those of a step: on the lane's wire, or else announced first and sent without pause, so that the initial burst of a
-rate limit does not hide the rate. All ranks get the times of the slowest rank, so all stop at the same size.
+rate limit does not hide the rate. All ranks exchange at once, as in a step. All ranks get the times of the slowest rank, so all
+stop at the same size.
+
+On a machine that is busy with other programs a rank waits for a processor before it can hand more bytes to the link, which
+stands still meanwhile: a link of 100 Mb/s then shows half of that. Linux counts these waits, so batches with longer ones do not
+count, and a link that was measured with waits alone has a problem.
 """
 
 import hashlib
@@ -11,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,7 +29,7 @@ from gradwire.core import Link as ClusterLink
 from gradwire.costs import Fit, fit_line, fit_link
 from gradwire.errors import FormatError, StepStateError
 from gradwire.profiler.clock import Clock
-from gradwire.transport import Grid, Link, Meter, Operations, transfer
+from gradwire.transport import AT_ONCE, Grid, Link, Meter, Operations, transfer
 
 SIZES = tuple(1024 * 4**power for power in range(8))
 """Bytes of a message: 1 KB to 16 MB."""
@@ -54,6 +60,10 @@ _BURST = 8
 _BURST_BYTES = 1024
 _BURSTS, _BURST_PART = 5, 0.1
 """Most bursts, and their part of the time for a link."""
+_WAIT_MARGIN, _WAITED_FROM = 0.1, 0.3
+"""The part of its time that a rank may wait for a processor, beyond that of the best batch, in a batch that counts; and the part
+from which the link has a problem."""
+_WAITS = Path("/proc/thread-self/schedstat")
 _TAG = 1_000_000
 """First tag of the measured messages, higher than the tags of steps."""
 
@@ -61,7 +71,8 @@ Times = dict[str, list[tuple[float, float]]]
 """Measured points by link. intra, inter, allreduce, ddp: (bytes that a rank holds before, microseconds). cpu: (bytes,
 processor time of an all-reduce, including the copies of its gradients into the bucket's memory and back). ddp cpu: the same of
 DistributedDataParallel's all-reduce. intra cpu, inter cpu: (bytes, processor time of an exchange). intra message, inter message:
-(0, microseconds of each further message that is sent without waiting)."""
+(0, microseconds of each further message that is sent without waiting). intra waits, inter waits: (bytes, the part of its time
+that a rank waited for a processor)."""
 
 
 _EXCHANGES = ("intra", "inter")
@@ -90,27 +101,37 @@ def measure_links(
     """
     times: Times = {}
     if grid.ranks_per_node > 1:
-        _measure_exchanges(times, "intra", link, grid.group("intra"), grid.ranks_per_node, device, seconds)
+        _measure_exchanges(times, "intra", link, grid.group("intra"), device, seconds)
     if grid.nodes > 1:
-        # one rank of each node: all ranks of a node share the rate of one flow
-        group = grid.group("inter") if grid.place_of(link.rank) == 0 else ()
-        _measure_exchanges(times, "inter", link, group, grid.nodes, device, seconds)
-    times["allreduce"], cpu_times = _sweep(link, _AllReduces(link, grid, device), 1, device, seconds)
+        _measure_exchanges(times, "inter", link, grid.group("inter"), device, seconds, grid.place_of(link.rank) == 0)
+    times["allreduce"], cpu_times, _ = _sweep(link, _AllReduces(link, grid, device), 1, device, seconds)
     if device.type != "cpu":
         return times
     (us_per_byte,) = _slowest(link, [_copies_us_per_byte()], device)
     times["cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
     if process_group is not None:
-        times["ddp"], cpu_times = _sweep(link, _GroupAllReduces(process_group), 1, device, seconds)
+        times["ddp"], cpu_times, _ = _sweep(link, _GroupAllReduces(process_group), 1, device, seconds)
         times["ddp cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
     return times
 
 
+def _together(ranks: int) -> int:
+    """How many of these ranks exchange with each other: all, or parts of them, since more ranks have few connections.
+
+    >>> [_together(ranks) for ranks in (2, 16, 17, 32, 100)]
+    [2, 16, 9, 16, 15]
+    """
+    return -(-ranks // -(-ranks // AT_ONCE))
+
+
 def _measure_exchanges(
-    times: Times, name: str, link: Link, group: Sequence[int], ranks: int, device: torch.device, seconds: float
+    times: Times, name: str, link: Link, group: Sequence[int], device: torch.device, seconds: float, takes_part: bool = True
 ) -> None:
-    exchanges = _Exchanges(link, group, device)
-    times[name], cpu_times = _sweep(link, exchanges, ranks, device, seconds)
+    """`takes_part`: whether this rank sends. Between nodes one rank of each does: ranks of a node share the rate of one flow."""
+    ranks = _together(len(group))
+    first = group.index(link.rank) // ranks * ranks
+    exchanges = _Exchanges(link, group[first : first + ranks] if takes_part else (), device)
+    times[name], cpu_times, times[f"{name} waits"] = _sweep(link, exchanges, ranks, device, seconds)
     if device.type == "cpu":
         times[f"{name} cpu"] = cpu_times
         first_us = min(us for _, us in times[name])
@@ -161,7 +182,8 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
     links: dict[str, ClusterLink] = {}
     fits: dict[str, Fit] = {}
     problems: list[str] = []
-    of_ranks = {"intra": grid.ranks_per_node, "inter": grid.nodes, "allreduce": grid.world_size, "ddp": grid.world_size}
+    of_ranks = {"intra": _together(grid.ranks_per_node), "inter": _together(grid.nodes)}
+    of_ranks |= {"allreduce": grid.world_size, "ddp": grid.world_size}
     for name, points in times.items():
         if name not in of_ranks:
             continue
@@ -178,6 +200,11 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
                 links[name] = ClusterLink(min(us for _, us in points), unknown_gbps)
                 continue
             raise StepStateError(f"latency and rate of the {name} link cannot be found from its times: {error}") from error
+        if (waits := times.get(f"{name} waits")) and waits[-1][1] >= _WAITED_FROM:
+            problems.append(
+                f"while the {name} link was measured, a rank waited for a processor for {100 * waits[-1][1]:.0f} % of the time, "
+                "so the link may be faster than what was measured. Profile again while nothing else uses the processors."
+            )
         if fits[name].problem:
             fit = fits[name]
             problems.append(
@@ -307,43 +334,77 @@ _Traffic = _Exchanges | _AllReduces | _GroupAllReduces
 
 def _sweep(
     link: Link, traffic: _Traffic, held: int, device: torch.device, seconds: float
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[tuple[float, float]]]:
     """Measure messages of ascending size until the next size would take too long.
 
-    Returns two lists of (bytes held, microseconds of a message): of elapsed time and of processor time.
+    Returns three lists. Two are of (bytes held, microseconds of a message), of elapsed time and of processor time. The third is
+    of (bytes held, the part of its time that a rank waited for a processor).
     """
     points: list[tuple[float, float]] = []
     cpu_points: list[tuple[float, float]] = []
+    waits: list[tuple[float, float]] = []
     sizes, enough = (SIZES, ENOUGH_BYTES) if device.type == "cpu" else (DEVICE_SIZES, DEVICE_ENOUGH_BYTES)
-    spent_us, expected_us = 0.0, min(_run(link, traffic, sizes[0], 1, device)[0])
+    spent_us, expected_us = 0.0, min(_run(link, traffic, sizes[0], 1, device).us)
     for nbytes in sizes:
         messages = min(_MOST_MESSAGES, max(1, round(1e6 * seconds * _BATCH_PART / expected_us)))
-        measured, cpu_us = _run(link, traffic, nbytes, messages, device)
-        points += [(float(held * nbytes), us) for us in measured]
-        cpu_points += [(float(held * nbytes), us) for us in cpu_us]
-        spent_us += (1 + BATCHES * messages) * statistics.median(measured)
-        expected_us = 4 * min(measured)
+        measured = _run(link, traffic, nbytes, messages, device)
+        points += [(float(held * nbytes), us) for us in measured.calm_us]
+        cpu_points += [(float(held * nbytes), us) for us in measured.cpu_us]
+        waits.append((float(held * nbytes), min(measured.waits)))
+        spent_us += (1 + BATCHES * messages) * statistics.median(measured.us)
+        expected_us = 4 * min(measured.us)
         if spent_us + (1 + BATCHES) * expected_us > 1e6 * seconds * (1 if nbytes >= enough else PATIENCE):
             break
-    return points, cpu_points
+    return points, cpu_points, waits
 
 
-def _run(link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torch.device) -> tuple[list[float], list[float]]:
-    """Return a message's elapsed and processor microseconds in each batch, on the slowest rank, without the first message."""
+class _Batches(NamedTuple):
+    """For each batch, the numbers of the slowest rank."""
+
+    us: list[float]
+    """Elapsed microseconds of a message."""
+    cpu_us: list[float]
+    """Processor microseconds of a message."""
+    waits: list[float]
+    """The part of its time that a rank waited for a processor."""
+
+    @property
+    def calm_us(self) -> list[float]:
+        """The elapsed times of the batches in which ranks waited for processors about as little as in the best one.
+
+        >>> _Batches([5.0, 9.0, 6.0], [], [0.1, 0.5, 0.15]).calm_us
+        [5.0, 6.0]
+        """
+        most = min(self.waits) + _WAIT_MARGIN
+        return [us for us, waited in zip(self.us, self.waits, strict=True) if waited <= most]
+
+
+def _run(link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torch.device) -> _Batches:
+    """Measure batches of messages, without the first message."""
     clock = Clock(device)
     traffic.announce(nbytes, 1 + BATCHES * messages)
     _slowest(link, [0.0], device)  # wait for all ranks
     traffic.perform()
-    moments, cpu_ns = [clock.mark()], [time.process_time_ns()]
+    moments, cpu_ns, waited_ns = [clock.mark()], [time.process_time_ns()], [_waited_ns()]
     for _ in range(BATCHES):
         for _ in range(messages):
             traffic.perform()
         moments.append(clock.mark())
         cpu_ns.append(time.process_time_ns())
-    own = [clock.us(*both) / messages for both in pairwise(moments)]
+        waited_ns.append(_waited_ns())
+    us = [max(1e-3, clock.us(*both)) for both in pairwise(moments)]
+    own = [each / messages for each in us]
     own += [max(1, end - start) / 1e3 / messages for start, end in pairwise(cpu_ns)]
+    own += [(end - start) / 1e3 / each for (start, end), each in zip(pairwise(waited_ns), us, strict=True)]
     most = _slowest(link, own, device)
-    return most[:BATCHES], most[BATCHES:]
+    return _Batches(most[:BATCHES], most[BATCHES : 2 * BATCHES], most[2 * BATCHES :])
+
+
+def _waited_ns() -> int:
+    """Nanoseconds for which this thread could have run and waited for a processor; 0 where Linux does not count them."""
+    with suppress(OSError, IndexError, ValueError):
+        return int(_WAITS.read_text().split()[1])
+    return 0
 
 
 def _copies_us_per_byte() -> float:
