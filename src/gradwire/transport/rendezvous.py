@@ -47,8 +47,6 @@ _HELLO_S, _HURRIED_HELLO_S = 5.0, 0.5
 _STRANGERS = 32
 """How many connections without a proof are held at once, beyond those of ranks."""
 
-_REFUSED, _ASKS_S = "refused", 1.0
-"""The place of the store for what a rank finds wrong with encryption, and how often a rank that waits looks there."""
 _TRIES = 5
 """How often a rank is called that hangs up."""
 
@@ -106,7 +104,6 @@ class Rendezvous:
         """The names of the meshes that have all their connections."""
         self._nonce = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
-        self._store = store
         self._tls: Tls | None = None
         card = Card(__version__, _FRAME, node, list(meshes), nonce=self._nonce.hex())
         card.gbps, card.no_wires = adapter_gbps(), why_no_wires()
@@ -162,7 +159,7 @@ class Rendezvous:
         if self._world_size == 1 or not names:
             return
         patience_s = min(_PATIENCE_S + _PATIENCE_A_RANK_S * self._world_size, 0.4 * self._timeout.total_seconds())
-        with _Handshakes() as handshakes, self._telling_all():
+        with _Handshakes() as handshakes:
             for peer in reversed(range(self._rank)):
                 for name in names:
                     self._begin_call(handshakes, peer, name)
@@ -214,53 +211,19 @@ class Rendezvous:
             ).about([0, *unlike])
         return cards
 
-    # ---- what is wrong with encryption
-
-    @contextmanager
-    def _telling_all(self) -> Iterator[None]:
-        """Leave the words in the store if a connection cannot be encrypted. Who is refused gets an alert without a reason, and a
-        third rank finds only that the others are gone: these take the words of the rank that refused."""
-        try:
-            yield
-        except LinkError as error:
-            is_known = isinstance(error.__cause__, TlsError)
-            if is_known and "alert" not in str(error):
-                with suppress(Exception):  # the store is gone, and each rank knows what it found itself
-                    self._store.set(_REFUSED, self.key.seal(_REFUSED, f"rank {self._rank} says: {error}"))
-                raise
-            until = time.monotonic() + (_ASKS_S if is_known else 0.0)
-            while not (found := self._found_by_others()) and time.monotonic() < until:
-                time.sleep(0.02)
-            if not found:
-                raise
-            words = TlsError(f"{error}; {found}" if is_known else found)
-            raise LinkError(error.peer, words) from words
-
-    def _found_by_others(self) -> str:
-        """The words of a rank that refused to encrypt a connection; '' if there are none."""
-        if self._tls is not None:
-            with suppress(Exception):
-                if self._store.check([_REFUSED]):
-                    return self.key.unseal(_REFUSED, self._store.get(_REFUSED)) or ""
-        return ""
-
     # ---- handshakes
 
     def _run(self, handshakes: "_Handshakes", names: Sequence[str], until: float) -> None:
         assert self._listener is not None
-        higher, asks = range(self._rank + 1, self._world_size), time.monotonic() + _ASKS_S
+        higher = range(self._rank + 1, self._world_size)
         while missing := [peer for name in names for peer in range(self._world_size) if self._lacks(name, peer)]:
             most = _STRANGERS + len(names) * len(higher)
             ends = handshakes.drop_silent(_HURRIED_HELLO_S if handshakes.visitors >= most else _HELLO_S)
             accepts = handshakes.visitors < most and any(peer > self._rank for peer in missing)
-            for connection in handshakes.go_on(self._listener if accepts else None, min(until, ends, asks)):
+            for connection in handshakes.go_on(self._listener if accepts else None, min(until, ends)):
                 handshakes.begin(connection, self._answer(connection), None)
             for peer, name in handshakes.hung_up():
                 self._begin_call(handshakes, peer, name)
-            if time.monotonic() > asks:
-                if found := self._found_by_others():
-                    raise LinkError(None, TlsError(found))
-                asks = time.monotonic() + _ASKS_S
             if time.monotonic() > until:
                 ranks = ", ".join(map(str, sorted(set(missing))))
                 raise LinkError(missing[0], TimeoutError(f"no connection with ranks {ranks} in time"))
