@@ -1,7 +1,7 @@
 """The kernels that a step launches on a GPU, and what the host's threads take for a step.
 
 Launches are counted with tensors that have no memory, and with calls that only count. The host's time is, for each call that a
-driver would get, the time that the call took on an H200. The processor time of gradwire's own Python between these calls is
+driver would get, the time that the call took on an H200. The processor time of a lane's Python between these calls is
 printed: `pytest -s` shows it.
 """
 
@@ -18,17 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import Given
 
 import gradwire as gw
 from gradwire.collectives import ops
 from gradwire.core import TensorInfo
-from gradwire.engine import gradients
 from gradwire.engine.gradients import _cut
-from gradwire.exchange import exchange, layout
 from gradwire.exchange.layout import BucketBuffers, build_buckets, random_streams
 from gradwire.transport import Grid, Group, Meter
-from gradwire.transport.in_process import run_ranks
 from gradwire.transport.streams import Mark, Streams
 
 META = torch.device("meta")
@@ -177,35 +173,12 @@ def prices_us() -> dict[str, float]:
     }
 
 
-def script_ms(group: Any, plan: Any) -> float:
-    """The processor time in ms that a backward of as many tensors as BERT-large has takes the script's thread."""
-    model = Given([8] * len(bert_large()), seed=0)
-    handle = None if plan is None else gw.parallelize(model, plan=plan, process_group=group)
-    gradients = model.random_gradients(group.rank)
-    ms: list[float] = []
-    for _ in range(6):
-        model.zero_grad()
-        loss = model(gradients)
-        began = time.thread_time()
-        loss.backward()
-        ms.append(1e3 * (time.thread_time() - began))
-    if handle is not None:
-        handle.detach()
-    return min(ms[1:])
-
-
 @pytest.mark.parametrize("size", [2, 8, 16])
 def test_the_calls_of_a_step_of_bert_large_take_the_host_few_milliseconds(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     price = prices_us()
-    with monkeypatch.context() as patch:
-        counted, link, lane_ms = launches(gw.QSGD(bits=4), size, patch)
+    counted, link, lane_ms = launches(gw.QSGD(bits=4), size, monkeypatch)
     copies = counted.pop("gradients")
     driver_us = counted.total() * price["codec"] + copies * price["add"]
     driver_us += sum(count * price[name] for name, count in link.streams.calls.items())
-    for module in (layout, exchange):
-        monkeypatch.setattr(module, "launches", lambda device: True)
-    monkeypatch.setattr(gradients, "_RUN_BYTES", gradients._DEVICE_RUN_BYTES)
-    policy = gw.Policy(default=gw.QSGD(bits=4), exempt_vectors=False, bucket_bytes=320, chunk_bytes=320)  # about 40 buckets
-    own_ms = run_ranks(2, script_ms, policy)[0] - run_ranks(2, script_ms, None)[0]
-    print(f"{size} ranks: calls {driver_us / 1e3:.1f} ms; between them lane {lane_ms:.1f} ms, script {own_ms:.1f} ms")
+    print(f"{size} ranks: calls take {driver_us / 1e3:.1f} ms, and the lane's Python between them {lane_ms:.1f} ms here")
     assert driver_us / 1e3 <= MOST_HOST_MS
