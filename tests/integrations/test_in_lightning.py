@@ -1,6 +1,7 @@
 """Lightning's Trainer with gradwire's strategy: DDP's numbers under an identity plan, checkpoints, logs."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +16,50 @@ import gradwire as gw
 from gradwire.record.run import Run
 from gradwire.report.page import write_report
 
-lightning = pytest.importorskip("lightning", reason="gradwire's extra lightning is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("lightning") is None, reason="gradwire's extra lightning is not installed"),
+]
 
 FEEDBACK = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.05)))
 
 
-class Classifier(lightning.LightningModule):
-    """With batch norm; on request with an optimization by hand, or with inputs that follow from rank and step alone."""
+def classifier(by_hand: bool = False, by_step: bool = False) -> Any:
+    """Return a Classifier. Only ranks load Lightning, which takes seconds."""
+    import lightning
 
-    def __init__(self, by_hand: bool = False, by_step: bool = False) -> None:
-        super().__init__()
-        self.by_step = by_step
-        self.net = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5))
-        self.automatic_optimization = not by_hand
+    class Classifier(lightning.LightningModule):
+        """With batch norm; on request with an optimization by hand, or with inputs that follow from rank and step alone."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.net(inputs)
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5))
+            self.automatic_optimization = not by_hand
 
-    def training_step(self, batch: Any, at: int) -> torch.Tensor | None:
-        step = self.trainer.global_step
-        inputs, labels = next(iter(data(8, dist.get_rank(), step))) if self.by_step else batch
-        # as scripts do: through the module, or through a part of it
-        loss = nn.functional.cross_entropy(self(inputs) if step % 2 else self.net(inputs), labels)
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, gradient_clip_val=0.5)
-        optimizer.step()
-        return None
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.net(inputs)
 
-    def validation_step(self, batch: Any, at: int) -> None:
-        self.log("held out", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+        def training_step(self, batch: Any, at: int) -> torch.Tensor | None:
+            step = self.trainer.global_step
+            inputs, labels = next(iter(data(8, dist.get_rank(), step))) if by_step else batch
+            # as scripts do: through the module, or through a part of it
+            loss = nn.functional.cross_entropy(self(inputs) if step % 2 else self.net(inputs), labels)
+            if self.automatic_optimization:
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.5)
+            optimizer.step()
+            return None
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+        def validation_step(self, batch: Any, at: int) -> None:
+            self.log("held out", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+    return Classifier()
 
 
 def data(count: int, *seed: int) -> DataLoader[Any]:
@@ -62,6 +70,8 @@ def data(count: int, *seed: int) -> DataLoader[Any]:
 
 def trainer_of(folder: str, plan: Any, **arguments: Any) -> Any:
     """A plan of None is DDP."""
+    import lightning
+
     from gradwire.integrations.lightning import GradwireStrategy
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
@@ -77,7 +87,7 @@ def trainer_of(folder: str, plan: Any, **arguments: Any) -> Any:
 def trained(folder: str, plan: Any, arguments: dict[str, Any], by_hand: bool = False) -> dict[str, Any]:
     trainer = trainer_of(folder, plan, **arguments)
     torch.manual_seed(3)
-    model = Classifier(by_hand)
+    model = classifier(by_hand)
     trainer.fit(model, data(256, 1), data(64, 5))
     told = {"weights": digest(model.parameters()), "strategy": type(trainer.strategy).__name__}
     told |= {"left": bool(model._forward_pre_hooks), "steps": trainer.global_step}
@@ -111,35 +121,40 @@ def test_two_ranks_end_bit_for_bit_as_with_ddp(framework_worlds: Worlds, tmp_pat
         assert own == theirs
 
 
-class Adversaries(lightning.LightningModule):
-    """A generator with frozen weights and an adapter, and a discriminator; two optimizers, by hand."""
+def adversarial() -> Any:
+    import lightning
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.adapter = nn.Linear(20, 20).requires_grad_(False), nn.Linear(20, 20)
-        self.judge = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.automatic_optimization = False
+    class Adversaries(lightning.LightningModule):
+        """A generator with frozen weights and an adapter, and a discriminator; two optimizers, by hand."""
 
-    def training_step(self, batch: Any, at: int) -> None:
-        inputs = next(iter(data(8, dist.get_rank(), at)))[0]
-        of_judge, of_adapter = self.optimizers()
-        fake = self.base(inputs) + self.adapter(inputs)
-        of_judge.zero_grad()
-        self.manual_backward((self.judge(fake.detach()).square() - self.judge(inputs)).mean())
-        of_judge.step()
-        of_adapter.zero_grad()
-        self.manual_backward(-self.judge(fake).mean())
-        of_adapter.step()
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.adapter = nn.Linear(20, 20).requires_grad_(False), nn.Linear(20, 20)
+            self.judge = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 1))
+            self.automatic_optimization = False
 
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(each.parameters(), lr=0.05) for each in (self.judge, self.adapter)]
+        def training_step(self, batch: Any, at: int) -> None:
+            inputs = next(iter(data(8, dist.get_rank(), at)))[0]
+            of_judge, of_adapter = self.optimizers()
+            fake = self.base(inputs) + self.adapter(inputs)
+            of_judge.zero_grad()
+            self.manual_backward((self.judge(fake.detach()).square() - self.judge(inputs)).mean())
+            of_judge.step()
+            of_adapter.zero_grad()
+            self.manual_backward(-self.judge(fake).mean())
+            of_adapter.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(each.parameters(), lr=0.05) for each in (self.judge, self.adapter)]
+
+    return Adversaries()
 
 
 def adversaries(folder: str, plan: Any) -> tuple[str, str]:
     strategy = {} if plan is not None else {"strategy": "ddp_find_unused_parameters_true"}
     trainer = trainer_of(folder, plan, **strategy)
     torch.manual_seed(3)
-    model = Adversaries()
+    model = adversarial()
     trainer.fit(model, data(256, 1))
     return digest(model.parameters()), type(trainer.strategy).__name__
 
@@ -155,7 +170,7 @@ def test_a_gan_with_frozen_weights_ends_bit_for_bit_as_with_ddp(framework_worlds
 def learned(folder: str, plan: Any) -> float:
     trainer, loader = trainer_of(folder, plan, max_steps=300), data(4800, 1)
     torch.manual_seed(3)
-    model = Classifier()
+    model = classifier()
     trainer.fit(model, loader)
     inputs, labels = loader.dataset.tensors
     return nn.functional.cross_entropy(model.eval()(inputs), labels).item()
@@ -181,6 +196,8 @@ def taken_up(folder: str, plan: Any) -> tuple[str, str, bool]:
 
 def fitted(trainer: Any, checkpoint: str | None = None) -> tuple[str, str, bool]:
     """Digests of weights and momenta, and of this rank's residuals and buffers; whether there are residuals."""
+    import lightning
+
     told: list[Any] = []
 
     class Watch(lightning.Callback):
@@ -194,7 +211,7 @@ def fitted(trainer: Any, checkpoint: str | None = None) -> tuple[str, str, bool]
 
     trainer.callbacks.append(Watch())
     torch.manual_seed(3)
-    trainer.fit(Classifier(by_step=True), data(8 * 4 * dist.get_world_size(), 1), ckpt_path=checkpoint)
+    trainer.fit(classifier(by_step=True), data(8 * 4 * dist.get_world_size(), 1), ckpt_path=checkpoint)
     return told[0], told[1], told[2]
 
 
@@ -218,7 +235,7 @@ def logged(folder: str) -> tuple[list[str], str]:
 
     trainer = trainer_of(folder, "by name", logger=CSVLogger(folder), log_every_n_steps=4, max_steps=120)
     torch.manual_seed(3)
-    trainer.fit(Classifier(), data(2048, 1))
+    trainer.fit(classifier(), data(2048, 1))
     return sorted(trainer.logged_metrics), str(trainer.strategy.handle.decision)
 
 
@@ -255,7 +272,7 @@ def tracked(folder: str) -> list[str]:
     settings: dict[str, Any] = {"logger": logger, "callbacks": [Bar()], "enable_progress_bar": True, "log_every_n_steps": 4}
     trainer = trainer_of(folder, None, strategy=strategy, max_steps=60, **settings)
     torch.manual_seed(3)
-    trainer.fit(Classifier(), data(2048, 1))
+    trainer.fit(classifier(), data(2048, 1))
     return [line for line in lines if line.startswith("gradwire: ")]
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from threads import Threads, built, here
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Given, Worlds, digest, seeded
 
@@ -19,7 +20,7 @@ OPTIMIZERS = {
 DDP, SMALL_BUCKETS, IDENTITY = "ddp", "ddp with 1 MB buckets", "gradwire"
 
 
-def train(method: str, optimizer_name: str, steps: int = 20) -> torch.Tensor:
+def train(method: str, optimizer_name: str, steps: int = 8) -> torch.Tensor:
     """All parameters after some steps, one after another: 5 MB in many layers, so that buckets differ."""
     rank = dist.get_rank()
     torch.manual_seed(100 if rank == 0 else rank)
@@ -61,7 +62,7 @@ def test_two_ranks_train_bit_for_bit_as_under_ddp(worlds: Worlds, optimizer: str
         assert found["equal"], found
 
 
-@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.thorough])])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_more_ranks_train_as_under_ddp_to_rounding(worlds: Worlds, world_size: int, optimizer: str) -> None:
     results = worlds.run(world_size, distances_from_ddp, optimizer)
@@ -90,9 +91,8 @@ LARGEST_ERROR = {2: 2.0, 3: 0.6, 4: 0.35, 5: 0.2, 6: 0.1, 7: 0.05, 8: 0.03}
 
 def every_spec_at_once(scheme: str) -> dict[str, object]:
     """One model with four tensors for each spec, under one policy; small buckets, chunks, and empty shards."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    model = torch.nn.ModuleList([Given(SIZES) for _ in SPECS])
+    rank, world_size = here.rank, here.world_size
+    model = built(rank, lambda: torch.nn.ModuleList([Given(SIZES) for _ in SPECS]))
     policy = gw.Policy(
         default=gw.Identity(),
         rules=[(f"{index}.*", spec) for index, spec in enumerate(SPECS)],
@@ -100,7 +100,7 @@ def every_spec_at_once(scheme: str) -> dict[str, object]:
         bucket_bytes=4000,
         chunk_bytes=5000,
     )
-    handle = gw.parallelize(model, plan=policy)
+    handle = gw.parallelize(model, plan=policy, process_group=here.group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     at_start = digest(model.parameters())
     errors: list[float] = []
@@ -117,6 +117,7 @@ def every_spec_at_once(scheme: str) -> dict[str, object]:
         optimizer.step()
         after_steps.append(digest([*model.parameters(), *(p.grad for p in model.parameters())]))
     stats = handle.stats()
+    handle.detach()
     return {
         "start": at_start,
         "steps": after_steps,
@@ -125,7 +126,9 @@ def every_spec_at_once(scheme: str) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=[pytest.mark.slow, pytest.mark.thorough])]
+)
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
 def test_all_ranks_hold_the_same_bits(worlds: Worlds, world_size: int, scheme: str) -> None:
     results = worlds.run(world_size, every_spec_at_once, scheme)
@@ -141,15 +144,15 @@ def test_all_ranks_hold_the_same_bits(worlds: Worlds, world_size: int, scheme: s
 
 
 def big_and_odd(spec: gw.Spec, scheme: str | None) -> tuple[str, float]:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    model = Given([2**20 + 1])
-    gw.parallelize(model, plan=gw.Uniform(spec, scheme=scheme))
+    rank, world_size = here.rank, here.world_size
+    model = built(rank, lambda: Given([2**20 + 1]))
+    handle = gw.parallelize(model, plan=gw.Uniform(spec, scheme=scheme), process_group=here.group)
     for step in range(2):
         model.zero_grad()
         model(model.random_gradients(rank, step)).backward()
     (true,) = model.mean_of(lambda r: model.random_gradients(r, 1), world_size)
     error = (model.p0.grad.double() - true).norm() / true.norm()
+    handle.detach()
     return digest([model.p0, model.p0.grad]), error.item()
 
 
@@ -162,8 +165,8 @@ def big_and_odd(spec: gw.Spec, scheme: str | None) -> tuple[str, float]:
         (gw.Identity(), "alltoall", 1e-6),
     ],
 )
-def test_a_large_tensor_of_odd_size(worlds: Worlds, spec: gw.Spec, scheme: str, largest: float) -> None:
-    results = worlds.run(3, big_and_odd, spec, scheme)
+def test_a_large_tensor_of_odd_size(threads: Threads, spec: gw.Spec, scheme: str, largest: float) -> None:
+    results = threads.run(3, big_and_odd, spec, scheme)
     assert len({bits for bits, _ in results}) == 1
     assert results[0][1] < largest
 
@@ -206,4 +209,4 @@ def two_groups(steps: int) -> int:
 
 
 def test_two_groups_train_apart_while_the_user_sums_the_loss(worlds: Worlds) -> None:
-    assert worlds.run(4, two_groups, 200) == [0, 0, 0, 0]
+    assert worlds.run(4, two_groups, 60) == [0, 0, 0, 0]

@@ -19,7 +19,7 @@ import gradwire as gw
 
 TIMEOUT_S = 6.0
 """Of the process group: within it the others raise."""
-MARGIN_S = 4.0
+MARGIN_S = 12.0
 """For a machine that does other things too."""
 
 
@@ -125,7 +125,7 @@ def killed_with_a_worker(plan: gw.Policy) -> float:
     model(model.random_gradients(0)).backward()
     if dist.get_rank() == 1:
         if os.fork() == 0:
-            time.sleep(10)
+            time.sleep(20)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
@@ -136,14 +136,14 @@ def killed_with_a_worker(plan: gw.Policy) -> float:
 
 @pytest.mark.parametrize("plan", [COMPRESSED, PLAIN], ids=["wires", "gloo"])
 def test_a_worker_that_outlives_its_rank_does_not_hide_its_death(plan: gw.Policy) -> None:
-    world = World(2, 10.0)
+    world = World(2, 30.0)
     try:
         world.start(killed_with_a_worker, plan)
-        survivor, _ = world.collect(40, needed={0})
+        survivor, _ = world.collect(60, needed={0})
     finally:
         world.close()
     assert survivor.kind == "returned", survivor.value
-    assert survivor.value < 5  # usually 1, the roll call's patience; at the timeout 8.5
+    assert survivor.value < 12  # usually 1, the roll call's patience; 20 if the worker hid it
 
 
 # ---- uneven scripts
@@ -294,7 +294,7 @@ def test_a_fault_of_our_own_is_not_blamed_on_the_network(in_c: bool) -> None:
         (other, waited, waited_s, blamed), (kind, words, _, own) = world.run(codec_fails, in_c)
     finally:
         world.close()
-    assert waited_s < 5  # not the group's timeout
+    assert waited_s < 12  # the group's timeout is 20 s
     assert kind == "StepStateError"
     assert "rank 1 could not do its part of bucket 0" in words
     assert ("reaches past the flat buffer" if in_c else "size of tensor a") in words
@@ -338,7 +338,7 @@ def drop_a_lane_on_its_own_thread() -> bool:
     with unraisable() as told:
         lanes[0].submit(job)
         done.set()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while any(thread.startswith("gradwire") for thread in gradwire_threads()) and time.monotonic() < deadline:
             time.sleep(0.01)
     return not told and not gradwire_threads()

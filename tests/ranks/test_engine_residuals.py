@@ -301,7 +301,7 @@ def bytes_held(scheme: str) -> dict[str, int]:
     for residual_dtype in ("none", "float32", "bfloat16", "int8"):
         spec, kept = gw.QSGD(bits=4), {} if residual_dtype == "none" else {"residual_dtype": residual_dtype}
         policy = gw.Uniform(gw.ErrorFeedback(spec) if kept else spec, scheme=scheme, **kept)
-        model = Given([(512, 512)] * 32)
+        model = Given([(512, 512)] * 16)
         before = bytes_of_tensors()
         handle = gw.parallelize(model, plan=policy)
         for step in range(2):
@@ -316,7 +316,7 @@ def bytes_held(scheme: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
 def test_memory_is_a_quarter_and_one_scratch_a_lane(worlds: Worlds, scheme: str) -> None:
-    gradient = 32 * 512 * 512 * 4
+    gradient = 16 * 512 * 512 * 4
     residuals = gradient * (3 if scheme == "alltoall" else 2) // 2  # of 2 ranks one owns half of the sum
     for held in worlds.run(2, bytes_held, scheme):
         scratch = 2 * 2**21 // (2 if scheme == "alltoall" else 1)  # two lanes, buckets of 2 MiB, half of them at once

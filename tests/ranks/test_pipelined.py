@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from threads import Threads, built, here
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Worlds, digest, seeded
@@ -49,12 +49,11 @@ class Tied(nn.Module):
 
 
 def words(step: int) -> torch.Tensor:
-    return torch.randint(20, (4, 5), generator=seeded(dist.get_rank(), step))
+    return torch.randint(20, (4, 5), generator=seeded(here.rank, step))
 
 
 def tied() -> Tied:
-    torch.manual_seed(0)
-    return Tied()
+    return built(0, Tied)
 
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -92,7 +91,7 @@ def train(kind: str, make: Make, steps: int, spec: Any = PLAIN) -> list[str]:
     if kind == "ddp":
         run = DistributedDataParallel(model, find_unused_parameters=True)
     else:
-        handle = gw.parallelize(model, optimizer, plan=policy(spec, kind))
+        handle = gw.parallelize(model, optimizer, plan=policy(spec, kind), process_group=here.group)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     for step in range(steps):
         loss_of(run, step).backward()
@@ -117,7 +116,7 @@ def compare(make: Make, steps: int, spec: Any, kinds: tuple[str, str]) -> list[l
 
 @pytest.mark.parametrize("make", [momentum, adam, adamw, fused])
 def test_two_ranks_are_as_under_ddp(worlds: Worlds, make: Make) -> None:
-    both = worlds.run(2, compare, make, 50, PLAIN, ("pipelined", "ddp"))
+    both = worlds.run(2, compare, make, 20, PLAIN, ("pipelined", "ddp"))
     assert both[0] == both[1], "ranks differ"
     assert both[0][0] == both[0][1]
 
@@ -136,13 +135,12 @@ def backbone_of(schedule: Any) -> str:
     """The weights of a part whose model was dropped right after the last step."""
 
     def train() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
+        model = built(0, lambda: nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plan = gw.Uniform(gw.Identity(), scheme="alltoall", schedule=schedule, bucket_bytes=1000)
-        gw.parallelize(model, optimizer, plan=plan)
+        gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
         for step in range(4):
-            model(torch.randn(8, 20, generator=seeded(dist.get_rank(), step))).square().mean().backward()
+            model(torch.randn(8, 20, generator=seeded(here.rank, step))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return model[0]
@@ -152,7 +150,7 @@ def backbone_of(schedule: Any) -> str:
     return digest([part.weight.detach() + 0, part.bias.detach() + 0])
 
 
-def test_a_part_of_a_dropped_model_has_the_last_step(worlds: Worlds) -> None:
-    expected = worlds.run(2, backbone_of, "backward")
+def test_a_part_of_a_dropped_model_has_the_last_step(threads: Threads) -> None:
+    expected = threads.run(2, backbone_of, "backward")
     for schedule in ("pipelined", gw.Pipelined(shard_optimizer=True)):
-        assert worlds.run(2, backbone_of, schedule) == expected
+        assert threads.run(2, backbone_of, schedule) == expected

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_pipelined import LOSSY, PLAIN, Make, adam, fused, loss_of, momentum, policy, tied
+from threads import Threads, built, here
 from torch import nn
-from worlds import World, Worlds, digest, gradwire_threads
+from worlds import World, Worlds, digest, gradwire_threads, seeded
 
 import gradwire as gw
 from gradwire.engine.prepare import prepare
@@ -22,6 +22,8 @@ from gradwire.engine.schedules.factory import check_optimizers
 from gradwire.engine.schedules.sharded import ShardedSchedule
 from gradwire.engine.torch_hooks.lazy_tensors import is_later
 from gradwire.engine.torch_hooks.splitting import elementwise, splits
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*only its shard")
 
 SHARDED = gw.Pipelined(shard_optimizer=True)
 REFUSED = (gw.StepStateError, gw.PlanError)
@@ -39,7 +41,7 @@ class Run:
         self.model = tied()
         self.optimizer = make(self.model)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
-        self.handle = gw.parallelize(self.model, self.optimizer, plan=policy(spec, schedule))
+        self.handle = gw.parallelize(self.model, self.optimizer, plan=policy(spec, schedule), process_group=here.group)
 
     def backward(self, step: int) -> None:
         with self.handle.no_sync():
@@ -80,8 +82,8 @@ def both(make: Make) -> list[Any]:
 
 
 @pytest.mark.parametrize(("ranks", "make"), [(2, fused), (3, momentum), (3, adam), (2, adagrad)])
-def test_it_learns_what_the_whole_state_learns(worlds: Worlds, ranks: int, make: Make) -> None:
-    told = worlds.run(ranks, both, make)
+def test_it_learns_what_the_whole_state_learns(threads: Threads, ranks: int, make: Make) -> None:
+    told = threads.run(ranks, both, make)
     (weights, state, whole, _) = told[0][1]
     for sharded, unsharded in told:
         assert sharded[:2] == unsharded[:2] == (weights, state)
@@ -112,8 +114,8 @@ def resumed() -> list[Any]:
     return [ends, bool(on_one)]
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(worlds: Worlds) -> None:
-    told = worlds.run(2, resumed)
+def test_a_resumed_run_equals_an_uninterrupted_one(threads: Threads) -> None:
+    told = threads.run(2, resumed)
     assert [on_one for _, on_one in told] == [False, True]
     for (whole, second), _ in told:
         assert whole == second
@@ -135,24 +137,25 @@ def state_in_another_order() -> tuple[str, Any, Any]:
     return str(caught.value), run.end(), whole.end()
 
 
-def test_a_state_in_another_order_is_refused_and_changes_nothing(worlds: Worlds) -> None:
-    for words, refused, whole in worlds.run(2, state_in_another_order):
+def test_a_state_in_another_order_is_refused_and_changes_nothing(threads: Threads) -> None:
+    for words, refused, whole in threads.run(2, state_in_another_order):
         assert "another order" in words
         assert refused == whole
 
 
 def odd_tensors(schedule: Any) -> list[str]:
     """bfloat16, other strides, none at all."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(16, 8, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(8, 3))
+    layers = built(0, lambda: (nn.Conv2d(16, 8, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(8, 3)))
+    model = nn.Sequential(*layers)
     model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
     model.bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     plan = gw.Uniform(PLAIN, schedule=schedule, bucket_bytes=1500, edge_bytes=1500, chunk_bytes=500)
-    handle = gw.parallelize(model, optimizer, plan=plan)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     for step in range(4):
-        torch.manual_seed(10 * step + dist.get_rank())
-        (model(torch.randn(2, 16, 3, 3).bfloat16()) * model.scale).float().square().mean().backward()
+        (
+            model(torch.randn(2, 16, 3, 3, generator=seeded(step, here.rank)).bfloat16()) * model.scale
+        ).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     state = handle.optimizer_state_dict() if handle.plan.shards_optimizer else optimizer.state_dict()
@@ -162,9 +165,9 @@ def odd_tensors(schedule: Any) -> list[str]:
     return ends
 
 
-def test_narrow_and_strided_tensors(worlds: Worlds) -> None:
-    sharded = worlds.run(3, odd_tensors, SHARDED)
-    assert sharded == worlds.run(3, odd_tensors, "pipelined")
+def test_narrow_and_strided_tensors(threads: Threads) -> None:
+    sharded = threads.run(3, odd_tensors, SHARDED)
+    assert sharded == threads.run(3, odd_tensors, "pipelined")
     assert sharded[0] == sharded[1]
 
 
@@ -180,11 +183,11 @@ def clipped(schedule: Any) -> tuple[list[float], torch.Tensor]:
     return norms, weights
 
 
-def test_clipping_is_by_the_norm_of_all_shards(worlds: Worlds) -> None:
-    (norms, weights), *others = worlds.run(3, clipped, SHARDED)
+def test_clipping_is_by_the_norm_of_all_shards(threads: Threads) -> None:
+    (norms, weights), *others = threads.run(3, clipped, SHARDED)
     assert min(norms) > 0.5, "then nothing is clipped"
     assert all(other == norms and torch.equal(at, weights) for other, at in others)
-    expected, at = worlds.run(3, clipped, "pipelined")[0]
+    expected, at = threads.run(3, clipped, "pipelined")[0]
     assert norms == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(weights, at)
 
@@ -192,7 +195,7 @@ def test_clipping_is_by_the_norm_of_all_shards(worlds: Worlds) -> None:
 def not_a_number(schedule: Any) -> tuple[float, bool]:
     """One gradient on one rank is NaN: torch's clipping makes all of them NaN."""
     run = Run(momentum, schedule)
-    run.backward(0) if dist.get_rank() else (loss_of(run.model, 0) + run.model.scale.sum() * float("nan")).backward()
+    run.backward(0) if here.rank else (loss_of(run.model, 0) + run.model.scale.sum() * float("nan")).backward()
     norm = run.handle.clip_grad_norm_(0.5, float("inf"))
     run.optimizer.step()
     run.handle.flush()
@@ -203,9 +206,9 @@ def not_a_number(schedule: Any) -> tuple[float, bool]:
     return float(norm), all_nan
 
 
-def test_clipping_by_a_norm_that_is_no_number_is_torchs(worlds: Worlds) -> None:
+def test_clipping_by_a_norm_that_is_no_number_is_torchs(threads: Threads) -> None:
     for schedule in (SHARDED, "pipelined"):
-        assert [(str(norm), all_nan) for norm, all_nan in worlds.run(2, not_a_number, schedule)] == [("nan", True)] * 2
+        assert [(str(norm), all_nan) for norm, all_nan in threads.run(2, not_a_number, schedule)] == [("nan", True)] * 2
 
 
 def left_out_by_all() -> list[bool]:
@@ -225,7 +228,7 @@ def left_out_by_one() -> tuple[str, str, str]:
     run = Run(momentum)
     run.steps(0, 2)
     run.backward(2)
-    if dist.get_rank() == 0:
+    if here.rank == 0:
         run.optimizer.step()
         assert is_later(run.model.scale)
     run.optimizer.zero_grad()
@@ -240,9 +243,9 @@ def left_out_by_one() -> tuple[str, str, str]:
     return words, weights, run.end()[0]
 
 
-def test_a_step_may_be_left_out_by_all_ranks_and_not_by_one(worlds: Worlds) -> None:
-    assert worlds.run(2, left_out_by_all) == [[True, True]] * 2
-    first, second = worlds.run(2, left_out_by_one)
+def test_a_step_may_be_left_out_by_all_ranks_and_not_by_one(threads: Threads) -> None:
+    assert threads.run(2, left_out_by_all) == [[True, True]] * 2
+    first, second = threads.run(2, left_out_by_one)
     assert first == second, "the same words and weights"
     assert "rank 1 left out optimizer.step()" in first[0]
 
@@ -271,13 +274,13 @@ def other_buffers(changes: bool) -> tuple[list[float], tuple[str, str, int]]:
             run.optimizer.step()
         run.optimizer.zero_grad()
         if changes:
-            run.model.table = torch.full((size,), float(dist.get_rank() + size))
+            run.model.table = torch.full((size,), float(here.rank + size))
     run.steps(6, 8)
     return run.model.table.tolist(), run.end()
 
 
-def test_buffers_may_change(worlds: Worlds) -> None:
-    changed, kept = worlds.run(2, other_buffers, True), worlds.run(2, other_buffers, False)
+def test_buffers_may_change(threads: Threads) -> None:
+    changed, kept = threads.run(2, other_buffers, True), threads.run(2, other_buffers, False)
     assert [table for table, _ in changed] == [[5.0] * 5] * 2, "rank 0's"
     assert [ends for _, ends in changed] == [ends for _, ends in kept]
 
@@ -285,16 +288,16 @@ def test_buffers_may_change(worlds: Worlds) -> None:
 def one_rank_saves() -> tuple[str, str]:
     run, saved = Run(adam), ""
     run.steps(0, 2)
-    if dist.get_rank() == 0:
+    if here.rank == 0:
         run.model.eval()
         saved = digest(value for name, value in run.model.state_dict().items() if name != "head.weight")
         run.model.train()
-    dist.barrier()
+    here.gather(None)
     return saved, run.end()[0]
 
 
-def test_one_rank_may_save_before_a_barrier(worlds: Worlds) -> None:
-    (saved, weights), (_, other) = worlds.run(2, one_rank_saves)
+def test_one_rank_may_save_before_a_barrier(threads: Threads) -> None:
+    (saved, weights), (_, other) = threads.run(2, one_rank_saves)
     assert saved == weights == other
 
 
@@ -358,12 +361,13 @@ def test_what_needs_a_whole_gradient_or_state_is_refused_in_words(worlds: Worlds
 def tuned() -> str:
     model = tied()
     with pytest.raises(gw.GradwireError) as caught:
-        gw.parallelize(model, adam(model), plan=gw.Tuned(gw.Uniform(PLAIN, schedule=SHARDED)))
+        plan = gw.Tuned(gw.Uniform(PLAIN, schedule=SHARDED), search="grid")  # bayes would load scikit-learn first
+        gw.parallelize(model, adam(model), plan=plan, process_group=here.group)
     return str(caught.value)
 
 
-def test_what_changes_buckets_is_refused_on_all_ranks(worlds: Worlds) -> None:
-    assert all("changes buckets while training" in words for words in worlds.run(2, tuned))
+def test_what_changes_buckets_is_refused_on_all_ranks(threads: Threads) -> None:
+    assert all("changes buckets while training" in words for words in threads.run(2, tuned))
 
 
 def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
@@ -489,7 +493,7 @@ def left_with_a_hook() -> tuple[str, list[str]]:
     words = str(caught.value)
     del kept, caught
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while gradwire_threads() and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.05)

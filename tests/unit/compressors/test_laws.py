@@ -185,6 +185,10 @@ def test_what_was_sent_and_what_is_left_is_what_was_given(spec: Spec, dtype: tor
         assert bool((off <= 12 * rounding + 1e-30).all()), float(off.max())
 
 
+LATE = (EFSignSGD, RandomK, TwoBit)
+"""Specs whose residual takes more than a thousand steps to its steady state."""
+
+
 @pytest.mark.parametrize("spec", FEEDBACK, ids=repr)
 def test_what_is_left_does_not_grow(spec: Spec) -> None:
     """A gradient that stays the same is sent in the mean: the residual is bounded."""
@@ -192,12 +196,12 @@ def test_what_is_left_does_not_grow(spec: Spec) -> None:
     if isinstance(innermost(spec), (Threshold, TwoBit)) and getattr(innermost(spec), "threshold", 0):
         x = x.clamp(-0.005, 0.005)  # no more than a fixed threshold sends at a time
     codec = codec_of(spec, (512,))
-    norms = []
-    for step in range(3000):
+    steps, norms = 3000 if isinstance(innermost(spec), LATE) else 1000, []
+    for step in range(steps):
         codec(x, step=step)
         assert codec.residual is not None
         norms.append(float(codec.residual.norm()))
-    assert max(norms[1500:]) <= 1.2 * max(norms[:1500]) + 1e-6
+    assert max(norms[steps // 2 :]) <= 1.2 * max(norms[: steps // 2]) + 1e-6
 
 
 FITTED = [spec for spec in SPECS if isinstance(spec, QSGD) and spec.scale == "ls"]
