@@ -1,5 +1,6 @@
 """Encrypted connections between ranks: the same results, and who is refused with what words."""
 
+import ctypes
 import os
 import subprocess
 import time
@@ -29,11 +30,11 @@ def openssl(*words: str | Path) -> None:
     subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True)
 
 
-def authority(folder: Path, name: str) -> Path:
+def authority(folder: Path, name: str, days: int = 30) -> Path:
     """A certificate that signs others; its key has the suffix `.key`."""
     made = folder / f"{name}.pem"
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", made.with_suffix(".key"))
-    openssl("req", "-x509", *key, "-out", made, "-subj", f"/CN={name}", "-days", "30")
+    openssl("req", "-x509", *key, "-out", made, "-subj", f"/CN={name}", "-days", str(days))
     return made
 
 
@@ -172,6 +173,36 @@ def test_who_shows_a_certificate_of_nobody_known_is_refused_by_name(files: dict[
     assert "with rank 0 cannot be encrypted" in one[1]
     assert "self-signed certificate in certificate chain. Pass the CA file" in one[1]
     assert max(zero[2], one[2]) < 20.0
+
+
+def with_a_wrong_clock(options: list[Any]) -> tuple[str, str, float]:
+    """Rank 1's clock is a hundred days ahead, when the certificate of rank 0 alone has expired."""
+    if dist.get_rank() == 1:
+        make = tls.Tls.__init__
+
+        def ahead(self: tls.Tls, *arguments: Any) -> None:
+            make(self, *arguments)
+            library = tls.openssl()
+            library.SSL_CTX_get0_param.argtypes, library.SSL_CTX_get0_param.restype = (ctypes.c_void_p,), ctypes.c_void_p
+            library.X509_VERIFY_PARAM_set_time.argtypes = ctypes.c_void_p, ctypes.c_long
+            hundred_days = 100 * 24 * 3600
+            library.X509_VERIFY_PARAM_set_time(library.SSL_CTX_get0_param(self.context), int(time.time()) + hundred_days)
+
+        tls.Tls.__init__ = ahead  # type: ignore[assignment,method-assign]
+    return refused(options)
+
+
+def test_a_third_rank_hears_what_another_found(tmp_path: Path) -> None:
+    """Ranks 1 and 2 can connect, and so can ranks 0 and 2: rank 2 only finds that the others are gone."""
+    signer = authority(tmp_path, "long", days=3000)
+    made = [certificate(signer, f"of{rank}", days) for rank, days in enumerate((30, 3000, 3000))]
+    options = [(str(each), str(each.with_suffix(".key")), str(signer)) for each in made]
+    with World(3, group_timeout_s=60.0) as world:
+        _, one, two = world.run(with_a_wrong_clock, options)
+    assert "with rank 0 cannot be encrypted: certificate has expired" in one[1]
+    assert "rank 1 says: the connection with rank 0 cannot be encrypted: certificate has expired" in two[1]
+    assert "correct this machine's clock" in two[1]
+    assert two[2] < 20.0
 
 
 def with_somebody_between(who: int) -> tuple[str, float]:

@@ -55,6 +55,8 @@ _HELLO_S, _HURRIED_HELLO_S = 5.0, 0.5
 _STRANGERS = 32
 """How many connections without a proof are held at once, beyond those of ranks."""
 
+_REFUSED, _ASKS_S = "refused", 1.0
+"""The place of the store for what a rank finds wrong with encryption, and how often a rank that waits looks there."""
 _TRIES = 5
 """How often a rank is called that hangs up."""
 
@@ -125,6 +127,7 @@ class Rendezvous:
         self._is_closed = False
         self._nonce = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
+        self._store = store
         self._tls: Tls | None = None
         card = Card(__version__, _FRAME, node, list(meshes), nonce=self._nonce.hex())
         card.gbps, card.no_wires = adapter_gbps(), why_no_wires()
@@ -216,9 +219,10 @@ class Rendezvous:
     def _reach(self, wanted: Set[Called]) -> None:
         until = time.monotonic() + self._patience_s
         if self._thread is not None:
-            self._await(wanted, until)
+            with self._telling_all():
+                self._await(wanted, until)
             return
-        with _Handshakes() as handshakes:
+        with _Handshakes() as handshakes, self._telling_all():
             for peer, name in sorted(wanted, reverse=True):
                 if peer < self._rank:
                     self._begin_call(handshakes, peer, name)
@@ -307,21 +311,55 @@ class Rendezvous:
             ).about([0, *unlike])
         return cards
 
+    # ---- what is wrong with encryption
+
+    @contextmanager
+    def _telling_all(self) -> Iterator[None]:
+        """Leave the words in the store if a connection cannot be encrypted. Who is refused gets an alert without a reason, and a
+        third rank finds only that the others are gone: these take the words of the rank that refused."""
+        try:
+            yield
+        except LinkError as error:
+            is_known = isinstance(error.__cause__, TlsError)
+            if is_known and "alert" not in str(error):
+                with suppress(Exception):  # the store is gone, and each rank knows what it found itself
+                    self._store.set(_REFUSED, self.key.seal(_REFUSED, f"rank {self._rank} says: {error}"))
+                raise
+            until = time.monotonic() + (_ASKS_S if is_known else 0.0)
+            while not (found := self._found_by_others()) and time.monotonic() < until:
+                time.sleep(0.02)
+            if not found:
+                raise
+            words = TlsError(f"{error}; {found}" if is_known else found)
+            raise LinkError(error.peer, words) from words
+
+    def _found_by_others(self) -> str:
+        """The words of a rank that refused to encrypt a connection; '' if there are none."""
+        if self._tls is not None:
+            with suppress(Exception):
+                if self._store.check([_REFUSED]):
+                    return self.key.unseal(_REFUSED, self._store.get(_REFUSED)) or ""
+        return ""
+
     # ---- handshakes
 
     def _run(self, handshakes: "_Handshakes", wanted: Set[Called], until: float) -> None:
         """Connect as wanted, in this thread."""
         assert self._listener is not None
-        higher = sum(peer > self._rank for peer, _ in wanted)
+        higher, asks = sum(peer > self._rank for peer, _ in wanted), time.monotonic() + _ASKS_S
         while missing := wanted - self._known:
             ends = handshakes.drop_silent(_HURRIED_HELLO_S if handshakes.visitors >= _STRANGERS + higher else _HELLO_S)
             accepts = handshakes.visitors < _STRANGERS + higher and any(peer > self._rank for peer, _ in missing)
-            for connection in handshakes.go_on(self._listener if accepts else None, min(until, ends)):
+            for connection in handshakes.go_on(self._listener if accepts else None, min(until, ends, asks)):
                 handshakes.begin(connection, self._answer(connection), None)
             for peer, name in handshakes.hung_up():
                 self._begin_call(handshakes, peer, name)
             for error in handshakes.failed():
                 raise error
+            if time.monotonic() > asks:
+                if found := self._found_by_others():
+                    raise LinkError(None, TlsError(found))
+                asks = time.monotonic() + _ASKS_S
             if time.monotonic() > until:
                 raise _in_time(missing)
 
