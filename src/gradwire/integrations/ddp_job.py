@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,18 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.auto import Auto
 from gradwire.core import Plan, Spec, TensorInfo
-from gradwire.engine import (
-    GradientWatcher,
-    ModelHook,
-    Observers,
-    ValueWatcher,
-    Witness,
-    leave_hooks_behind,
-    state_of_decision,
-    tensors_in,
-)
+from gradwire.engine import GradientWatcher, ModelHook, Observers, Witness, leave_hooks_behind, state_of_decision, tensors_in
 from gradwire.exchange import Exchange, ExchangeStats, StepReport
 from gradwire.integrations.ddp_plans import advise
+from gradwire.integrations.watchers import Watchers
 from gradwire.plan import Policy
 from gradwire.transport import Group, Lanes, LanesObserver
 
@@ -62,20 +53,17 @@ class DDPJob:
         self._place = {tensor.name: index for index, tensor in enumerate(tensors)}
         self._came, self._came_before = list[str](), list(self._place)[::-1]
         self._bucket_bytes: list[int] = []
-        self._watchers: list[tuple[weakref.ref[Any], bool]] = []
-        self._of_tasks: list[LanesObserver] = []
+        self._watchers = Watchers()
         self._hook, self.driver = None, None  # type: Any, Auto | None
         self._group, self.model_name = group, type(getattr(model, "module", model)).__name__
         self._exchange: Exchange | None = None
         self.witness = Witness(self)
-        """Measures what encodes do to gradients."""
         self.observers.add(self.witness)
 
     def run(self, exchange: Exchange, driver: Auto | None) -> None:
         """Go on with this exchange, whose plan the driver decides, if there is one."""
         self._exchange, self.driver = exchange, driver
-        for observer in self._of_tasks:
-            exchange.lanes.observe(observer)
+        self._watchers.follow(exchange.lanes)
         model = self._model()
         if driver is not None and model is not None:
             leave_hooks_behind(model)
@@ -154,21 +142,13 @@ class DDPJob:
         """Do nothing: the hook of a step's last bucket has waited for all."""
 
     def watch_gradients(self, watcher: GradientWatcher, values: bool = False) -> Callable[[], None]:
-        entry = weakref.ref(watcher), values
-        self._watchers.append(entry)
-        return lambda: self._watchers.remove(entry) if entry in self._watchers else None
+        return self._watchers.add(watcher, values)
 
-    def watch_values(self, watcher: ValueWatcher) -> Callable[[], None]:
+    def watch_values(self, watcher: GradientWatcher) -> Callable[[], None]:
         return self.watch_gradients(watcher, values=True)
 
     def watch_tasks(self, observer: LanesObserver) -> Callable[[], None]:
-        self._observe(observer, True)
-        return partial(self._observe, observer, False)
-
-    def _observe(self, observer: LanesObserver, on: bool) -> None:
-        (self._of_tasks.append if on else self._of_tasks.remove)(observer)
-        if self._exchange is not None:
-            self.lanes.observe(observer, on)
+        return self._watchers.observe(observer)
 
     def came(self, names: Sequence[str], gradients: Sequence[torch.Tensor], nbytes: int) -> None:
         """DDP handed over the gradients of a bucket of so many bytes."""
@@ -176,12 +156,8 @@ class DDPJob:
             self.first_gradient_s = time.perf_counter()
         self._came += names
         self._bucket_bytes.append(nbytes)
-        watchers = [(watcher, values) for reference, values in self._watchers if (watcher := reference()) is not None]
-        for watcher, values in watchers:
-            for name, gradient in zip(names, gradients, strict=True):
-                if values:
-                    watcher.coming(self._place[name], gradient)
-                watcher.ready(self._place[name])
+        for name, gradient in zip(names, gradients, strict=True):
+            self._watchers.came(self._place[name], gradient)
 
     def ended(self, exposed_s: float) -> None:
         """The step's exchange has ended, for which the last bucket's hook waited so long."""
@@ -208,6 +184,7 @@ class DDPJob:
         if self.driver is not None:
             self._hook.remove()
             self.driver.detached()
+        self._watchers.leave()
         self._exchange = self.driver = None
 
     def stop(self) -> None:
