@@ -19,7 +19,7 @@ from interpreters import Interpreters
 import gradwire as gw
 from gradwire.engine import REGISTRY, Keeps
 from gradwire.exchange import Exchange
-from gradwire.integrations import torchft
+from gradwire.integrations import handover, torchft
 from gradwire.integrations.gradient_means import GradientMeans
 
 EXAMPLE = Path(gw.__file__).parents[2] / "examples" / "elastic_train.py"
@@ -57,7 +57,7 @@ def test_without_an_address_it_says_what_to_start(monkeypatch: pytest.MonkeyPatc
 class Nobody:
     """Takes the place of the members of a job."""
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None: ...
     def leave(self) -> None: ...
 
 
@@ -89,14 +89,14 @@ def test_states_of_optimizers_in_another_order_are_refused() -> None:
     model(torch.ones(1, 3)).sum().backward()
     for each in both:
         each.step()
-    state = torchft._state_of(model, (), both).save()
-    torchft._state_of(model, (), both).load(state)
+    state = handover.state_of(model, (), both).save()
+    handover.state_of(model, (), both).load(state)
     with pytest.raises(
         gw.DisagreementError, match=r"SGD of \[\['0.weight', '0.bias'\]\], and this one has SGD of \[\['1.weight'"
     ):
-        torchft._state_of(model, (), both[::-1]).load(state)
+        handover.state_of(model, (), both[::-1]).load(state)
     with pytest.raises(gw.DisagreementError, match="has nothing in its place"):
-        torchft._state_of(model, (), both[:1]).load(state)
+        handover.state_of(model, (), both[:1]).load(state)
 
 
 def test_without_torchft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,11 +170,11 @@ def test_sizes_show_the_slope_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         measuring.codecs_of(ranks, [], 0.3)
     assert [sizes[-1] for sizes in seen] == [2**20, 2**26]
 
-    def run(link: Any, traffic: Any, nbytes: int, messages: int, device: Any) -> tuple[list[float], list[float]]:
-        return [20.0 + nbytes / 1e5] * 3, [1.0] * 3
+    def run(link: Any, traffic: Any, nbytes: int, messages: int, device: Any) -> Any:
+        return links._Batches([20.0 + nbytes / 1e5] * 3, [1.0] * 3, [0.0] * 3)
 
     monkeypatch.setattr(links, "_run", run)
     nobody: Any = None
     for kind, largest in (("cpu", 2**24), ("cuda", 2**26)):
-        points, _ = links._sweep(nobody, nobody, 1, torch.device(kind), 0.3)
+        points, _, _ = links._sweep(nobody, nobody, 1, torch.device(kind), 0.3)
         assert points[-1][0] == largest

@@ -265,7 +265,7 @@ def test_a_plan_made_anew_in_the_warm_up_is_profiled(worlds: Worlds, tmp_path: P
 def test_an_executor_that_holds_hands_over_all_buckets_when_the_last_is_ready() -> None:
     streams = SimpleNamespace(mark=lambda: None)
     lane = SimpleNamespace(link=SimpleNamespace(streams=streams), submit=lambda job: Future())
-    lanes = SimpleNamespace(data=[lane, lane], offload=0, first_tag=0, observers=[LanesObserver()])
+    lanes = SimpleNamespace(data=[lane, lane], offload=0, first_tag=0, observers=[LanesObserver()], times_device=False)
     plan = SimpleNamespace(
         launch=((0, "allreduce"), (1, "allreduce")),
         gate=2,

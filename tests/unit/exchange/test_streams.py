@@ -262,7 +262,7 @@ def quantised_by_the_backend(device: Device) -> None:
         parts = {f"t{at}": part.view(shape) for at, (part, shape) in enumerate(zip(cut, SHAPES, strict=True))}
         group: Any = c10d.QuantisingGroup.__new__(c10d.QuantisingGroup)
         dist.ProcessGroup.__init__(group, 0, 2)  # type: ignore[call-arg]
-        group._worker = worker
+        group._worker, group._compared = worker, c10d.SETTINGS.changes
         worker.submit(lanes.data[0].link.streams.enter_thread).result()
         patch.setattr(c10d.QuantisingGroup, "_parts", lambda own, tensor: parts)
         patch.setattr(c10d.QuantisingGroup, "_exchange_of", lambda own, parts: exchange)
@@ -445,7 +445,9 @@ def sites() -> Iterator[Any]:
         finder = TakeOut()
         finder.visit(ast.parse(path.read_text()))
         name = ".".join(path.relative_to(SRC.parent).with_suffix("").parts)
-        for number, (_, words) in enumerate(finder.found):
+        for number, (place, words) in enumerate(finder.found):
+            if "timed_mark" in place:  # it orders nothing
+                continue
             yield pytest.param(name, number, id=f"{name.removeprefix('gradwire.')} {words}")
 
 
