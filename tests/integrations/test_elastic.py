@@ -185,7 +185,9 @@ def test_the_others_make_steps_while_a_joiner_waits_for_its_state(interpreters: 
         assert len(ending) >= 2 and not any(each.process.returncode for each in ending), crowd.logs()
         assert crowd.unequal_steps() == []
         assert len({(each.steps[-1]["step"], each.steps[-1]["weights"]) for each in ending}) == 1
-        assert all(each.end is not None and each.end["before"] == each.end["after"] for each in ending)
+        assert all(each.end is not None and each.end["before"] == each.end["after"] for each in ending), [
+            each.end for each in ending
+        ]
     finally:
         crowd.close()
 

@@ -89,7 +89,7 @@ class StateOffer:
             self._thread.start()
 
     def withdraw(self) -> None:
-        """StateOffer the state no more."""
+        """Offer the state no more."""
         self._ends.set()
         if self._thread is not None:
             self._thread.join()

@@ -185,7 +185,9 @@ class Members:
             exchange.go_on(state.pop("alike"), quorum.max_step, group.world_size)
             if not waits:
                 donor = next(each for each in cards if group.rank in each.sends)
-                catch_up = self._catch_up = CatchUp(exchange, self._tensors, quorum, partial(self._lighthouse.ask, self.step, 0))
+                catch_up = self._catch_up = CatchUp(
+                    exchange, self._tensors, quorum, partial(self._lighthouse.ask, self.step, 0, True)
+                )
                 state = from_bytes(fetch(donor.store, key, donor.offers, self._lighthouse.timeout, catch_up.check))
             self._state.load(state)
             if self._catch_up is not None:

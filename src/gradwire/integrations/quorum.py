@@ -18,6 +18,7 @@ __all__ = ["Lighthouse", "NoQuorumError"]
 _AGAIN_S = 0.2
 """Between two questions for a quorum of too few members."""
 _HEARTBEAT = timedelta(milliseconds=100)
+_LOOK_S = 4.0
 
 
 class NoQuorumError(CommunicationError):
@@ -46,13 +47,16 @@ class Lighthouse:
         """The rank in this member, which exchanges with the same ranks of others."""
         self.store_address = f"{self._host}:{self.store.port}"
         self._server: Any = None
+        self._left = False
         self._client: Any = None
 
-    def ask(self, step: int, failures: int) -> Any:
+    def ask(self, step: int, failures: int, looks_up: bool = False) -> Any:
         """The quorum of the next step, once there are enough members. step: the steps that this member has made. failures: steps
-        and meetings that failed since the last step that counts. Raises NoQuorumError."""
+        and meetings that failed since the last step that counts. looks_up: end soon after `leave`, which ends no request.
+        Raises NoQuorumError."""
         until = time.monotonic() + self._patience_s
         while True:
+            left_s = until - time.monotonic()
             try:
                 if self._client is None:
                     self._enter()
@@ -61,11 +65,13 @@ class Lighthouse:
                     step=step,
                     checkpoint_metadata="",
                     shrink_only=False,
-                    timeout=timedelta(seconds=max(until - time.monotonic(), 0.001)),
+                    timeout=timedelta(seconds=max(min(left_s, _LOOK_S) if looks_up else left_s, 0.001)),
                     init_sync=True,
                     commit_failures=failures,
                 )
             except Exception as error:
+                if looks_up and isinstance(error, TimeoutError) and left_s > _LOOK_S and not self._left:
+                    continue
                 raise NoQuorumError(
                     f"step {step}: torchft's lighthouse named no members that make the step within {self._patience_s:g} s: "
                     f"{error}. Either the lighthouse is not reached: start `gradwire lighthouse` where every member reaches it. "
@@ -91,6 +97,7 @@ class Lighthouse:
 
     def leave(self) -> None:
         """Give no more signs of life."""
+        self._left = True
         if self._server is not None:
             self._server.shutdown()
 
