@@ -351,7 +351,6 @@ def test_a_plan_with_bits_is_the_same_plan_otherwise() -> None:
         {"block": 100},
         {"blocks": (100,)},
         {"blocks": (128, 256)},
-        {"blocks": (256,), "rule": "linear"},
         {"accumulate": 0},
         {"accumulate": 30, "period": 20},
         {"accumulate": 2, "period": 3, "schedule": gw.LocalSteps(every=4, fragments=2)},

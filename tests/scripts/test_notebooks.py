@@ -1,6 +1,8 @@
 """The tutorials as notebooks are what their pages say, and run."""
 
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -32,7 +34,8 @@ def test_notebooks_are_made_from_their_pages(maker: ModuleType, name: str) -> No
 @pytest.mark.network
 @pytest.mark.skipif(permission_problem() is not None, reason="clusters cannot be emulated here")
 @pytest.mark.parametrize("name", NAMES)
-def test_notebooks_run(name: str) -> None:
+def test_notebooks_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(FOLDER)}}).execute()

@@ -140,9 +140,11 @@ class Injector:
             self._flips = link.backend = FlippingBackend(link.backend)
         else:
             size, rank = dist.get_world_size(), dist.get_rank()
-            # of another node, where ranks share nodes; a ring sends to the next rank alone
-            ahead = 1 if self._setting == "ring" else size // 2
-            self._flips = FlippingWire(link.wire, (rank + ahead) % size)
+            # of another node, where ranks share nodes; a ring sends to the next rank alone, a tree to that of its first round
+            peer = (rank + (1 if self._setting == "ring" else size // 2)) % size
+            if self._setting == "tree":
+                peer = rank ^ 1 if rank ^ 1 < size else 0
+            self._flips = FlippingWire(link.wire, peer)
 
     def _flip(self, fault: Fault) -> None:
         if self._flips is None:

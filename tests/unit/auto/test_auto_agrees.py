@@ -74,10 +74,13 @@ class MadeUpLive:
         self.infos, self.everybody, self.device = TENSORS, True, torch.device("cpu")
         self.group = SimpleNamespace(rank=rank, world_size=2)
         self.session = SimpleNamespace(optimizers=[], parameters={})
-        self.codec_problem, self.warms_up = "", False
+        self.codec_problem, self.warms_up, self.queues = "", False, False
         self.inputs, self.bytes_between_nodes = 64, [10**6 * job.long] * 4
         self.exposed_us = self.link_us = 0.0
         self.began_s: float | None = None
+
+    def time_device(self, on: bool) -> None:
+        """Times are made up."""
 
     @property
     def slow(self) -> float:

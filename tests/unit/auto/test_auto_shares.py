@@ -26,7 +26,7 @@ class MadeUpMoments:
 
 def speeds(inputs: float, other: Callable[[list[float]], list[float]]) -> tuple[float, ...]:
     """The speeds that a look finds, where another rank sends what `other` makes of this rank's numbers."""
-    live: Any = SimpleNamespace(job=None, device=None, infos=[], inputs=inputs, hold=lambda on: None)
+    live: Any = SimpleNamespace(job=None, device=None, infos=[], inputs=inputs, hold=lambda on: None, queues=False)
     live.exchange = lambda numbers: lambda: [list(numbers), other(list(numbers))]
     pace = StepPace()
     with (
