@@ -16,6 +16,8 @@ from gradwire.errors import GradwireError, SpecError
 _REGISTRY: dict[str, type["Spec"]] = {}
 _LATE = 2**61
 """A step after any warm-up."""
+_DEEPEST = 8
+"""Specs in a spec, itself counted: the deepest in use has four."""
 
 
 class ElementRun(NamedTuple):
@@ -284,6 +286,7 @@ def spec_from_dict(data: Mapping[str, object]) -> Spec:
     """
     if not isinstance(data, Mapping):
         raise SpecError(f'{show(data)} is not a spec: it must be an object such as {{"id": "qsgd", "bits": 4}}.')
+    _check_depth(data)
     known = sorted(_REGISTRY)
     if "id" not in data:
         raise SpecError(f"id is missing in {show(dict(data))}: the id names the compressor. Known: {', '.join(known)}.")
@@ -300,6 +303,14 @@ def spec_from_dict(data: Mapping[str, object]) -> Spec:
         raise
     except GradwireError as error:
         raise SpecError(f"{error} (in spec {name!r})") from error
+
+
+def _check_depth(data: Mapping[str, object]) -> None:
+    depth, inner = 1, data.get("inner")
+    while isinstance(inner, Mapping):
+        depth, inner = depth + 1, inner.get("inner")
+    if depth > _DEEPEST:
+        raise SpecError(f"inner is nested {depth} deep: a spec holds at most {_DEEPEST - 1} others. Take some away.")
 
 
 def spec_from_text(text: str) -> Spec:
