@@ -1,8 +1,11 @@
 """Plans in FSDP2: compressors by module, and those that auto chooses."""
 
 import io
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,10 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.auto.measured_losses import WEIGHTED
 from gradwire.core import Cluster, Link
 from gradwire.integrations import fsdp2
 
 WIDE = gw.Where(min_numel=10_000)
+WARMING = gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls", levels="lloyd"), warm_up_steps=3)
 
 
 def sharded(**options: Any) -> nn.Sequential:
@@ -62,8 +67,6 @@ def test_a_policy_chooses_by_names_and_sizes_of_modules(worlds: Worlds) -> None:
 
 def with_links(gbps: float, accuracy: str) -> tuple[str, list[str], str]:
     """What auto chose on links of this rate: its line, the compressor of each module; and the weights after some steps."""
-    from unittest import mock
-
     link = Link(50.0, gbps)
     cluster = Cluster(nodes=dist.get_world_size(), ranks_per_node=1, intra=link, inter=link)
     model = sharded()
@@ -104,16 +107,15 @@ def test_auto_measures_links_in_the_first_backward_and_once(worlds: Worlds) -> N
     assert all(worlds.run(2, measured, None))
 
 
-def resumed(_: None) -> bool:
-    """Whether a run that loads a state goes on bit for bit, under what auto had chosen."""
+def resumed(plan: Any, steps: int) -> bool:
+    """Whether a run that loads a state after so many steps goes on bit for bit, under what auto had chosen."""
     model = sharded()
-    exchanges = fsdp2.compress(model)
-    train(model, range(3))
+    exchanges = fsdp2.compress(model, plan)
+    train(model, range(steps))
     saved, weights = exchanges.state_dict(), io.BytesIO()
     torch.save({name: value.to_local() for name, value in model.state_dict().items()}, weights)
-    chosen = exchanges.decision
-    assert chosen is not None
-    train(model, range(3, 6))
+    assert (exchanges.decision is not None) == (plan == "auto")
+    train(model, range(steps, 6))
     expected = whole(model)
     exchanges.close()
     model = sharded()
@@ -121,30 +123,63 @@ def resumed(_: None) -> bool:
     with torch.no_grad():
         for name, value in torch.load(weights).items():
             model.state_dict()[name].to_local().copy_(value)
-    exchanges = fsdp2.compress(model)
+    exchanges = fsdp2.compress(model, plan)
     exchanges.load_state_dict(saved)
-    train(model, range(3, 6))
+    train(model, range(steps, 6))
     exchanges.close()
     return exchanges.decision is None and torch.equal(whole(model), expected)
 
 
 def test_a_state_keeps_what_auto_chose(worlds: Worlds) -> None:
-    assert all(worlds.run(2, resumed, None))
+    assert all(worlds.run(2, resumed, "auto", 3))
 
 
-def hybrid(plan: Any) -> tuple[bool, str]:
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_state_of_a_spec_that_warms_up(worlds: Worlds, steps: int) -> None:
+    assert all(worlds.run(2, resumed, WARMING, steps))
+
+
+def warmed(plan: Any) -> tuple[list[int], str]:
+    """The bytes that each of five steps sends for the module "1", and the weights after them."""
+    model, sent = sharded(), []
+    exchanges = fsdp2.compress(model, plan)
+    for step in range(5):
+        train(model, range(step, step + 1))
+        sent.append(exchanges.stats()["gradients of 1"].wire_bytes)
+    exchanges.close()
+    return sent, digest([whole(model)])
+
+
+def test_first_steps_send_more_bits(worlds: Worlds) -> None:
+    ends = worlds.run(2, warmed, WARMING)
+    steady, two_bits = (worlds.run(2, warmed, msgspec.structs.replace(WARMING, warm_up_steps=n))[0][0] for n in (9, 0))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == [*steady[:3], *two_bits[3:]]
+    assert steady[0] > 1.7 * two_bits[0]
+
+
+def hybrid(steps: int, cluster: Cluster | None = None) -> tuple[str, str]:
+    """The compressor of the module "1" between nodes that auto chose, and the weights after so many steps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
     model = sharded(mesh=mesh["inside"])
-    exchanges = fsdp2.replicate(model, mesh["between"].get_group(), plan)
-    train(model, range(3))
-    decided = exchanges.decision is not None
+    exchanges = fsdp2.replicate(model, mesh["between"].get_group())
+    with mock.patch("gradwire.auto.alone.cluster_of", lambda ranks, seconds: cluster) if cluster else nullcontext():
+        train(model, range(1))
+    train(model, range(1, steps))
+    assert exchanges.decision is not None
     exchanges.close()
-    return decided, digest([whole(model)])
+    return repr(exchanges.decision.specs["1"]), digest([whole(model)])
 
 
 def test_replicas_are_alike_under_auto(worlds: Worlds) -> None:
-    ends = worlds.run(4, hybrid, "auto")
-    assert all(decided for decided, _ in ends) and len({weights for _, weights in ends}) == 1
+    assert len({weights for _, weights in worlds.run(4, hybrid, 3)}) == 1
+
+
+def test_auto_sends_two_bits_between_nodes_on_slow_links(worlds: Worlds) -> None:
+    """Also after the first steps, which send four."""
+    slow = Link(50.0, 0.01)
+    ends = worlds.run(4, hybrid, 24, Cluster(nodes=2, ranks_per_node=1, intra=slow, inter=slow))
+    assert len(set(ends)) == 1 and ends[0][0] == repr(WEIGHTED)
 
 
 def misused() -> list[str]:
@@ -155,6 +190,7 @@ def misused() -> list[str]:
         (gw.QSGD(bits=4), "exact"),
         (gw.RandomK(0.1), "safe"),
         (3, "safe"),
+        (WEIGHTED, "safe"),
     ):
         with pytest.raises(gw.PlanError) as raised:
             fsdp2.compress(model, plan, accuracy=accuracy)  # type: ignore[arg-type]
@@ -166,5 +202,5 @@ def misused() -> list[str]:
 
 def test_wrong_plans_are_refused_by_name(worlds: Worlds) -> None:
     for messages in worlds.run(2, misused):
-        wanted = ("'fast'", "'good'", "would have no effect", "alltoall", "plan is 3", "'head'")
+        wanted = ("'fast'", "'good'", "would have no effect", "alltoall", "plan is 3", "whole means", "'head'")
         assert all(each in message for each, message in zip(wanted, messages, strict=True)), messages

@@ -83,7 +83,7 @@ class ModuleExchanges:
         pack = pack_of(next(iter(tensors.values())), group)
         self._turns.settle()
 
-        def make() -> Exchange:
+        def make(step: int) -> Exchange:
             first = next(iter(tensors.values()))
             if (lanes := self._lanes.get(pack.ranks)) is None:
                 lanes = self._lanes[pack.ranks] = Lanes(group, tls=self._tls)
@@ -94,7 +94,7 @@ class ModuleExchanges:
             policy = self._specs.policy_of(module, first, lanes) if what == GRADIENTS else self._rounded
             assert policy is not None
             ranks, per_node = lanes.group.world_size, lanes.group.grid.ranks_per_node_if_even
-            return Exchange.on(lanes, tensors, policy.plan([info_of(*each) for each in tensors.items()], ranks, per_node), 0)
+            return Exchange.on(lanes, tensors, policy.plan([info_of(*each) for each in tensors.items()], ranks, per_node), step)
 
         place = None if self._job.one_phase else shard_number(self.modules[module])
         return self._packs[f"{what} of {module}"].exchange_of(pack, tensors, make, group, place)

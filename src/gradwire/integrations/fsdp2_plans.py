@@ -26,14 +26,15 @@ class ModuleSpecs:
     """The spec of each module's gradients.
 
     modules: those that `fully_shard` was called on, by name. plan: a spec, a policy whose rules match names and sizes of modules,
-    or "auto". scheme: the scheme by which all gradients travel; None: that of the policy, or as a policy without one chooses.
+    or "auto". scheme: the scheme by which all gradients are reduced, and not gathered; None: both, by the scheme of the policy or
+    as a policy without one chooses.
     """
 
     def __init__(self, modules: Mapping[str, Any], plan: Spec | Policy | str, scheme: str | None, accuracy: str) -> None:
         own = plan.scheme if isinstance(plan, Policy) else None
         if scheme is not None and own not in (None, "flat", scheme):
             raise PlanError(f"the policy's scheme is {own!r}, and reduce-scatters of FSDP2 travel by {scheme!r}. Leave it out.")
-        self.plan, self._accuracy, self._scheme = plan, accuracy, scheme or own
+        self.plan, self._accuracy, self._scheme, self._one_phase = plan, accuracy, scheme or own, scheme is not None
         self.chosen: ChosenSpecs | None = None
         """The choice of auto, made in the first backward."""
         self._specs: dict[str, Spec] = {}
@@ -59,7 +60,8 @@ class ModuleSpecs:
         if not self._specs:
             kind = info_of(module, buffer)
             infos = [msgspec.structs.replace(info, dtype=kind.dtype, device=kind.device) for info in self.infos]
-            self.chosen = choose_alone(AllRanks(lanes, buffer.device), infos, self._accuracy, self._scheme)
+            ranks = AllRanks(lanes, buffer.device)
+            self.chosen = choose_alone(ranks, infos, self._accuracy, self._scheme, self._one_phase)
             self._specs = self.chosen.specs
             if dist.get_rank() == 0:
                 say(str(self.chosen))
@@ -99,10 +101,12 @@ class ModuleSpecs:
 
     def _set(self, specs: dict[str, Any]) -> None:
         for spec in specs.values():
-            if not isinstance(spec, Spec) or spec.at_step(0) != spec.settled:
+            if not isinstance(spec, Spec):
+                raise PlanError(f"plan is {show(spec)}. In FSDP2 it is 'auto', a gw.Policy or one spec, such as gw.QSGD(bits=4).")
+            if self._one_phase and spec.element_weights:
                 raise PlanError(
-                    f"plan is {show(spec)}. In FSDP2 it is 'auto', or a gw.Policy or one spec that stays the same in all steps, "
-                    "such as gw.QSGD(bits=4)."
+                    f"plan is {spec!r}: weights of elements follow from whole means, and FSDP2 gives each rank a shard of them. "
+                    "Leave weights out."
                 )
             policy_for(spec, self._scheme)
         self._specs = specs

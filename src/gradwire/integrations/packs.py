@@ -45,13 +45,13 @@ class ModulePacks:
         """The rank in the group whose residuals these are; ALL_RANKS: those of all ranks, the same on each."""
 
     def exchange_of(
-        self, pack: Pack, tensors: Mapping[str, Tensor], make: Callable[[], Exchange], group: ProcessGroup, place: int | None
+        self, pack: Pack, tensors: Mapping[str, Tensor], make: Callable[[int], Exchange], group: ProcessGroup, place: int | None
     ) -> Exchange:
         """The exchange of a pack, which begins its next step. All ranks ask for the same packs in the same order.
 
-        place: the number of this rank's shard, if the exchange has only that; None: the exchange has all shards."""
+        make: makes one for a step. place: the number of this rank's shard, if the exchange has only that; None: all shards."""
         if pack not in self.exchanges:
-            made = make()
+            made = make(self.step)
             if self._others:
                 self._wholes, self._others = whole_residuals(self._others, group.rank(), group.size()), {}
                 self._wholes_of = ALL_RANKS if place is None else group.rank()
@@ -64,6 +64,10 @@ class ModulePacks:
                 made.residuals.take_over(self._take(pack, [*tensors], made.flats[0].device))
             self.exchanges[pack] = made
         exchange = self.exchanges[pack]
+        if exchange.outdated(self.step):  # the warm-up of a spec has ended
+            carried = exchange.residuals.carried()
+            exchange = self.exchanges[pack] = make(self.step)
+            exchange.residuals.take_over(carried)
         exchange.step, self.step = self.step, self.step + 1
         return exchange
 
