@@ -3,6 +3,7 @@
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from short_memory import short_memory
 from worlds import Given, World, digest
 
 import gradwire as gw
+from gradwire.engine.schedules.pipelined import PipelinedSchedule
+from gradwire.engine.schedules.sharded import ShardedSchedule
 
 MOST_S = 20.0
 """For a step and its error; the group's timeout is 30 s."""
@@ -91,6 +94,40 @@ def check(plan: str, every: int) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_some_lines(plan: str) -> None:
     check(plan, 37)
+
+
+def left_when_the_last_bucket_arrived(sharded: bool) -> str:
+    """Trains until memory is short when the last bucket of a step arrives, and leaves the handle to the garbage collector."""
+    schedule: Any = ShardedSchedule if sharded else PipelinedSchedule
+    plan: Any = gw.Policy(default=gw.Identity(), schedule=gw.Pipelined(shard_optimizer=sharded), bucket_bytes=2000)
+
+    def arrived(self: Any, bucket: int) -> None:
+        if not self._gathers.under_way:
+            raise MemoryError("as ordered")
+        usual(self, bucket)
+
+    usual = schedule._arrived
+    with mock.patch.object(schedule, "_arrived", arrived):
+        model = Given([600, 5, 300])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gw.parallelize(model, optimizer, plan=plan)
+        try:
+            for step in range(3):
+                optimizer.zero_grad()
+                model(model.random_gradients(dist.get_rank(), step)).backward()
+                optimizer.step()
+        except gw.GradwireError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_handle_that_failed_as_a_bucket_arrived_leaves_no_thread(sharded: bool) -> None:
+    world = World(2, 30.0)
+    try:  # the world looks for threads
+        assert all("could not do its part of the step" in words for words in world.run(left_when_the_last_bucket_arrived, sharded))
+    finally:
+        world.close()
 
 
 @pytest.mark.slow

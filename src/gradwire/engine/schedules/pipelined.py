@@ -116,11 +116,15 @@ class Gathers:
         if threading.current_thread().name.startswith("gradwire-"):
             threading.Thread(target=self._without_model, name="settle without a model", daemon=True).start()
             return
+        failure: GradwireError | None = None
         try:
             self.flush()
         except GradwireError as error:
+            failure = error
+        failure = failure or self._reducer.lanes.failure  # of a bucket that no longer counts as under way
+        if failure is not None:
             for tensor in self.tensors():
-                raise_later(tensor, error)
+                raise_later(tensor, failure)
 
     def forget(self) -> None:
         """Wait for nothing any more."""
