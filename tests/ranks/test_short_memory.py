@@ -125,7 +125,9 @@ def left_when_the_last_bucket_arrived(sharded: bool) -> str:
 def test_a_handle_that_failed_as_a_bucket_arrived_leaves_no_thread(sharded: bool) -> None:
     world = World(2, 30.0)
     try:  # the world looks for threads
-        assert all("could not do its part of the step" in words for words in world.run(left_when_the_last_bucket_arrived, sharded))
+        assert all(
+            "could not do its part of the step" in words for words in world.run(left_when_the_last_bucket_arrived, sharded)
+        )
     finally:
         world.close()
 

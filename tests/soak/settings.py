@@ -184,12 +184,11 @@ def plan_for(job: Job, odd: str = "") -> Any:
     if job.setting != "large model":
         edge_bytes = 100 if job.schedule == "local" else 1000  # a fragment has a bucket of its own
         fields |= {"bucket_bytes": 4000, "edge_bytes": edge_bytes, "chunk_bytes": (0, 2000)[job.seed % 2]}
-    if odd == "plan" and "scheme" in fields:  # chunks may be the same there
-        fields["scheme"] = "tree" if fields["scheme"] == "ring" else "ring"
+    spec = SPECS[job.spec]
+    if odd == "plan" and job.schedule == "sharded":  # shards are sent uncompressed
+        fields["bucket_bytes"] = 2000
     elif odd == "plan":
-        fields["chunk_bytes"] = 1000
-    # uncompressed sums of two ranks have no chunks
-    spec = SPECS["qsgd4" if odd == "plan" and job.spec == "identity" and "scheme" not in fields else job.spec]
+        spec = gw.ErrorFeedback(gw.QSGD(bits=5))
     return gw.Policy(default=spec, schedule=schedule_for(job), exempt_vectors=job.seed % 3 > 0, **fields)
 
 

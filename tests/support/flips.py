@@ -17,6 +17,8 @@ class FlippingWire:
         self.flip_at = -1
         """Position of the byte to change, counted from now on; -1 for none."""
         self._real, (near, self._far) = wire._sockets[peer], socket.socketpair()
+        # a wire leaves there how many bytes of its last message were to come at once
+        self._real.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         wire._sockets[peer] = near
         wire._connections[peer].fd = near.fileno()
         for source, target, flips in ((self._far, self._real, True), (self._real, self._far, False)):
