@@ -77,13 +77,13 @@ SLOW_CASES = 12
 """How many of the others `make test-slow` runs at most, where a case starts ranks; `make test-all` runs all."""
 
 CI_CASES = {
-    "ranks": 6,
-    "integrations": 6,
-    "scripts": 5,
-    "kernels": 24,
-    "compressors": 75,
-    "costs": 75,
-    "planner": 60,
+    "ranks": 4,
+    "integrations": 4,
+    "scripts": 4,
+    "kernels": 16,
+    "compressors": 60,
+    "costs": 60,
+    "planner": 55,
 }
 """How many cases of a parametrized test `make test-ci` runs at most: those of `make test`, and some of the others."""
 
