@@ -26,7 +26,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGE, OPTIONS, SCHEDULES = DOCS / "compressors.md", DOCS / "options.md", DOCS / "schedules.md"
 RELIABILITY, LOCAL = DOCS / "reliability.md", DOCS / "local_steps.md"
 BEGIN, END = "<!-- made by `python -m benchmarks page` -->\n", "<!-- until here -->\n"
-"""Around the tables of collectives, schedules and local steps, and the figures of the soak."""
+"""Around the tables of collectives, schedules and local steps, and the figures of the soak. Text behind END is kept, in the page
+of compressors too."""
 JOBS = {"transformer": "transformer", "resnet": "CNN"}
 
 HEAD = """# Compressors
@@ -55,7 +56,7 @@ COLUMNS = ("compressor", "law", "bytes", "memory", "encode", "decode and add", *
 
 def run(arguments: list[str]) -> int:
     """Write the page and the table."""
-    write_whole(PAGE, page(_read("compressors.json"), _read("losses.json")))
+    write_whole(PAGE, whole_page() + END + PAGE.read_text().partition(END)[2])
     figures = soak_figures(_read("soak.json"))
     parts = {OPTIONS: collectives_table(), SCHEDULES: schedules_table(), RELIABILITY: figures}
     for path, made in (parts | {LOCAL: equal_table(_read("local-equal.json"))}).items():
@@ -63,6 +64,11 @@ def run(arguments: list[str]) -> int:
         write_whole(path, before + BEGIN + made + END + rest.partition(END)[2])
     print(f"written to {PAGE}, {OPTIONS}, {SCHEDULES}, {LOCAL} and {RELIABILITY}")
     return 0
+
+
+def whole_page() -> str:
+    """The page of compressors, from the results in benchmarks/results."""
+    return page(_read("compressors.json"), _read("losses.json"))
 
 
 def collectives_table() -> str:

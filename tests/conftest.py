@@ -113,10 +113,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow cases, leave out some where there are very many, and order files for the workers of xdist, each of which takes up
-    the next when it is done with one."""
+    """Mark slow cases, and leave out some where there are very many and the command names no test. Order files for the workers of
+    xdist, each of which takes up the next when it is done with one."""
     cases: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
     left_out: list[pytest.Item] = []
+    named = bool(config.option.keyword) or any("::" in argument for argument in config.args)
     for item in items:
         if "for_cuda" in item.name:  # a compiler starts for them
             item.add_marker("slow")
@@ -127,7 +128,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for of_one_test in cases.values():
         folder = of_one_test[0].path.parent.name
         slow = sorted(set(of_one_test) - sample(of_one_test, QUICK_CASES[folder]), key=_chance)
-        out = left_out_of(slow, of_one_test, folder)
+        out = [] if named else left_out_of(slow, of_one_test, folder)
         if slow:
             tests, quick, run, total = left.get(folder, (0, 0, 0, 0))
             count = len(of_one_test)

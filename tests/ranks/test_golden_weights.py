@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.core import schedule_kinds
 
 PATH = Path(__file__).parents[1] / "golden" / "weights.json"
 STEPS = 20
@@ -117,4 +118,11 @@ def test_weights_and_plans_have_the_bits_they_always_had(worlds, name):
     if os.environ.get("GRADWIRE_WRITE_GOLDEN"):
         kept = json.loads(PATH.read_text()) if PATH.exists() else {}
         PATH.write_text(json.dumps(kept | {name: first}, indent=1, sort_keys=True) + "\n")
-    assert first == json.loads(PATH.read_text())[name]
+    kept = json.loads(PATH.read_text())
+    assert name in kept, "run it with GRADWIRE_WRITE_GOLDEN=1 in the environment, which writes the weights of a new row"
+    assert first == kept[name]
+
+
+def test_every_schedule_has_a_row():
+    missing = {*schedule_kinds()} - {plan.schedule.word for plan in PLANS.values()}
+    assert not missing, f"add a row to PLANS for {sorted(missing)}"

@@ -428,9 +428,3 @@ def test_gradwires_own_collectives_are_whole(name: str) -> None:
     assert beside_tree(each.on("cpu")) == ("" if name in ("allgather", "alltoall") else name)
     assert all(each.carries(spec()) for spec in (gw.QSGD, gw.Cast)) == (name != "allreduce")
     assert not registered_specs().keys() & {"mulaw"}
-
-
-def test_the_docs_have_gradwires_own_collectives() -> None:
-    text = (SRC.parent / "docs" / "options.md").read_text()
-    for name, each in COLLECTIVES.items():
-        assert f"| `{name}` | `{' '.join(each.tasks)}` | {', '.join(each.phases)} | {each.about} | gradwire |" in text

@@ -115,7 +115,7 @@ def summed(dtype: torch.dtype) -> tuple[str, bool]:
     terms = [torch.randn(4097, generator=torch.Generator().manual_seed(of)).to(dtype) for of in range(size)]
     mine = terms[rank].clone()
     exchange = gw.Exchange({"gradient": mine}, plan=gw.Identity())
-    assert all(lane.link.wire.shares_with_all for lane in exchange.lanes.data)
+    assert all(len(lane.link.wire.shared_with) == size - 1 for lane in exchange.lanes.data)
     exchange.average_()
     exchange.close()
     expected = torch.stack([term.double() for term in terms]).mean(0)

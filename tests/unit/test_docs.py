@@ -21,11 +21,15 @@ from doc_blocks import blocks
 
 import benchmarks.__main__
 import gradwire
+from benchmarks.catalogue import ENTRIES
+from benchmarks.page import collectives_table, schedules_table, whole_page
 from gradwire.bench.table import COLUMNS
 from gradwire.cli import app
+from gradwire.core.specs import innermost, registered_specs
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
+DOCS = ROOT / "docs"
 PAGE = ROOT / "docs" / "scripts.md"
 FILES = {path.name: path for path in TESTS.rglob("test_*.py")}
 NAMED = re.findall(r"(test_\w+\.py)::(\w+)(?:\[(.*?)\])?", PAGE.read_text())
@@ -205,9 +209,23 @@ def test_pages_name_the_default_block_of_qsgd(page: str, words: str) -> None:
     assert named == [str(gradwire.QSGD().block)], f"docs/{page} has to name the default of gw.QSGD.block"
 
 
-def test_the_page_of_auto_names_the_default_block_of_adaptive_bits() -> None:
-    named = re.findall(r"\| `block=(\d+)` \| elements that share one scale", (ROOT / "docs" / "auto.md").read_text())
-    assert named == [str(gradwire.AdaptiveBits().block)]
+@pytest.mark.parametrize(
+    ("page", "made", "fewest"),
+    [
+        ("auto.md", gradwire.AdaptiveBits(), 5),
+        ("local_steps.md", gradwire.LocalSteps(), 6),
+        ("schedules.md", gradwire.Delayed(), 8),
+        ("schedules.md", gradwire.Tuned(gradwire.Policy(default=gradwire.QSGD())), 5),
+    ],
+    ids=["AdaptiveBits", "LocalSteps", "Delayed", "Tuned"],
+)
+def test_rows_of_arguments_name_the_defaults(page: str, made: object, fewest: int) -> None:
+    cells = re.findall(r"^\| (`\w+=.+?`) \|", (DOCS / page).read_text(), re.MULTILINE)
+    shown = [argument.partition("=")[::2] for cell in cells for argument in re.findall(r"`(.+?)`", cell)]
+    known = {name: value for name, value in shown if name != "rules" and hasattr(made, name)}  # whose row has an example
+    wrong = [f"{name}={value}" for name, value in known.items() if eval(value, {"gw": gradwire}) != getattr(made, name)]
+    assert len(known) >= fewest
+    assert not wrong, f"docs/{page} names other defaults than {made!r}: {wrong}"
 
 
 def test_the_readme_can_be_read_in_two_minutes() -> None:
@@ -215,9 +233,6 @@ def test_the_readme_can_be_read_in_two_minutes() -> None:
     assert len(lines) <= 100
     lossy = next(index for index, line in enumerate(lines) if "default is lossy" in line)
     assert lossy < 15
-
-
-DOCS = ROOT / "docs"
 
 
 def toctree(page: Path) -> list[Path]:
@@ -243,7 +258,29 @@ def test_every_page_is_in_the_contents_once() -> None:
 def test_the_reference_has_every_public_name_once() -> None:
     text = (DOCS / "reference" / "api.md").read_text()
     named = re.findall(r"^\.\. auto\w+:: gradwire\.(\w+)$", text, re.MULTILINE)
+    missing = set(gradwire.__all__) - {"__version__", *named}
+    assert not missing, f"add `.. autoclass:: gradwire.NAME`, or autofunction, to docs/reference/api.md for {sorted(missing)}"
     assert sorted(named) == sorted(set(gradwire.__all__) - {"__version__"})
+
+
+def test_every_compressor_of_gradwire_is_in_the_catalogue() -> None:
+    own = {cls for cls in registered_specs().values() if cls.__module__.startswith("gradwire.")}
+    shown = {type(spec) for entry in ENTRIES for spec in (entry.spec, innermost(entry.spec))}
+    missing = sorted(cls.__name__ for cls in own - shown - {gradwire.Truncate})  # which trains no model
+    assert not missing, f"add a row to ENTRIES of benchmarks/catalogue.py for {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("name", ["compressors.md", "options.md", "schedules.md"])
+def test_tables_have_a_row_of_each_compressor_collective_and_schedule(name: str) -> None:
+    made = {
+        "compressors.md": [row for row in whole_page().splitlines() if row.startswith("| `")][: len(ENTRIES)],
+        "options.md": [row for row in collectives_table().splitlines() if row.endswith("| gradwire |")],
+        "schedules.md": [row for row in schedules_table().splitlines() if row.endswith("| gradwire |")],
+    }[name]
+    text = (DOCS / name).read_text()
+    missing = [row for row in made if row not in text]
+    assert len(made) > 3
+    assert not missing, f"docs/{name} is old: `python -m benchmarks page` writes it anew"
 
 
 def test_modules_of_the_reference_exist() -> None:

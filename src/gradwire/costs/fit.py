@@ -31,8 +31,6 @@ class Fit(NamedTuple):
     """Microseconds at 0 bytes."""
     us_per_byte: float
     points: tuple[tuple[float, float], ...]
-    residuals_us: tuple[float, ...]
-    """Measured minus fitted time, of every point."""
     outliers: tuple[int, ...]
     """Indices of the points far from the line; they do not count in the fit."""
     r2: float
@@ -93,7 +91,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Fit:
     if len(outliers) > _MOST_OUTLIERS * len(points):
         problems.append(f"{len(outliers)} of {len(points)} points lie far from the line: measure again, on a quiet machine")
     r2 = 1 - sum(r * r for _, r in kept) / spread if spread else 1.0
-    return Fit(*line, tuple(points), tuple(residuals), outliers, r2, worst, "; ".join(problems))
+    return Fit(*line, tuple(points), outliers, r2, worst, "; ".join(problems))
 
 
 def fit_link(

@@ -4,7 +4,7 @@ from gradwire.engine.prepare import facts, prepare
 from gradwire.engine.reducer import Observer, Observers, reset
 from gradwire.engine.registry import REGISTRY, Keeps
 from gradwire.engine.saving import SET, load_state, state_of, state_of_decision
-from gradwire.engine.schedules.base import ClipsGradients, CopiesWeights, Corrects, EndsLater, ShardsOptimizer
+from gradwire.engine.schedules.base import ClipsGradients, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
 from gradwire.engine.schedules.local import OuterOptimizer
 from gradwire.engine.session import Driver, GradientWatcher, Session, ValueWatcher, compiled
@@ -22,8 +22,6 @@ __all__ = [
     "REGISTRY",
     "SET",
     "ClipsGradients",
-    "CopiesWeights",
-    "Corrects",
     "Driver",
     "EndsLater",
     "GradientHooks",

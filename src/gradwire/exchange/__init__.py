@@ -2,7 +2,7 @@
 
 from gradwire.exchange.exchange import Abandoned, Exchange, Lent, TaskTimes
 from gradwire.exchange.golden import golden_digests
-from gradwire.exchange.host_codec import HostCodec, codec_on
+from gradwire.exchange.host_codec import codec_on
 from gradwire.exchange.layout import BucketBuffers, Slot
 from gradwire.exchange.options import check_sharded
 from gradwire.exchange.plans import embeddings_of, info_of, looks_up_rows, plan_for, warn_of_embeddings
@@ -36,7 +36,6 @@ __all__ = [
     "DeviceTimes",
     "Exchange",
     "ExchangeStats",
-    "HostCodec",
     "Lent",
     "Remembered",
     "Saved",

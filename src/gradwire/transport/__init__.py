@@ -5,7 +5,7 @@ from gradwire.transport.agreement import KERNELS, agree, broadcast_bytes, bytes_
 from gradwire.transport.devices import device_name, kind_of, standing_in
 from gradwire.transport.exits import waits_for_store
 from gradwire.transport.flight import FlightRecord
-from gradwire.transport.grid import Grid, node_name
+from gradwire.transport.grid import Grid
 from gradwire.transport.heartbeats import LONGEST_S, SHORTEST_S
 from gradwire.transport.lanes import Lane, Lanes, LanesObserver
 from gradwire.transport.link import AllToAll, Group, Link, SilentLink
@@ -53,7 +53,6 @@ __all__ = [
     "kind_of",
     "merge_over_ranks",
     "merge_rounds",
-    "node_name",
     "own_address",
     "short_slices",
     "standing_in",

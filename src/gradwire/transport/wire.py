@@ -99,11 +99,6 @@ class Wire:
         """The ranks with which this one shares memory."""
         return sorted(self._rings)
 
-    @property
-    def shares_with_all(self) -> bool:
-        """Whether that is every other rank. The same on all ranks: they are one node, which shares memory as a whole."""
-        return len(self._rings) == len(self._connections) - 1
-
     def run(self, operations: Operations, meter: Meter) -> None:
         """Run a list of operations. Raises LinkError where a connection fails, DamagedError where it changed bytes, PayloadError
         for what no encode writes, RuntimeError where a kernel refuses its arguments."""

@@ -201,7 +201,8 @@ def test_what_is_left_does_not_grow(spec: Spec) -> None:
         codec(x, step=step)
         assert codec.residual is not None
         norms.append(float(codec.residual.norm()))
-    assert max(norms[steps // 2 :]) <= 1.2 * max(norms[: steps // 2]) + 1e-6
+    most = max(norms[: steps // 2])
+    assert max(norms[steps // 2 :]) <= 1.2 * most + 1e-6, "it grows: some part of a gradient that stays the same is never sent"
 
 
 FITTED = [spec for spec in SPECS if isinstance(spec, QSGD) and spec.scale == "ls"]

@@ -24,4 +24,5 @@ MODULES += ["benchmarks.papers.strawmen", "gradwire.cli.app"]
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_run(module: str) -> None:
-    assert doctest.testmod(importlib.import_module(module)).failed == 0
+    failed = doctest.testmod(importlib.import_module(module)).failed
+    assert failed == 0, "the output below shows the examples in docstrings, and what they give now"

@@ -241,6 +241,7 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
 
 
 _BY_WORD: dict[str, type[Schedule]] = {"backward": Backward, "pipelined": Pipelined, "delayed": Delayed, "local": LocalSteps}
+"""All schedules by their tags; `schedule_class` adds those of other packages."""
 
 
 def schedule_kinds() -> tuple[str, ...]:
