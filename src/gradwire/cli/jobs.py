@@ -235,7 +235,7 @@ def lighthouse(
 ) -> None:
     """Name the members of every step of an elastic job, for `gw.elastic`: torchft's lighthouse. Runs until it is interrupted."""
     if find_spec("torchft") is None:
-        raise GradwireError("this command needs the package torchft. Run: pip install 'gradwire[elastic]'")
+        raise GradwireError("this command needs the package torchft, which is not installed. Run: pip install 'torchft>=0.2'")
     from threading import Event
 
     from torchft.coordination import LighthouseServer

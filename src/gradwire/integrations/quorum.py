@@ -35,7 +35,7 @@ class Lighthouse:
             import torchft.coordination  # noqa: F401
         except ImportError as error:
             raise PlanError(
-                "members that come and go need the package torchft, which is not installed: pip install 'gradwire[elastic]'."
+                "members that come and go need the package torchft, which is not installed. Run: pip install 'torchft>=0.2'"
             ) from error
         self._url = urlsplit(address if "://" in address else f"http://{address}")
         self._min_replicas, self.timeout, self._patience_s = min_replicas, timeout, patience_s
