@@ -238,6 +238,7 @@ def lighthouse(
         raise GradwireError("this command needs the package torchft, which is not installed. Run: pip install 'torchft>=0.2'")
     from threading import Event
 
+    os.environ.setdefault("RUST_LOG", "error")  # torchft's log has several lines for each step
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
