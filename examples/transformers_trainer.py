@@ -17,7 +17,8 @@ def main() -> None:
     torch.manual_seed(0)
     tokens = torch.arange(1000 * 16).reshape(1000, 16) * 7 % 61
     dataset = [{"input_ids": row, "labels": row} for row in tokens]
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_positions=16, n_embd=64, n_layer=2, n_head=4))
+    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=20, logging_steps=10, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from gradwire.engine import REGISTRY, Keeps
 from gradwire.exchange import Exchange
 from gradwire.integrations import handover, torchft
 from gradwire.integrations.gradient_means import GradientMeans
+from gradwire.integrations.quorum import load_torchft
 
 EXAMPLE = Path(gw.__file__).parents[2] / "examples" / "elastic_train.py"
 
@@ -52,6 +54,15 @@ def test_without_an_address_it_says_what_to_start(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     with pytest.raises(gw.StepStateError, match="gradwire lighthouse"):
         gw.elastic(*linear(), plan=gw.Identity())
+
+
+@pytest.mark.parametrize(("given", "then"), [(None, "error"), ("info", "info")])
+def test_the_log_of_torchft_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, given: str | None, then: str) -> None:
+    monkeypatch.delenv("RUST_LOG", raising=False)
+    if given is not None:
+        monkeypatch.setenv("RUST_LOG", given)
+    load_torchft()
+    assert os.environ["RUST_LOG"] == then
 
 
 class Nobody:
@@ -101,7 +112,7 @@ def test_states_of_optimizers_in_another_order_are_refused() -> None:
 
 def test_without_torchft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchft.coordination", None)
-    with pytest.raises(gw.PlanError, match=r"gradwire\[elastic\]"):
+    with pytest.raises(gw.PlanError, match="pip install .torchft>=0.2"):
         gw.elastic(*linear(), plan=gw.Identity(), lighthouse="127.0.0.1:1")
 
 

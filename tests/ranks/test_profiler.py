@@ -184,6 +184,29 @@ def test_a_profile_of_a_training_loop(worlds: Worlds, tmp_path: Path) -> None:
     assert Simulator(profile, cluster, costs).step_us(plan) > 15_000
 
 
+def profiled_alone(folder: str) -> tuple[Profile, Cluster | None, Costs]:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Identity())
+    with handle.profile(folder, steps=2, specs=[gw.QSGD(bits=4)]) as found:
+        train(model, optimizer, 7, 0)
+    handle.detach()
+    return found.profile, found.cluster, found.costs
+
+
+def test_a_rank_alone_is_profiled_without_links_for_a_cluster_that_is_not_there_yet(worlds: Worlds, tmp_path: Path) -> None:
+    ((profile, cluster, costs),) = worlds.run(1, profiled_alone, str(tmp_path))
+    assert cluster is None and sorted(path.name for path in tmp_path.iterdir()) == ["costs.json", "profile.json"]
+    assert profile == Profile.load(tmp_path / "profile.json") and costs == Costs.load(tmp_path / "costs.json")
+    assert {tensor.name for tensor in profile.tensors} == {"first.weight", "first.bias", "second.weight"}
+    assert sum(tensor.backward_us for tensor in profile.tensors) > 11_000, "backward waits 12 ms"
+    assert profile.optimizer_us is not None and [codec.spec for codec in costs.codecs] == [gw.QSGD(bits=4)]
+    link = Link(alpha_us=30, gbps=25)
+    planned = Cluster(nodes=16, ranks_per_node=1, intra=link, inter=link)
+    plan = gw.Uniform(gw.QSGD(bits=4)).plan(profile.tensor_infos("cpu"), 16)
+    assert Simulator(profile, planned, costs).step_us(plan) > 15_000
+
+
 def too_short(folder: str) -> tuple[str, bool]:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -235,9 +235,10 @@ def lighthouse(
 ) -> None:
     """Name the members of every step of an elastic job, for `gw.elastic`: torchft's lighthouse. Runs until it is interrupted."""
     if find_spec("torchft") is None:
-        raise GradwireError("this command needs the package torchft. Run: pip install 'gradwire[elastic]'")
+        raise GradwireError("this command needs the package torchft, which is not installed. Run: pip install 'torchft>=0.2'")
     from threading import Event
 
+    os.environ.setdefault("RUST_LOG", "error")  # torchft's log has several lines for each step
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(

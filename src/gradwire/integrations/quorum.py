@@ -1,5 +1,6 @@
 """The lighthouse of torchft, as one member asks it who makes the next step."""
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,7 +14,7 @@ from gradwire.errors import CommunicationError, PlanError
 from gradwire.integrations.handover import reach
 from gradwire.transport import Group, own_address
 
-__all__ = ["Lighthouse", "NoQuorumError"]
+__all__ = ["Lighthouse", "NoQuorumError", "load_torchft"]
 
 _AGAIN_S = 0.2
 """Between two questions for a quorum of too few members."""
@@ -25,18 +26,24 @@ class NoQuorumError(CommunicationError):
     """The lighthouse named no members in time."""
 
 
+def load_torchft() -> None:
+    """Import torchft. Its log, of several lines a step, is off unless RUST_LOG is set. Raises PlanError without torchft."""
+    os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once, when it is imported
+    try:
+        import torchft.coordination  # noqa: F401
+    except ImportError as error:
+        raise PlanError(
+            "members that come and go need the package torchft, which is not installed. Run: pip install 'torchft>=0.2'"
+        ) from error
+
+
 class Lighthouse:
     """This member's connection to the lighthouse, and the store where others reach this member."""
 
     def __init__(self, address: str, min_replicas: int, timeout: timedelta, patience_s: float) -> None:
         """min_replicas: the least members of a step. timeout: how long a wait for another member may take. patience_s: how long
         to wait for enough members. Raises PlanError without torchft."""
-        try:
-            import torchft.coordination  # noqa: F401
-        except ImportError as error:
-            raise PlanError(
-                "members that come and go need the package torchft, which is not installed: pip install 'gradwire[elastic]'."
-            ) from error
+        load_torchft()
         self._url = urlsplit(address if "://" in address else f"http://{address}")
         self._min_replicas, self.timeout, self._patience_s = min_replicas, timeout, patience_s
         self._own_address = own_address(SimpleNamespace(host=self._url.hostname, port=self._url.port))

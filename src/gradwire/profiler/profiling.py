@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
@@ -35,7 +35,8 @@ class Profiling:
     in addition to the specs of the handle's plan.
 
     Rank 0 writes profile.json, cluster.json and costs.json into the folder; all ranks have the fields below. Each link
-    and each spec takes about a second. Rank 0 warns if the times of a link do not follow latency and rate.
+    and each spec takes about a second. Rank 0 warns if the times of a link do not follow latency and rate. A rank that
+    is alone has no link: it writes no cluster.json, and `cluster` is None.
 
     Raises StepStateError if the loop made too few steps, or if the plan changed, as `plan="auto"` does if a link slows down.
 
@@ -48,7 +49,7 @@ class Profiling:
     """
 
     profile: Profile
-    cluster: Cluster
+    cluster: Cluster | None
     costs: Costs
     fits: dict[str, Fit]
     """The fit of each link: intra, inter, allreduce, and on CPUs ddp."""
@@ -61,8 +62,6 @@ class Profiling:
                 f"this handle runs the schedule {schedule!r}, in which steps overlap. Profile with the "
                 "backward schedule; what is measured serves all."
             )
-        if session.group.world_size < 2:
-            raise PlanError("this rank is alone: there is no link to measure. Profile with 2 ranks or more.")
         self._session, self._schedule, self._group = session, session.schedule, session.group
         self._folder, self._steps, self._specs = Path(folder), steps, specs
 
@@ -94,27 +93,32 @@ class Profiling:
         if self._group.rank == 0:
             make_folder(self._folder)
             self.profile.save(self._folder / "profile.json")
-            self.cluster.save(self._folder / "cluster.json")
+            if self.cluster is not None:
+                self.cluster.save(self._folder / "cluster.json")
             self.costs.save(self._folder / "costs.json")
 
     def _measure(self, recorder: Recorder) -> None:
         quiet, loaded = (slowest(self._of_all_ranks(recorder.rows(quiet))) for quiet in (True, False))
-        device, grid = recorder.clock.device, self._group.grid
-        group = self._group.process_group if device.type == "cpu" else None
-        measure = partial(measure_links, grid=grid, device=device, process_group=group)
-        times = self._on_lane(measure, "the exchanges that measure links")
-        self.cluster, self.fits, problems = measured_links(times, grid)
-        for problem in problems if self._group.rank == 0 else ():
-            warnings.warn(problem, stacklevel=3)
-        plan = self._session.plan
+        device, plan = recorder.clock.device, self._session.plan
+        self.cluster, self.fits = self._links(device) if self._group.world_size > 1 else (None, {})
         of_plan = [bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors]
         self.costs = measure_codecs([*of_plan, *self._specs], device, offload=True)
         self.profile, exchange_cpu_us = profile_from(recorder, self._session, quiet, loaded)
-        if device.type == "cpu":
+        if device.type == "cpu" and self.cluster is not None:
             launch_us = launch_time_us(plan, self.profile.tensors, self.cluster, self.costs, exchange_cpu_us)
             per_node = self.cluster.ranks_per_node
             processors = self._on_lane(lambda link: measure_processors(link, per_node), "how many ranks share a processor")
             self.cluster = msgspec.structs.replace(self.cluster, launch_us=launch_us, processors=processors)
+
+    def _links(self, device: torch.device) -> tuple[Cluster, dict[str, Fit]]:
+        """Measure the links. Rank 0 warns of a bad fit."""
+        grid = self._group.grid
+        group = self._group.process_group if device.type == "cpu" else None
+        measure = partial(measure_links, grid=grid, device=device, process_group=group)
+        cluster, fits, problems = measured_links(self._on_lane(measure, "the exchanges that measure links"), grid)
+        for problem in problems if self._group.rank == 0 else ():
+            warnings.warn(problem, stacklevel=4)
+        return cluster, fits
 
     def _on_lane(self, measure: Callable[[Link], T], what: str) -> T:
         """The result of a measurement on a lane. what: the measurement, for the error if a link fails."""
@@ -159,7 +163,7 @@ def profile_from(recorder: Recorder, session: Session, quiet: torch.Tensor, load
 
 def described(found: Profiling) -> str:
     """Describe the model's times, each link with the quality of its fit, and the codecs at 1 MiB of gradient."""
-    profile = found.profile
+    profile, cluster = found.profile, found.cluster
     forward = sum(tensor.forward_us or 0.0 for tensor in profile.tensors)
     backward = sum(tensor.backward_us for tensor in profile.tensors)
     megabytes = sum(tensor.nbytes for tensor in profile.tensors) / 1e6
@@ -174,21 +178,25 @@ def described(found: Profiling) -> str:
             f"{name}: {fit.alpha_us:.0f} us + {fit.us_per_byte * 1e3:.4f} us for each 1000 bytes that a rank holds "
             f"({len(fit.points)} times, R2 {fit.r2:.4f}, worst error {100 * fit.worst_relative_error:.0f} %)"
         )
-    lines.append(f"cluster: {found.cluster.nodes} x {found.cluster.ranks_per_node} ranks")
-    if found.cluster.launch_us is not None:
-        lines.append(f"  each exchange takes {found.cluster.launch_us:.0f} us of the processor")
-    if found.cluster.processors is not None:
-        per_rank = found.cluster.processors / found.cluster.ranks_per_node
-        lines.append(f"  {per_rank:.2g} processors for each rank")
-    links = {name: getattr(found.cluster, name) for name in ("intra", "inter", "allreduce", "ddp")}
-    for name, link in links.items():
-        if link:
-            further = "" if link.message_us is None else f", a further message {link.message_us:.0f} us"
-            lines.append(f"  {name} {link.alpha_us:.0f} us{further}, {link.gbps:.4g} Gb/s")
+    if cluster is not None:
+        lines += _described_cluster(cluster)
     for codec in found.costs.codecs:
         encode, decode = (time_at(points, _SHOWN_BYTES) for points in (codec.encode, codec.decode))
         lines.append(f"{codec.spec!r} on {codec.device}: 1 MiB encoded in {encode:.0f} us, decoded in {decode:.0f} us")
     return "\n".join(lines) + "\n"
+
+
+def _described_cluster(cluster: Cluster) -> Iterator[str]:
+    yield f"cluster: {cluster.nodes} x {cluster.ranks_per_node} ranks"
+    if cluster.launch_us is not None:
+        yield f"  each exchange takes {cluster.launch_us:.0f} us of the processor"
+    if cluster.processors is not None:
+        yield f"  {cluster.processors / cluster.ranks_per_node:.2g} processors for each rank"
+    links = {name: getattr(cluster, name) for name in ("intra", "inter", "allreduce", "ddp")}
+    for name, link in links.items():
+        if link:
+            further = "" if link.message_us is None else f", a further message {link.message_us:.0f} us"
+            yield f"  {name} {link.alpha_us:.0f} us{further}, {link.gbps:.4g} Gb/s"
 
 
 def _ms(us: float) -> str:
