@@ -75,6 +75,7 @@ def profiled(accelerator: SleepingAccelerator) -> PlanningJob:
             for _ in range(WARMUP_STEPS + 2 * PROFILE_STEPS):
                 trained.step()
         trained.handle.detach()
+    assert found.cluster is not None  # of two ranks
     profile = msgspec.structs.replace(found.profile, optimizer_us=0.0)
     return PlanningJob(profile, found.cluster, found.costs, [SPEC], Limits(exempt_vectors=False), RULES)
 

@@ -112,7 +112,7 @@ def test_states_of_optimizers_in_another_order_are_refused() -> None:
 
 def test_without_torchft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchft.coordination", None)
-    with pytest.raises(gw.PlanError, match="pip install .torchft>=0.2"):
+    with pytest.raises(gw.PlanError, match=r"pip install .torchft>=0\.2"):
         gw.elastic(*linear(), plan=gw.Identity(), lighthouse="127.0.0.1:1")
 
 
