@@ -1,6 +1,6 @@
 """Measures the time of planning, the predicted step of each method's plan, and the distance of joint from the best plan.
 
-    python -m benchmarks planner [--repeats 3] [--scaling] [--cases DIR] [--random N [--first SEED]]
+    python -m benchmarks planner [--repeats 3] [--scaling] [--cases DIR] [--selection DIR] [--random N [--first SEED]]
 
 Two made-up models on 8 nodes of 8 ranks, one like BERT-base (199 tensors) and one of 314 tensors, with 4-bit QSGD on GPUs and
 CPUs. Times of codecs are made up too: what is measured here is the planner. Wall-clock medians, and the least CPU time, which
@@ -8,7 +8,8 @@ says more on a busy machine; tables that many plans share, as the tree of option
 brute force. 1 if the joint planner takes more than 250 ms of CPU time.
 
 --scaling: by tensors and by ranks. --random: so many random jobs, each method against the planner's promises; 1 if a promise is
-broken. --cases: published profiles in DIR, `profiles/*.json` and codec times.
+broken. --cases: published profiles in DIR, `profiles/*.json` and codec times. --selection: ByteComp's selection for BERT-base
+from the same DIR; 1 if it takes more than 100 ms of CPU time.
 """
 
 import argparse
@@ -22,14 +23,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import RESULTS, write
-from benchmarks.planner_parts import cases, gaps, scaling
+from benchmarks.planner_parts import cases, gaps, scaling, selections
 from benchmarks.random_jobs import check_many
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.methods import METHODS as PLANNERS
 from gradwire.planner.methods import make_plan
 
-ALLOWED_MS = 250.0
+ALLOWED_MS, ALLOWED_SELECTION_MS = 250.0, 100.0
 METHODS = tuple(PLANNERS)
 """All but Cupcake's search, which is stopped by the clock."""
 CODECS = Costs(
@@ -70,11 +71,12 @@ def _profile(model: str, shapes: list[tuple[int, ...]], mean_us: float) -> Profi
 
 
 def run(arguments: list[str]) -> int:
-    """Measure, print and write benchmarks/results/planner.json, or planner-scaling.json and planner-cases.json."""
+    """Measure, print and write benchmarks/results/planner.json, or the file of the part that was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks planner")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--cases", type=Path)
+    parser.add_argument("--selection", type=Path)
     parser.add_argument("--random", type=int)
     parser.add_argument("--first", type=int, default=0)
     chosen = parser.parse_args(arguments)
@@ -84,6 +86,10 @@ def run(arguments: list[str]) -> int:
         show("joint planning", "planner-scaling", scaling())
     if chosen.cases is not None:
         show("joint plans of published profiles, 8 nodes of 8 ranks", "planner-cases", list(cases(chosen.cases)))
+    if chosen.selection is not None:
+        selected = list(selections(chosen.selection, chosen.repeats))
+        show("ByteComp's selection, BERT-base, 8 nodes of 8 ranks, 25 Gb/s", "planner-selection", selected)
+        return int(any(each["cpu_ms"] > ALLOWED_SELECTION_MS for each in selected))
     if chosen.scaling or chosen.cases is not None:
         return 0
     rows = [

@@ -2,6 +2,7 @@
 the best ones."""
 
 import random
+import statistics
 import time
 from collections.abc import Iterator
 from itertools import product
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.oracle import best_step_us, partitions
+from benchmarks.testbeds import Bed, Papers
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
 from gradwire.costs.imported import import_file
+from gradwire.planner.bytecomp import published
 from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.methods import make_plan
@@ -77,6 +80,29 @@ def cases(data: Path) -> Iterator[dict[str, Any]]:
             "ddp_ms": prediction.baseline_step_us / 1e3,
             "bound_ms": prediction.lower_bound_us / 1e3,
             "over_bound": prediction.step_us / prediction.lower_bound_us,
+        }
+
+
+def selections(data: Path, repeats: int) -> Iterator[dict[str, Any]]:
+    """CPU milliseconds of ByteComp's selection for BERT-base on 8 nodes of 8 ranks, 25 Gb/s between nodes; medians. The tables of
+    tasks are made before."""
+    papers = Papers(data)
+    profile = papers.profile("bert")
+    for intra_gbps, algorithm in product((1200.0, 100.0), ("Rand-k", "DGC", "EF-SignSGD")):
+        job = papers.job(profile, Bed(8, intra_gbps, 25.0), algorithm)
+        draft = published(job, looks=1).draft
+        taken_ms = []
+        for _ in range(repeats):
+            began = time.process_time()
+            draft = published(job).draft
+            taken_ms.append((time.process_time() - began) * 1e3)
+        yield {
+            "algorithm": algorithm,
+            "intra_gbps": intra_gbps,
+            "options": len(job.options),
+            "tensors": len(draft.parts),
+            "compressed": sum(part.choice.encodes for part in draft.parts),
+            "cpu_ms": statistics.median(taken_ms),
         }
 
 

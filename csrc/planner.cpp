@@ -45,18 +45,15 @@ void* gw_line(const Time* after, std::int32_t parts, std::int32_t workers) {
 
 void gw_free(void* line) { delete static_cast<Line*>(line); }
 
-// tasks: (resource, length, urgency, phase) of each. links: of each link task. The program's number.
-std::int32_t gw_add(void* handle, const Time* tasks, std::int32_t count, const Time* links, std::int32_t link_count,
-                    std::int32_t codecs) {
+// tasks: (resource, length, urgency, phase) of each. The program's number.
+std::int32_t gw_add(void* handle, const Time* tasks, std::int32_t count, std::int32_t codecs) {
   Line& line = *static_cast<Line*>(handle);
   auto program = std::make_unique<Program>();
   for (int i = 0; i < count; i++) {
     const Time* task = tasks + 4 * i;
-    program->tasks.push_back({task[1], static_cast<int>(task[0]), static_cast<int>(task[2]), static_cast<int>(task[3])});
-    program->busy[task[0]] += task[1];
-    program->chain += task[1];
+    program->add({task[1], static_cast<int>(task[0]), static_cast<int>(task[2]), static_cast<int>(task[3])});
   }
-  program->links.assign(links, links + link_count);
+  program->tasks.push_back({0, DONE, 0, 0});
   program->codecs = codecs;
   line.programs.push_back(std::move(program));
   return static_cast<std::int32_t>(line.programs.size()) - 1;

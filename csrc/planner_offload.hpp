@@ -57,8 +57,8 @@ class Offload {
   bool try_counts(const std::vector<int>& tried) {
     const auto [differs, last] = move(tried, counts);
     if (last < 0) return false;
-    const Known known = {alone.best, last + 1, {0, 0, 0, 0}, {-1, -1, -1, -1}};
-    const Time step = alone.try_it(alone.best - 1, differs, &known);
+    const Known known = {alone.best, last + 1};
+    const Time step = alone.try_it(alone.best - 1, alone.first_of(differs), &known);
     if (step < 0) {
       move(counts, tried);
       return false;

@@ -31,11 +31,58 @@ struct Alone {
   // From where a change of this tensor can matter.
   int first_of(int tensor) const { return std::max(0, tensor - kMostPhases * buckets.skew); }
 
-  // The step with the programs as they are, if it is no longer than `limit`, else -1. Those before `changed` are the recorded ones.
-  // known: nullptr if nothing was recorded.
-  Time try_it(Time limit, int changed, const Known* known) {
+  // The step with the programs as they are, if it is no longer than `limit`, else -1. Until bucket `first` gets ready the step is
+  // the recorded one. known: nullptr if nothing was recorded.
+  Time try_it(Time limit, int first, const Known* known) {
     simulated++;
-    return step.run<false>(buckets, limit, states, first_of(changed), known) ? step.length : -1;
+    return step.run<false>(buckets, limit, states, first, known) ? step.length : -1;
+  }
+
+  // The last bucket at whose release this tensor has done nothing in the recorded step. It may wait for its first exchange.
+  int idle_until(int tensor) const {
+    int least = tensor, most = on_link(buckets.at(tensor)->tasks[0]) ? count() - 1 : tensor;
+    while (least < most) {
+      const int middle = (least + most + 1) / 2;
+      const State& state = states[middle];
+      const bool idle = state.open <= tensor && state.progress[tensor - state.open].task == buckets.at(tensor)->tasks.data();
+      idle ? least = middle : most = middle - 1;
+    }
+    return least;
+  }
+
+  // The last bucket, at most `most`, at whose release all is as it was in the recorded step, also with this tensor's new program.
+  int same_until(int tensor, int most) const {
+    int least = first_of(tensor);
+    if (!on_link(buckets.at(tensor)->tasks[0])) most = std::min(most, tensor);
+    while (least < most) {
+      const int middle = (least + most + 1) / 2;
+      same_at(middle, tensor) ? least = middle : most = middle - 1;
+    }
+    return least;
+  }
+
+  // Until the tensor does something, its program matters only for the turns of the others. A link must not have taken an exchange
+  // whose turn is after one of the tensor's, nor must the exchange wait whose turn it is: it would have been taken.
+  bool same_at(int bucket, int tensor) const {
+    const State& state = states[bucket];
+    Key key = launch_key(tensor, 0, buckets.skew);
+    for (const Exchange& exchange : buckets.at(tensor)->exchanges) {
+      if (state.begun[buckets.at(tensor)->tasks[exchange.task].resource] > key) return false;
+      key += launch_key(buckets.skew, 1, 0);
+    }
+    for (const int link : {INTRA, INTER}) {
+      const Key due = buckets.due_after(link, state.begun[link]);
+      if (due == buckets.none()) continue;
+      const int whose = bucket_of(due, buckets.skew), phase = phase_of(due);
+      if (whose >= bucket) continue;
+      if (whose == tensor) {
+        if (phase == 0) return false;
+        continue;
+      }
+      const Progress& progress = state.progress[whose - state.open];
+      if (progress.since >= 0 && progress.task->phase == phase) return false;
+    }
+    return true;
   }
 
   void record(int changed) {
@@ -103,7 +150,6 @@ class Selection {
   int looks_;
   std::vector<bool> left_;
   std::vector<int> winners_;  // by size
-  std::vector<Time> rest_;    // see Known
 
   // All tensors with the one uncompressed option that is best for all.
   void start() {
@@ -146,10 +192,11 @@ class Selection {
       return std::tie(std::get<0>(a), std::get<1>(a), std::get<2>(a)) < std::tie(std::get<0>(b), std::get<1>(b), std::get<2>(b));
     };
     std::sort(promising.begin(), promising.end(), by_bound);
-    Known known = {alone_.best, tensor + 1, {0, 0, 0, 0}, {-1, -1, -1, -1}};
-    if (tensor < alone_.count() - kOvertaken) set_tails(known, *alone_.buckets.at(alone_.count() - 1));
-    set_rest(tensor);
-    known.rest = rest_.data();
+    const Key own = launch_key(tensor, kMostPhases, alone_.buckets.skew);
+    const Key least = launch_key(alone_.first_of(tensor), 0, alone_.buckets.skew);
+    set_rest(alone_.buckets.none() - 1, 0, tensor);
+    const Known known = {alone_.best, tensor + 1, true, tensor};
+    const int idle = alone_.idle_until(tensor);
     int looked_at = 0;
     for (const auto& [bound, row_codecs, option, row] : promising) {
       // the option that was best for the last tensor of this size is looked at in any case
@@ -158,9 +205,8 @@ class Selection {
       const Time limit = found && row_codecs < codecs ? below : below - 1;
       if (prune_ && bound > limit) continue;
       alone_.buckets.set(tensor, row.program);
-      set_own_rest(tensor);
-      if (tensor == alone_.count() - 1) set_tails(known, *row.program);
-      const Time step = alone_.try_it(prune_ ? limit : kNever, tensor, &known);
+      set_rest(own, least);
+      const Time step = alone_.try_it(prune_ ? limit : kNever, alone_.same_until(tensor, idle), &known);
       if (step >= 0 && step <= limit) below = step, codecs = row_codecs, found = &row;
     }
     alone_.buckets.set(tensor, found ? found->program : now);
@@ -170,55 +216,22 @@ class Selection {
     return true;
   }
 
-  // For exchanges of all other tensors, whatever program this one has: it may take no time.
-  void set_rest(int tensor) {
-    const Buckets& buckets = alone_.buckets;
-    rest_.assign(buckets.keys(), 0);
-    for (Key key = buckets.keys() - 1; key >= 0; key--) {
-      const int bucket = bucket_of(key, buckets.skew);
-      if (bucket < 0 || bucket >= alone_.count() || phase_of(key) >= static_cast<int>(buckets.at(bucket)->links.size())) continue;
-      rest_[key] = bucket == tensor ? rest_of_next(key) : rest_from(key);
-    }
+  // For exchanges from one key down to another one, given those of later keys. without: a tensor that takes no time.
+  void set_rest(Key from, Key to, int without = -1) {
+    for (Key key = from; key >= to; key--)
+      if (alone_.buckets.has(key)) alone_.buckets.exchange(key).rest = rest_from(key, without);
   }
 
-  // For those of this tensor, with the program that it has now.
-  void set_own_rest(int tensor) {
-    const int phases = static_cast<int>(alone_.buckets.at(tensor)->links.size());
-    for (int phase = phases - 1; phase >= 0; phase--) {
-      const Key key = launch_key(tensor, phase, alone_.buckets.skew);
-      rest_[key] = rest_from(key);
-    }
-  }
-
-  // Given those of later keys: the link takes its exchanges in order, and the tensor's tasks follow each other.
-  Time rest_from(Key key) const {
-    const int tensor = bucket_of(key, alone_.buckets.skew), phase = phase_of(key);
-    const std::vector<Task>& tasks = alone_.buckets.at(tensor)->tasks;
-    const auto exchanges = [](const Task& task) { return task.resource == INTRA || task.resource == INTER; };
-    auto task = tasks.begin();
-    while (!exchanges(*task) || task->phase != phase) task++;
-    const Time length = task->length;
-    Time behind = 0;
-    for (task++; task != tasks.end() && !exchanges(*task); task++) behind += task->length;
-    if (task != tasks.end()) behind += rest_[launch_key(tensor, phase + 1, alone_.buckets.skew)];
-    return length + std::max(behind, rest_of_next(key));
-  }
-
-  Time rest_of_next(Key key) const {
-    const int link = alone_.buckets.at(bucket_of(key, alone_.buckets.skew))->links[phase_of(key)];
-    const Key next = alone_.buckets.due_after(link, key);
-    return next < 0 ? 0 : rest_[next];
-  }
-
-  // If the last tensor has this program.
-  void set_tails(Known& known, const Program& last) const {
-    for (const int link : {INTRA, INTER}) {
-      const auto has_link = [&](const Task& task) { return task.resource == link; };
-      const auto first = std::find_if(last.tasks.begin(), last.tasks.end(), has_link);
-      known.tail[link] = tail(last, link);
-      const bool found = first != last.tasks.end();
-      known.tail_from[link] = found ? launch_key(alone_.count() - 1, first->phase, alone_.buckets.skew) : -1;
-    }
+  // The link takes its exchanges in order, and the tensor's tasks follow each other.
+  Time rest_from(Key key, int without) const {
+    const Launched* launched = alone_.buckets.exchanges();
+    const int skew = alone_.buckets.skew, tensor = bucket_of(key, skew), phase = phase_of(key);
+    const Time next = launched[launched[key].next].rest;
+    if (tensor == without) return next;
+    const std::vector<Exchange>& exchanges = alone_.buckets.at(tensor)->exchanges;
+    Time behind = exchanges[phase].behind;
+    if (phase + 1 < static_cast<int>(exchanges.size())) behind += launched[launch_key(tensor, phase + 1, skew)].rest;
+    return launched[key].length + std::max(behind, next);
   }
 
   // (lower bound of the step, codec tasks, index, row) of compressed options that might shorten the step.

@@ -13,9 +13,10 @@ namespace gradwire_planner {
 using Time = std::int64_t;  // femtoseconds
 using Key = std::int64_t;   // place in the launch order
 
-enum Resource { COMPUTE, POOL, INTRA, INTER, RESOURCES };
+enum Resource { COMPUTE, POOL, INTRA, INTER, RESOURCES, DONE = RESOURCES };
 
 constexpr Time kNever = Time{1} << 62;  // sums of times stay below it: Line::fits
+constexpr int kNone = 1 << 30;          // above all buckets
 constexpr int kPhaseBits = 2;           // an option has at most four link tasks
 constexpr int kMostPhases = (1 << kPhaseBits) - 1;
 constexpr int kKeyBits = 40;
@@ -26,12 +27,30 @@ struct Task {
   int resource, urgency, phase;
 };
 
+struct Exchange {
+  int task;     // its place among the program's tasks
+  Time behind;  // of the tasks between this exchange and the next one, or the end
+};
+
+inline bool on_link(const Task& task) { return task.resource == INTRA || task.resource == INTER; }
+
 struct Program {
-  std::vector<Task> tasks;
-  std::vector<int> links;  // of each link task
+  std::vector<Task> tasks;  // the last one is DONE
+  std::vector<Exchange> exchanges;
   Time busy[RESOURCES] = {0, 0, 0, 0};
   Time chain = 0;  // all tasks, one after the other
   int codecs = 0;
+
+  void add(Task task) {
+    busy[task.resource] += task.length;
+    chain += task.length;
+    if (on_link(task)) {
+      exchanges.push_back({static_cast<int>(tasks.size()), 0});
+    } else if (!exchanges.empty()) {
+      exchanges.back().behind += task.length;
+    }
+    tasks.push_back(task);
+  }
 };
 
 template <class T>
@@ -53,28 +72,58 @@ struct Heap {  // the least first
 
 using Timed = std::pair<Time, Key>;
 
+// Sorted. Most items come in their order.
+struct Queue {
+  std::vector<Timed> items;
+  std::size_t head = 0;
+  bool empty() const { return head == items.size(); }
+  const Timed& front() const { return items[head]; }
+  Timed pop() { return items[head++]; }
+  void push(Timed item) {
+    items.push_back(item);
+    for (std::size_t at = items.size() - 1; at > head && item < items[at - 1]; at--) std::swap(items[at], items[at - 1]);
+  }
+  void forget() {
+    items.erase(items.begin(), items.begin() + static_cast<std::ptrdiff_t>(head));
+    head = 0;
+  }
+};
+
+struct Progress {
+  const Task* task = nullptr;  // under way
+  Time since = -1;             // an exchange waits for its turn since this time
+};
+
 // All there is at the moment when a bucket gets ready, before it does anything.
 struct State {
   Time now = 0, finish = 0;
   int part = 0;
   int open = 0;  // buckets before this one are done
   Heap<Key> ready;
-  Heap<Timed> coming, pool;
+  Queue coming[RESOURCES];  // for compute, by the resource of the task before
+  Heap<Timed> pool;
   Heap<Time> workers;
   Time free[RESOURCES] = {0, 0, 0, 0}, spent[RESOURCES] = {0, 0, 0, 0};
   Key begun[RESOURCES] = {-1, -1, -1, -1};  // the last exchange
   Key due[RESOURCES] = {-1, -1, -1, -1};    // the exchange whose turn it is
-  std::vector<int> at;                    // of buckets from `open` on: the task under way
-  std::vector<Time> waits;                // of the same: since when an exchange waits for its turn, or -1
+  std::vector<Progress> progress;           // of buckets from `open` on
+};
+
+// An exchange of a plan.
+struct Launched {
+  const Task* task = nullptr;
+  Time length = 0;
+  Time rest = 0;   // from the exchange's begin to the step's end, at least: see Known
+  int next = 0;    // the key of the link's next exchange
+  int after = 0;   // the resource of the bucket's next task
 };
 
 // What is known before a run.
 struct Known {
-  Time step;                       // of an earlier run that was recorded
-  int alike;                       // from this bucket on its programs were the same
-  Time tail[RESOURCES];            // in which a link does not work, at least, after the exchange with this key began
-  Key tail_from[RESOURCES];
-  const Time* rest = nullptr;      // by key: from an exchange's begin to the step's end, at least
+  Time step;                  // of an earlier run that was recorded
+  int alike;                  // from this bucket on its programs were the same
+  bool rests = false;         // whether the rest of each exchange is known
+  int own = kNone;            // this bucket has another program, and has done nothing when the run begins
 };
 
 // One model's computation, and the programs its buckets may have.
@@ -96,58 +145,81 @@ inline int bucket_of(Key key, int skew) { return static_cast<int>(key >> kPhaseB
 class Buckets {
  public:
   Buckets(std::vector<int> releases, int skew)
-      : releases(std::move(releases)), skew(skew), programs_(this->releases.size(), nullptr), tasks_(this->releases.size()) {
-    for (const int link : {INTRA, INTER}) launched_[link].assign(launch_key(count(), kMostPhases, skew) / 64 + 1, 0);
+      : releases(std::move(releases)), skew(skew), programs_(this->releases.size(), nullptr) {
+    for (const int link : {INTRA, INTER}) words_[link].assign(launch_key(count(), kMostPhases, skew) / 64 + 1, 0);
+    for (const int link : {INTRA, INTER}) first_[link] = none();
+    launched_.resize(none() + 1);
   }
 
   int count() const { return static_cast<int>(programs_.size()); }
   const Program* at(int bucket) const { return programs_[bucket]; }
-  const Task* tasks(int bucket) const { return tasks_[bucket].first; }
-  int task_count(int bucket) const { return tasks_[bucket].count; }
   const Time* busy() const { return busy_; }  // of each resource, in all programs
 
   void set(int bucket, const Program* program) {
-    if (const Program* old = programs_[bucket]) enter(bucket, *old, -1);
-    programs_[bucket] = program;
-    tasks_[bucket] = {program->tasks.data(), static_cast<int>(program->tasks.size())};
-    enter(bucket, *program, 1);
-  }
-
-  // Above all keys.
-  Key keys() const { return static_cast<Key>(launched_[INTER].size()) * 64; }
-
-  // The key of the link's exchange after this one; -1 if there is none.
-  Key due_after(int link, Key key) const {
-    const std::vector<std::uint64_t>& words = launched_[link];
-    std::size_t at = static_cast<std::size_t>(key + 1) / 64;
-    if (at >= words.size()) return -1;
-    std::uint64_t word = words[at] & (~std::uint64_t{0} << ((key + 1) % 64));
-    while (word == 0) {
-      if (++at == words.size()) return -1;
-      word = words[at];
+    if (const Program* old = programs_[bucket]) {
+      for (int r = 0; r < RESOURCES; r++) busy_[r] -= old->busy[r];
+      for (int phase = 0; phase < static_cast<int>(old->exchanges.size()); phase++) take_out(launch_key(bucket, phase, skew));
     }
-    return static_cast<Key>(at * 64) + __builtin_ctzll(word);
+    programs_[bucket] = program;
+    for (int r = 0; r < RESOURCES; r++) busy_[r] += program->busy[r];
+    for (int phase = 0; phase < static_cast<int>(program->exchanges.size()); phase++)
+      put_in(launch_key(bucket, phase, skew), &program->tasks[program->exchanges[phase].task]);
   }
+
+  // Above all keys: stands for no exchange.
+  Key none() const { return static_cast<Key>(words_[INTER].size()) * 64; }
+
+  // The key of the link's exchange after this one.
+  Key due_after(int link, Key key) const { return key < 0 ? first_[link] : launched_[key].next; }
+
+  // Whether a link has an exchange with this key.
+  bool has(Key key) const { return ((words_[INTRA][key / 64] | words_[INTER][key / 64]) >> (key % 64) & 1) != 0; }
+
+  Launched& exchange(Key key) { return launched_[key]; }
+  const Launched* exchanges() const { return launched_.data(); }
 
   std::vector<int> releases;
   int skew;
 
  private:
-  struct Tasks {
-    const Task* first = nullptr;
-    int count = 0;
-  };
   std::vector<const Program*> programs_;
-  std::vector<Tasks> tasks_;  // of each bucket's program
-  std::vector<std::uint64_t> launched_[RESOURCES];  // a bit for each key at which the link has an exchange
+  std::vector<std::uint64_t> words_[RESOURCES];  // a bit for each key at which the link has an exchange
+  std::vector<Launched> launched_;               // by key
+  Key first_[RESOURCES];                         // the key of each link's first exchange
   Time busy_[RESOURCES] = {0, 0, 0, 0};
 
-  void enter(int bucket, const Program& program, int sign) {
-    for (int r = 0; r < RESOURCES; r++) busy_[r] += sign * program.busy[r];
-    for (int phase = 0; phase < static_cast<int>(program.links.size()); phase++) {
-      const Key key = launch_key(bucket, phase, skew);
-      launched_[program.links[phase]][key / 64] ^= std::uint64_t{1} << (key % 64);
+  // The key of the link's last exchange before this key; -1 if there is none.
+  Key before(int link, Key key) const {
+    const std::vector<std::uint64_t>& words = words_[link];
+    std::ptrdiff_t at = key / 64;
+    std::uint64_t word = words[at] & ((std::uint64_t{1} << (key % 64)) - 1);
+    while (word == 0) {
+      if (--at < 0) return -1;
+      word = words[at];
     }
+    return at * 64 + 63 - __builtin_clzll(word);
+  }
+
+  void join(int link, Key before, Key key) {
+    if (before < 0) {
+      first_[link] = key;
+    } else {
+      launched_[before].next = static_cast<int>(key);
+    }
+  }
+
+  void take_out(Key key) {
+    const int link = launched_[key].task->resource;
+    words_[link][key / 64] ^= std::uint64_t{1} << (key % 64);
+    join(link, before(link, key), launched_[key].next);
+  }
+
+  void put_in(Key key, const Task* task) {
+    const int link = task->resource;
+    const Key last = before(link, key);
+    launched_[key] = {task, task->length, 0, static_cast<int>(due_after(link, last)), task[1].resource};
+    join(link, last, key);
+    words_[link][key / 64] ^= std::uint64_t{1} << (key % 64);
   }
 };
 
@@ -163,53 +235,59 @@ class Step {
   template <bool kRecord>
   bool run(const Buckets& buckets, Time limit, std::vector<State>& states, int first, const Known* known = nullptr) {
     buckets_ = &buckets;
-    known_ = known;
+    launched_ = buckets.exchanges();
+    rests_ = known != nullptr && known->rests;
     const int count = buckets.count();
     Time total[RESOURCES];
     for (int r = 0; r < RESOURCES; r++) total[r] = buckets.busy()[r];
     total[COMPUTE] += line_.after.back() - line_.after.front();
-    at_.assign(count, -1);
-    waits_.assign(count, -1);
+    progress_.resize(count);
+    waits_.assign(buckets.none() + 1, -1);
     if (kRecord) {
       states.resize(count);
       begins.resize(count);
       ends.resize(count);
     }
     restore(first > 0 ? &states[first] : nullptr);
+    if (known != nullptr && known->own < first) progress_[known->own].task = buckets.at(known->own)->tasks.data();
     for (int r = 0; r < RESOURCES; r++) left_[r] = total[r] - now_.spent[r];
     // programs that changed may have put their exchanges before the one whose turn it was
     for (const int link : {INTRA, INTER}) now_.due[link] = buckets.due_after(link, now_.begun[link]);
     over_ = 0;
+    if (rests_)
+      for (const int link : {INTRA, INTER}) over_ = std::max(over_, now_.free[link] + launched_[now_.due[link]].rest);
     const std::vector<Time>& after = line_.after;
     const int last = static_cast<int>(after.size()) - 1;
-    int following = first;
+    following_ = first;
     while (over_ <= limit) {
-      while (following < count && buckets.releases[following] == now_.part) {
-        if (kRecord) save(states[following], following, total);
-        if (known != nullptr && goes_on_like(states[following], following, known->alike)) {
-          length = known->step + now_.now - states[following].now;
+      while (following_ < count && buckets.releases[following_] == now_.part) {
+        if (kRecord) save(states[following_], total);
+        if (known != nullptr && goes_on_like(states[following_], known->alike)) {
+          length = known->step + now_.now - states[following_].now;
           return length <= limit;
         }
-        next<kRecord>(following++, now_.now);
+        const int bucket = following_++;
+        progress_[bucket].task = buckets.at(bucket)->tasks.data();
+        next<kRecord>(bucket, now_.now);
       }
       while (!now_.pool.empty() && now_.pool.front().first <= now_.now) take_in_pool<kRecord>();
-      while (!now_.coming.empty() && now_.coming.front().first <= now_.now) now_.ready.push(now_.coming.pop().second);
+      if (soon_ <= now_.now) take_what_came();
       if (!now_.ready.empty() && (now_.ready.front() >> kKeyBits < kLate || now_.part == last)) {
         const int bucket = bucket_of(now_.ready.pop() & ((Key{1} << kKeyBits) - 1), buckets.skew);
-        spend(buckets.tasks(bucket)[at_[bucket]].length);
+        spend(progress_[bucket].task++->length);
         next<kRecord>(bucket, now_.now);
       } else if (now_.part < last) {
         // as many gradients as nothing can come between
-        int until = following < count ? buckets.releases[following] : last;
-        if (until > now_.part + 1 && !(now_.coming.empty() && now_.pool.empty())) {
+        int until = following_ < count ? buckets.releases[following_] : last;
+        if (until > now_.part + 1) {
           const Time reached = soonest() - now_.now + after[now_.part];
           const auto found = std::lower_bound(after.begin() + now_.part + 1, after.begin() + until, reached);
           until = static_cast<int>(found - after.begin());
         }
         spend(after[until] - after[now_.part]);
         now_.part = until;
-      } else if (!(now_.coming.empty() && now_.pool.empty())) {
-        now_.now = soonest();
+      } else if (const Time soon = soonest(); soon < kNever) {
+        now_.now = soon;
       } else {
         break;
       }
@@ -221,19 +299,28 @@ class Step {
  private:
   const Line& line_;
   const Buckets* buckets_ = nullptr;
-  const Known* known_ = nullptr;
+  const Launched* launched_ = nullptr;
+  bool rests_ = false;
   State now_;
-  std::vector<int> at_;
-  std::vector<Time> waits_;
+  Time soon_ = kNever;               // when the first of what comes for compute does
+  int following_ = 0;                // the bucket that gets ready next
+  std::vector<Progress> progress_;   // of buckets before it that are not done, without `since`
+  std::vector<Time> waits_;          // by key: since when an exchange waits for its turn, or -1
   Time left_[RESOURCES] = {0, 0, 0, 0}, over_ = 0;
 
-  Time soonest() const {
-    if (now_.pool.empty()) return now_.coming.front().first;
-    if (now_.coming.empty()) return now_.pool.front().first;
-    return std::min(now_.coming.front().first, now_.pool.front().first);
+  // When something comes for compute or for the pool; kNever if nothing does.
+  Time soonest() const { return now_.pool.empty() ? soon_ : std::min(soon_, now_.pool.front().first); }
+
+  void take_what_came() {
+    soon_ = kNever;
+    for (Queue& coming : now_.coming) {
+      while (!coming.empty() && coming.front().first <= now_.now) now_.ready.push(coming.pop().second);
+      if (!coming.empty()) soon_ = std::min(soon_, coming.front().first);
+    }
   }
 
   void restore(const State* state) {
+    soon_ = kNever;
     if (state == nullptr) {
       now_ = State();
       now_.now = line_.after.front();
@@ -241,46 +328,62 @@ class Step {
       return;
     }
     now_ = *state;
-    std::copy(state->at.begin(), state->at.end(), at_.begin() + state->open);
-    std::copy(state->waits.begin(), state->waits.end(), waits_.begin() + state->open);
+    for (const Queue& coming : now_.coming)
+      if (!coming.empty()) soon_ = std::min(soon_, coming.front().first);
+    int bucket = state->open;
+    for (const Progress& each : state->progress) {
+      if (each.since >= 0) waits_[key_of(bucket, *each.task)] = each.since;
+      progress_[bucket++].task = each.task;
+    }
   }
 
-  void save(State& state, int bucket, const Time* total) {
-    while (now_.open < bucket && at_[now_.open] == buckets_->task_count(now_.open))
-      now_.open++;
-    now_.at.assign(at_.begin() + now_.open, at_.begin() + bucket);
-    now_.waits.assign(waits_.begin() + now_.open, waits_.begin() + bucket);
+  bool done(int bucket) const { return progress_[bucket].task->resource == DONE; }
+
+  void save(State& state, const Time* total) {
+    while (now_.open < following_ && done(now_.open)) now_.open++;
+    now_.progress.assign(progress_.begin() + now_.open, progress_.begin() + following_);
+    int bucket = now_.open;
+    for (Progress& each : now_.progress) {
+      each.since = on_link(*each.task) ? waits_[key_of(bucket, *each.task)] : -1;
+      bucket++;
+    }
+    for (Queue& coming : now_.coming) coming.forget();
     for (int r = 0; r < RESOURCES; r++) now_.spent[r] = total[r] - left_[r];
     state = now_;
   }
 
   // Whether everything is as it was in the earlier run at the same bucket, but for being so much later or earlier: then the rest
   // of the step is the same, as much later or earlier. All that was before now is alike. May say no where it is so.
-  bool goes_on_like(const State& then, int bucket, int alike_from) const {
+  bool goes_on_like(const State& then, int alike_from) const {
+    if (then.open < alike_from || now_.open > then.open) return false;
     const Time later = now_.now - then.now;
     const auto alike = [&](Time mine, Time its) { return std::max(mine, now_.now) == std::max(its, then.now) + later; };
-    if (then.open < alike_from || now_.open > then.open) return false;
     for (const int link : {INTRA, INTER})
       if (now_.due[link] != then.due[link] || !alike(now_.free[link], then.free[link])) return false;
     if (now_.ready.items != then.ready.items || !alike(now_.finish, then.finish)) return false;
     const auto alike_key = [&](const Timed& mine, const Timed& its) {
       return mine.second == its.second && mine.first == its.first + later;
     };
-    for (const auto queue : {&State::coming, &State::pool}) {
-      const std::vector<Timed>&mine = (now_.*queue).items, &its = (then.*queue).items;
-      if (!std::equal(mine.begin(), mine.end(), its.begin(), its.end(), alike_key)) return false;
+    for (int r = 0; r < RESOURCES; r++) {
+      const std::vector<Timed>&mine = now_.coming[r].items, &its = then.coming[r].items;
+      const auto from = mine.begin() + static_cast<std::ptrdiff_t>(now_.coming[r].head);
+      if (!std::equal(from, mine.end(), its.begin(), its.end(), alike_key)) return false;
     }
+    const std::vector<Timed>&mine = now_.pool.items, &its = then.pool.items;
+    if (!std::equal(mine.begin(), mine.end(), its.begin(), its.end(), alike_key)) return false;
     for (std::size_t worker = 0; worker < then.workers.items.size(); worker++)
       if (!alike(now_.workers.items[worker], then.workers.items[worker])) return false;
     for (int b = now_.open; b < then.open; b++)
-      if (at_[b] != buckets_->task_count(b)) return false;
-    for (int b = then.open; b < bucket; b++) {
-      const Time waits = then.waits[b - then.open];
-      if (at_[b] != then.at[b - then.open] || (waits < 0) != (waits_[b] < 0)) return false;
-      if (waits >= 0 && !alike(waits_[b], waits)) return false;
+      if (!done(b)) return false;
+    for (int b = then.open; b < following_; b++) {
+      const Progress& its = then.progress[b - then.open];
+      if (progress_[b].task != its.task) return false;
+      if (its.since >= 0 && !alike(waits_[key_of(b, *its.task)], its.since)) return false;
     }
     return true;
   }
+
+  Key key_of(int bucket, const Task& task) const { return launch_key(bucket, task.phase, buckets_->skew); }
 
   void spend(Time length) {
     now_.now += length;
@@ -293,66 +396,70 @@ class Step {
   void take_in_pool() {
     const Timed task = now_.pool.pop();
     const int bucket = bucket_of(task.second, buckets_->skew);
-    const Time end = std::max(task.first, now_.workers.pop()) + buckets_->tasks(bucket)[at_[bucket]].length;
+    const Time end = std::max(task.first, now_.workers.pop()) + progress_[bucket].task++->length;
     now_.workers.push(end);
-    next<kRecord>(bucket, end);
+    next<kRecord>(bucket, end, POOL);
   }
 
-  // The bucket goes on with its next task, and links do all that becomes their turn by it.
+  // The bucket begins its next task at this time, after a task on this resource, and links do all that becomes their turn by it.
   template <bool kRecord>
-  void next(int bucket, Time when) {
-    unsigned changed = go_on(bucket, when);  // a bit for each link at which something came
+  void next(int bucket, Time when, int resource = COMPUTE) {
+    const Task& task = *progress_[bucket].task;
+    if (!on_link(task)) return go_on(bucket, when, resource);
+    waits_[key_of(bucket, task)] = when;
+    unsigned changed = 1u << task.resource;  // a bit for each link at which something came
     while (changed) {
       const int link = changed & (1u << INTRA) ? INTRA : INTER;
       changed &= ~(1u << link);
-      while (now_.due[link] >= 0 && waits(now_.due[link])) changed |= serve<kRecord>(link);
+      while (waits_[now_.due[link]] >= 0) changed |= serve<kRecord>(link);
     }
   }
 
-  bool waits(Key key) const {
-    const int bucket = bucket_of(key, buckets_->skew);
-    return waits_[bucket] >= 0 && buckets_->tasks(bucket)[at_[bucket]].phase == phase_of(key);
-  }
-
-  // The bit of the link that it waits for, 0 if for none.
-  unsigned go_on(int bucket, Time when) {
-    const int at = ++at_[bucket];
-    if (at == buckets_->task_count(bucket)) {
+  // The bucket's next task is on no link.
+  void go_on(int bucket, Time when, int before) {
+    const Task& task = *progress_[bucket].task;
+    if (task.resource == DONE) {
       now_.finish = std::max(now_.finish, when);
       over_ = std::max(over_, when);
-      return 0;
-    }
-    const Task& task = buckets_->tasks(bucket)[at];
-    const Key key = launch_key(bucket, task.phase, buckets_->skew);
-    if (task.resource == COMPUTE) {
-      now_.coming.push({when, static_cast<Key>(task.urgency) << kKeyBits | key});
     } else if (task.resource == POOL) {
-      now_.pool.push({when, key});
+      now_.pool.push({when, key_of(bucket, task)});
     } else {
-      waits_[bucket] = when;
-      return 1u << task.resource;
+      const Key key = static_cast<Key>(task.urgency) << kKeyBits | key_of(bucket, task);
+      if (when <= now_.now) {
+        now_.ready.push(key);
+      } else {
+        now_.coming[before].push({when, key});
+        soon_ = std::min(soon_, when);
+      }
     }
-    return 0;
   }
 
+  // The bit of the link that the bucket waits for then, 0 if for none.
   template <bool kRecord>
   unsigned serve(int link) {
     const Key key = now_.due[link];
-    const int bucket = bucket_of(key, buckets_->skew), phase = phase_of(key);
-    const Time begin = std::max(waits_[bucket], now_.free[link]), length = buckets_->tasks(bucket)[at_[bucket]].length;
-    const Time end = now_.free[link] = begin + length;
-    waits_[bucket] = -1;
-    left_[link] -= length;
-    const bool tailed = known_ != nullptr && key <= known_->tail_from[link];
-    over_ = std::max(over_, end + left_[link] + (tailed ? known_->tail[link] : 0));
-    if (known_ != nullptr && known_->rest != nullptr) over_ = std::max(over_, begin + known_->rest[key]);
-    if (kRecord) {
-      if (phase == 0) begins[bucket] = begin;
-      if (phase == static_cast<int>(buckets_->at(bucket)->links.size()) - 1) ends[bucket] = end;
-    }
+    const Launched& exchange = launched_[key];
+    const int bucket = bucket_of(key, buckets_->skew), following = exchange.after;
+    const Time begin = std::max(waits_[key], now_.free[link]), end = begin + exchange.length;
+    waits_[key] = -1;
+    now_.free[link] = end;
     now_.begun[link] = key;
-    now_.due[link] = buckets_->due_after(link, key);
-    return go_on(bucket, end);
+    now_.due[link] = exchange.next;
+    progress_[bucket].task = exchange.task + 1;
+    left_[link] -= exchange.length;
+    over_ = std::max(over_, end + left_[link]);
+    if (rests_) over_ = std::max(over_, begin + exchange.rest);
+    if (kRecord) {
+      const int phase = phase_of(key);
+      if (phase == 0) begins[bucket] = begin;
+      if (phase == static_cast<int>(buckets_->at(bucket)->exchanges.size()) - 1) ends[bucket] = end;
+    }
+    if (following == INTRA || following == INTER) {
+      waits_[launch_key(bucket, phase_of(key) + 1, buckets_->skew)] = end;
+      return 1u << following;
+    }
+    go_on(bucket, end, link);
+    return 0;
   }
 };
 

@@ -159,8 +159,7 @@ class Native:
             if sum(program.busy) >= _LONGEST:
                 raise TooLongError
             tasks = _longs([value for task in program.tasks for value in task])
-            links = _longs(program.links)
-            number = self._library.gw_add(self._line, tasks, len(program.tasks), links, len(program.links), program.codecs)
+            number = self._library.gw_add(self._line, tasks, len(program.tasks), program.codecs)
             self._numbers[id(program)] = number
             self._kept.append(program)
         return number
