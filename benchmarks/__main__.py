@@ -23,7 +23,7 @@ PARTS = {
     "kernels": "GB/s of every kernel at every SIMD level, beside a copy and the plain-torch reference",
     "builds": "two builds of the C++ kernels beside each other: is any kernel slower than it was?",
     "gpu": "what one GPU can show in ten minutes: bits, ranks over NCCL, speed, the host's time, the tests marked `gpu`",
-    "variants": "compiles all Triton kernels that trainings launch, for GPUs that need not be there, by any version of Triton",
+    "variants": "compiles the Triton kernels that trainings launch, for GPUs that need not be there, by any version of Triton",
     "compressors": "GB/s of every compressor as the engine calls it, beside a copy",
     "checksums": "what checksums add to encode and decode of a gradient that is in no cache",
     "exchange": "how near one bucket's exchange gets to the time its bytes take on the wire",

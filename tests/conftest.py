@@ -50,7 +50,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 LONGEST_FIRST = (
     "test_soak", "test_doc_blocks", "test_bench_gpu", "test_bench_worker", "test_power_loss", "test_short_memory", "test_fsdp2",
-    "test_kernels_triton",
+    "test_kernels_triton", "test_kernel_variants",
     "test_torch_tests", "test_docs_build", "test_testbed", "test_engine_residuals", "test_options_run", "test_auto_local",
     "test_exchange", "test_engine_equality", "test_auto_live", "test_auto_schedules", "test_auto_bits", "test_pipelined",
     "test_doctor", "test_examples", "test_bench_demo", "test_bench_schemes", "test_outside", "test_engine_faults",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,8 +66,8 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         schema = func._schema
         views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
-        if any(word in str(func) for word in WAITS):
-            self._device.note_wait(str(func))
+        if call := _call_that_waits(func):
+            self._device.note_wait(call)
         if "pin_memory" in (kwargs or {}):
             self._device.page_locked.append(result.untyped_storage())  # it is no stream's
         elif not views:
@@ -78,6 +78,13 @@ class _Recorder(TorchDispatchMode):
                 (written if writes else read).extend(_tensors(given.get(argument.name)))
             self._device.touch(read, written, str(func))
         return result
+
+
+@cache
+def _call_that_waits(func: Any) -> str:
+    """The operation's name if it waits on a device, else ''."""
+    name = str(func)
+    return name if any(word in name for word in WAITS) else ""
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -400,6 +407,15 @@ class _HostBackend:
 
     def __init__(self, backend: Any, device: Device, mail: _Mail) -> None:
         self._backend, self._device, self._mail = backend, device, mail
+        self._sends = _Timeline("the backend's sends")
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> "_HostPending":
+        """Send, and read the tensor at any moment until the send is waited for."""
+        pending = self._call(self._backend.send, tensors, to, tag)
+        self._sends.follow(self._device.host.after)
+        self._device.touch_on(self._sends, tensors, [], "a send")
+        pending.after = dict(self._sends.after)
+        return pending
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
@@ -417,9 +433,11 @@ class _HostBackend:
 class _HostPending:
     def __init__(self, begun: Any, device: Device, mail: _Mail) -> None:
         self._begun, self._device, self._mail = begun, device, mail
+        self.after: dict[_Timeline, int] = {}
 
     def wait(self, *arguments: Any) -> None:
         self._begun.wait(*arguments)
+        self._device.host.follow(self.after)
         self._mail.pass_on(self._device.host)
 
 
