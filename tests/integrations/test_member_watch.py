@@ -1,10 +1,14 @@
-"""Connections that show when another member's process ends."""
+"""Connections that show when another member's process ends, and those with the stores of members."""
 
 import socket
 import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
+from gradwire.integrations import handover
 from gradwire.integrations.member_watch import MemberWatch
 from gradwire.testbed import free_port
 from gradwire.transport import LinkError
@@ -54,3 +58,25 @@ def test_a_watch_that_is_closed_reports_nothing() -> None:
     watch = MemberWatch([f"127.0.0.1:{free_port()}"])
     watch.close()
     watch.check()
+
+
+def test_a_store_where_nobody_listens_is_given_up_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(LinkError, match="refused"):
+        handover.reach(f"127.0.0.1:{free_port()}", timedelta(seconds=120))
+    assert time.monotonic() - began < 20
+
+
+def test_attempts_to_reach_a_store_get_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way to a member may be so long that no short attempt succeeds."""
+    store, attempts = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), list[float]()
+
+    def of_far_away(*place: Any, timeout: timedelta, **options: Any) -> TCPStore:
+        attempts.append(timeout.total_seconds())
+        if attempts[-1] < 3:
+            raise TimeoutError("the other end has not answered yet")
+        return TCPStore(*place, timeout=timeout, **options)
+
+    monkeypatch.setattr(handover, "TCPStore", of_far_away)
+    reached = handover.reach(f"127.0.0.1:{store.port}", timedelta(seconds=120))
+    assert attempts == [1, 2, 4] and reached.timeout == timedelta(seconds=120)

@@ -27,7 +27,7 @@ _PIECE_BYTES = 2**22
 _OFFERED_BYTES = 2**20
 """A piece in a store: it shares a slow link with the steps of the others."""
 _TRY = timedelta(seconds=1)
-"""For one attempt to connect with a store. A TCPStore tries as long as its timeout, also where nobody listens any more."""
+"""For the first attempt to connect with a store. A TCPStore tries as long as its timeout, also where nobody listens any more."""
 _LOOK, _AGAIN_S = timedelta(seconds=1), 0.05
 """How long to wait for a piece before looking whether it is still of use, and for a store that does not answer."""
 
@@ -73,15 +73,16 @@ def hand_over(link: Link, own: MemberCard, data: bytes) -> tuple[list[MemberCard
 
 def reach(address: str, timeout: timedelta) -> TCPStore:
     """Connect to the store of a member. Raises LinkError, at once where nobody listens."""
-    place, until = host_and_port(address), time.monotonic() + timeout.total_seconds()
+    place, until, attempt = host_and_port(address), time.monotonic() + timeout.total_seconds(), _TRY
     while True:
         with transfer():
             socket.create_connection(place, timeout.total_seconds()).close()
         try:
-            store = TCPStore(*place, wait_for_workers=False, timeout=min(_TRY, timeout))
+            store = TCPStore(*place, wait_for_workers=False, timeout=min(attempt, timeout))
         except Exception as error:
             if time.monotonic() > until:
                 raise LinkError(None, error) from error
+            attempt *= 2  # the way there may be long
             continue
         store.set_timeout(timeout)
         return store
