@@ -3,9 +3,11 @@
     python -m benchmarks members [--links 100mbit 10mbit] [--arms ARM ...] [--seconds 120] [--seeds 0]
 
 Four emulated nodes have a member each. Members of nodes 1, 2 and 3 are killed with SIGKILL, and start again some seconds later.
-The member of node 0 saves the weights that all members share. They are evaluated after the run. A cell takes up to two minutes
-more than its seconds, since members send their first weights over the link. It is one line of benchmarks/results/members.jsonl,
-and is not measured again. Needs network namespaces and torchft.
+The member of node 0 saves the weights that all members share. They are evaluated after the run. A cell takes minutes more than
+its seconds: members send their first weights over the link, and the seconds of local steps begin with the end of a round.
+
+A cell is one line of benchmarks/results/members.jsonl, and is not measured again. A cell that fails has no line, and does not
+keep the others from being measured. Needs network namespaces and torchft.
 
 The table compares samples in equal time, and the seconds until the last loss of torchft was reached.
 """
@@ -52,23 +54,28 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="of training in a cell, after the first step")
     parser.add_argument("--kills", type=int, default=3, help="of members in a cell")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one more cell each")
-    parser.add_argument("--start-s", type=float, default=180.0, help="the most seconds that a cell takes to begin")
+    parser.add_argument("--start-s", type=float, default=600.0, help="the most seconds that a cell takes to begin")
     parser.add_argument("--out", type=Path, default=PATH)
     options = parser.parse_args(arguments)
     if (problem := emulation_problem()) is not None:
         print(f"not measured: {problem}")
         return 1
-    known = read(options.out)
+    known, failed = read(options.out), False
     for seed, link, arm in product(options.seeds, options.links, options.arms):
         cell = {"link": link, "arm": arm, "seed": seed, "seconds": options.seconds, "kills": options.kills}
         if any(all(done.get(key) == value for key, value in cell.items()) for done in known):
             continue
-        known.append({**cell, **measured(link, arm, options.seconds, options.kills, options.start_s)})
+        try:
+            known.append({**cell, **measured(link, arm, options.seconds, options.kills, options.start_s)})
+        except ChildProcessError as error:
+            print(f"not measured: {error}", flush=True)
+            failed = True
+            continue
         with options.out.open("a") as file:
             file.write(json.dumps(known[-1]) + "\n")
         print(known[-1], flush=True)
     print("\n".join(table(known)))
-    return 0
+    return int(failed)
 
 
 def kills_of(seconds: float, count: int) -> list[tuple[float, int]]:
@@ -81,7 +88,7 @@ def kills_of(seconds: float, count: int) -> list[tuple[float, int]]:
 
 
 def measured(link: str, arm: str, seconds: float, kills: int, start_s: float) -> dict[str, Any]:
-    """Train one cell. Returns its results."""
+    """Train one cell. Returns its results. Raises ChildProcessError where the nodes fail, or do not end in time."""
     with tempfile.TemporaryDirectory(prefix="gradwire-members-") as name, EmulatedCluster(MEMBERS + 1, inter=link) as cluster:
         folder, course = Path(name), Course(Path(name), seconds, kills_of(seconds, kills))
         cluster.set_node(MEMBERS, "10gbit")  # the lighthouse
@@ -91,7 +98,7 @@ def measured(link: str, arm: str, seconds: float, kills: int, start_s: float) ->
         )
         course.end()
         if code or not course.saved:
-            raise SystemExit(f"{arm} over {link}: the nodes ended with exit code {code}, {len(course.saved)} evaluations.")
+            raise ChildProcessError(f"{arm} over {link}: the nodes ended with exit code {code}, {len(course.saved)} evaluations.")
         curve = [
             {**{key: each[key] for key in ("s", "steps", "samples")}, "loss": round(loss_of(folder / f"{each['saved']}.pt"), 4)}
             for each in course.saved

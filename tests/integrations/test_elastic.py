@@ -178,7 +178,9 @@ def test_a_wait_for_members_that_do_not_come_ends() -> None:
         lighthouse.shutdown()
 
 
-@pytest.mark.parametrize("plan", ["2 bits with feedback", pytest.param("low rank", marks=pytest.mark.slow), "local"])
+@pytest.mark.parametrize(
+    "plan", ["2 bits with feedback", *(pytest.param(each, marks=pytest.mark.slow) for each in ("low rank", "auto")), "local"]
+)
 def test_the_others_make_steps_while_a_joiner_waits_for_its_state(interpreters: Interpreters, tmp_path: Path, plan: str) -> None:
     pytest.importorskip("torchft")
     crowd = Crowd(interpreters, plan, str(tmp_path))
@@ -223,6 +225,33 @@ def test_a_member_that_is_killed_and_restarted_ends_with_the_others_weights(
         assert len({(each.steps[-1]["step"], each.steps[-1]["weights"]) for each in ending}) == 1
         assert {said["members"] for said in members[0].steps} >= {2, 3}
         assert all(each.end is not None and each.end["before"] == each.end["after"] for each in ending)
+    finally:
+        crowd.close()
+
+
+@pytest.mark.parametrize(
+    "who", ["joiner", pytest.param("first", marks=pytest.mark.slow), pytest.param("second", marks=pytest.mark.slow)]
+)
+def test_a_member_that_is_killed_while_members_meet_is_missed_before_the_timeout(
+    interpreters: Interpreters, tmp_path: Path, who: str
+) -> None:
+    """The first or the second serves the store where they meet."""
+    pytest.importorskip("torchft")
+    crowd = Crowd(interpreters, "exact", str(tmp_path), timeout_s=120.0)
+    try:
+        members = [crowd.join(dies_at=2 * (who == name)) for name in ("first", "second")]
+        crowd.await_steps(members, 4, START_S)
+        if who == "joiner":
+            crowd.join_and_die()
+        else:
+            members.append(crowd.join())
+            dies = members.pop(int(who == "second"))
+            dies.goes = True
+            dies.process.wait(START_S)
+        crowd.await_steps(members, 4, 30.0)
+        crowd.finish()
+        assert [each.process.returncode for each in members] == [0, 0], crowd.logs()
+        assert crowd.unequal_steps() == []
     finally:
         crowd.close()
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
-from gradwire.transport import Group
+from gradwire.transport import Group, LinkError
+from gradwire.transport.rendezvous import Rendezvous
 
 NUMEL = 4097
 
@@ -174,3 +175,42 @@ def test_a_group_of_a_store_needs_all_its_ranks() -> None:
     assert time.monotonic() - began < 10
     with socket.create_connection(("127.0.0.1", store.port)):
         pass
+
+
+def gone_after(seconds: float) -> Callable[[], None]:
+    """A check that finds another rank gone, so much later."""
+    until = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > until:
+            raise LinkError(None, ConnectionError("rank 1 ended"))
+
+    return check
+
+
+@pytest.mark.parametrize("missing", ["name and key", "card", "calls"])
+def test_a_wait_for_a_rank_that_is_gone_ends_before_the_timeout(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    def begin(group: Group) -> None:
+        with pytest.raises(gw.CommunicationError, match="rank 1 ended"):
+            gw.Exchange({"values": torch.ones(3)}, gw.Identity(), group)
+
+    if missing == "calls":
+        monkeypatch.setattr(Rendezvous, "_begin_call", lambda *_: None)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = {"name and key": [1], "card": [0], "calls": [0, 1]}[missing]
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        list(
+            pool.map(
+                begin,
+                [Group.of_store(store.clone(), rank, 2, timedelta(seconds=60), gone_after(1)) for rank in ranks],
+            )
+        )
+    assert time.monotonic() - began < 15
+
+
+def test_a_check_that_finds_nobody_gone_leaves_the_timeout() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = Group.of_store(store, 0, 2, timedelta(seconds=1), gone_after(60))
+    with pytest.raises(gw.CommunicationError, match="could not begin"):
+        gw.Exchange({"values": torch.ones(3)}, gw.Identity(), group)

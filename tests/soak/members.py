@@ -7,7 +7,9 @@ Each plan trains twice: with random events, and undisturbed with as many members
 - members that end keep no descriptor and no thread,
 - the held-out loss is at most 1 % above that of the undisturbed run.
 
-The lines that it prints also have the pauses after each kind of event, and those of the others while one joins.
+An event is a member that is killed, leaves, joins, stalls, or joins and is killed while all members meet.
+
+The lines that it prints also have the time of a step, and the pauses of the other members after each kind of event.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import json
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +37,8 @@ SILENCE_S = 1.0
 """Of the lighthouse: the default of `gradwire lighthouse`."""
 MOST_LOSS = 1.01
 """The loss, over that of an undisturbed run."""
-OTHERS = "others while one joins"
+MEETS = "joins and is killed while all meet"
+KINDS = ("killed", "leaves", "joins", "stalls", MEETS)
 ENDS = (None, 0, -signal.SIGKILL)
 """Exit codes of members that live, leave, or were killed."""
 
@@ -50,27 +54,30 @@ def come_and_go(
             crowd.await_steps([crowd.join() for _ in range(size)], 3, START_S)
             pauses: dict[str, list[float]] = {}
             for left in range(events, 0, -1):
-                kind = chance.choice(["killed", "leaves", "joins", "stalls"])
                 living = crowd.living
+                kind = chance.choice(KINDS)
                 kind = "joins" if len(living) <= LEAST else "killed" if len(living) >= size and kind == "joins" else kind
-                began = time.monotonic()
+                one, began_s = chance.choice(living), time.monotonic()
                 if kind == "joins":
                     crowd.await_steps([crowd.join()], 2, START_S)
-                    pauses.setdefault(OTHERS, []).append(max(longest_gap(each, began) for each in living))
+                elif kind == MEETS:
+                    crowd.join_and_die()
                 elif kind == "stalls":
-                    stalled = chance.choice(living)
-                    stalled.process.send_signal(signal.SIGSTOP)
+                    one.process.send_signal(signal.SIGSTOP)
                     time.sleep(chance.uniform(0.2, 3.0))
-                    stalled.process.send_signal(signal.SIGCONT)
+                    one.process.send_signal(signal.SIGCONT)
                 else:
-                    crowd.go(chance.choice(living), signal.SIGKILL if kind == "killed" else signal.SIGTERM)
+                    crowd.go(one, signal.SIGKILL if kind == "killed" else signal.SIGTERM)
                 most = max(8, 2 * (steps - crowd.last_step) // left)
-                pauses.setdefault(kind, []).append(crowd.await_steps(crowd.living, chance.randint(1, most), TIMEOUT_S + 2))
+                crowd.await_steps(crowd.living, chance.randint(1, most), TIMEOUT_S + 2)
+                others = [each for each in living if each is not one or kind in ("joins", MEETS)]
+                pauses.setdefault(kind, []).append(max(longest_gap(each, began_s) for each in others))
                 time.sleep(chance.random() * 0.1)
             ending = crowd.finish(steps)
             return {
                 "plan": plan,
-                "events": {kind: len(each) for kind, each in sorted(pauses.items()) if kind != OTHERS},
+                "events": {kind: len(each) for kind, each in sorted(pauses.items())},
+                "median step, s": round(statistics.median(times_of_steps(crowd)), 3),
                 "median and longest pause, s": {
                     kind: [round(statistics.median(each), 2), round(max(each), 2)] for kind, each in sorted(pauses.items())
                 },
@@ -108,6 +115,11 @@ def seen_of(crowd: Crowd, ending: list[Member]) -> dict[str, Any]:
         "loss": sum(each.end["loss"] for each in ending if each.end) / len(ending),
         "logs": crowd.logs() if any(each.process.returncode not in ENDS for each in crowd.all) else "",
     }
+
+
+def times_of_steps(crowd: Crowd) -> list[float]:
+    """The times between two steps of a member, of all members."""
+    return [after["at_s"] - before["at_s"] for each in crowd.all for before, after in pairwise(each.steps)]
 
 
 def longest_gap(member: Member, since_s: float) -> float:
@@ -148,7 +160,7 @@ def main() -> int:
             try:
                 seen = trial(interpreters, plan, options.events, options.steps, options.seed)
                 well = passed(seen) and seen["undisturbed passed"]
-            except TimeoutError as error:
+            except (TimeoutError, subprocess.TimeoutExpired) as error:
                 seen, well = {"plan": plan, "hung": str(error)}, False
             good &= well
             took = timedelta(seconds=round(time.monotonic() - began))

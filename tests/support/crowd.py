@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from elastic_member import PATIENCE_S
+from elastic_member import PATIENCE_S, TIMEOUT_S
 from interpreters import Interpreters
 
 __all__ = ["LEAST", "START_S", "Crowd", "Member"]
@@ -56,11 +56,21 @@ class Member:
 class Crowd:
     """The members of one job, and their lighthouse."""
 
-    def __init__(self, interpreters: Interpreters, plan: str, folder: str, batch: int = 16, silence_s: float = 3.0) -> None:
-        """batch: the samples of each step of a member. silence_s: of the lighthouse; long for a busy machine."""
+    def __init__(
+        self,
+        interpreters: Interpreters,
+        plan: str,
+        folder: str,
+        batch: int = 16,
+        silence_s: float = 3.0,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """batch: the samples of each step of a member. silence_s: of the lighthouse; long for a busy machine. timeout_s: of the
+        members."""
         from torchft.coordination import LighthouseServer
 
-        self._interpreters, self._plan, self.folder, self._batch = interpreters, plan, Path(folder), batch
+        self._interpreters, self._plan, self.folder = interpreters, plan, Path(folder)
+        self._batch, self._timeout_s = batch, timeout_s
         self._lighthouse = LighthouseServer(
             bind="127.0.0.1:0",
             min_replicas=LEAST,
@@ -80,18 +90,26 @@ class Crowd:
     def living(self) -> list[Member]:
         return [each for each in self.all if not each.goes and each.process.poll() is None]
 
-    def join(self, plan: str | None = None, slow_s: float = 0.0) -> Member:
-        """Start a member, with another plan than the others' if one is named. slow_s: how long its state takes to come."""
-        words = [self.address, plan or self._plan, len(self.all), self.folder, self._batch]
+    def join(self, plan: str | None = None, slow_s: float = 0.0, dies_at: int = 0) -> Member:
+        """Start a member, with another plan than the others' if one is named. slow_s: how long its state takes to come. dies_at:
+        the meeting in which it kills itself; 0: none."""
+        words = [self.address, plan or self._plan, len(self.all), self.folder, self._batch, self._timeout_s]
         command = [sys.executable, str(SCRIPT), *map(str, words)]
         paths = [str(SCRIPT.parents[2] / "src"), str(SCRIPT.parent)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo", "SLOW_S": str(slow_s)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"SLOW_S": str(slow_s), "DIES_AT": str(dies_at)}
         with open(self.folder / f"member-{len(self.all)}.log", "w") as log:
             process = self._interpreters.start(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
         member = Member(process)
         self.all.append(member)
         member.reading.start()
         return member
+
+    def join_and_die(self) -> None:
+        """Start a member that kills itself when the others wait for it in its first meeting, and wait for its end."""
+        member = self.join(dies_at=1)
+        member.goes = True
+        member.process.wait(START_S)
 
     def go(self, member: Member, number: signal.Signals) -> None:
         """Kill a member, or tell it to leave."""

@@ -1,6 +1,6 @@
 """A member of an elastic job that tests start, kill and restart: it writes a line of JSON for every step that counts.
 
-python elastic_member.py LIGHTHOUSE PLAN SEED FOLDER BATCH
+python elastic_member.py LIGHTHOUSE PLAN SEED FOLDER BATCH TIMEOUT_S
 
 It trains until the step in the file FOLDER/end, and leaves earlier when it gets SIGTERM. Its last line has the held-out loss, and
 what it held before and after.
@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ PAUSE_S = 0.01
 def main() -> None:
     from torchft.coordination import LighthouseServer
 
-    lighthouse, plan, seed, folder, batch = sys.argv[1:]
+    lighthouse, plan, seed, folder, batch, timeout_s = sys.argv[1:]
     torch.set_num_threads(1)
     leaves = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leaves.set())
@@ -59,6 +60,7 @@ def main() -> None:
     LighthouseServer(bind="127.0.0.1:0", min_replicas=1).shutdown()
     before = held()
     slow_down(float(os.environ["SLOW_S"]))
+    die_at(int(os.environ["DIES_AT"]))
     job = gw.elastic(
         model,
         optimizer,
@@ -66,7 +68,7 @@ def main() -> None:
         min_replicas=2,
         lighthouse=lighthouse,
         also=[scheduler],
-        timeout_s=TIMEOUT_S,
+        timeout_s=float(timeout_s),
         patience_s=PATIENCE_S,
     )
     end, told, behind = Path(folder) / "end", 0, False
@@ -111,10 +113,22 @@ def slow_down(seconds: float) -> None:
     members.fetch = late
 
 
-def samples(count: int, teacher: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def die_at(meeting: int) -> None:
+    """Kill this process where it meets the others for this time, when it has reached their store. 0: never."""
+    make, numbers = members.Exchange, count(1)
+
+    def make_or_die(*given: Any) -> Any:
+        if next(numbers) == meeting:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make(*given)
+
+    members.Exchange = make_or_die
+
+
+def samples(number: int, teacher: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs, and what the teacher makes of them with some noise."""
-    inputs = torch.randn(count, 20, generator=generator)
-    return inputs, inputs @ teacher + torch.randn(count, 3, generator=generator)
+    inputs = torch.randn(number, 20, generator=generator)
+    return inputs, inputs @ teacher + torch.randn(number, 3, generator=generator)
 
 
 def digest(model: torch.nn.Module) -> str:

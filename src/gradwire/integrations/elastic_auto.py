@@ -30,10 +30,12 @@ class ElasticAuto:
         """The policy of a quorum until it decides."""
         return self._driver(ranks).first_policy(tensors, ranks)
 
-    def use(self, exchange: Exchange) -> None:
-        """Drive this exchange. The decisions and the measurements of another one are forgotten."""
-        if self._job is None or self._job.exchange is not exchange:
+    def use(self, exchange: Exchange, all_train: bool) -> None:
+        """Drive this exchange from the step on in which all members train: drivers act together, and a joiner that catches up
+        has none yet. The decisions and the measurements of another exchange are forgotten."""
+        if self._job is not None and self._job.exchange is not exchange:
             self.close()
+        if self._job is None and all_train:
             parameters = dict(self._model.named_parameters())
             self._job = DDPJob(self._model, exchange.group, parameters, self._tensors, None)
             self._job.run(exchange, self._driver(exchange.group.world_size))

@@ -36,6 +36,7 @@ class Quorum(NamedTuple):
     heal: bool
     recover_dst_replica_ranks: list[int]
     store_address: str
+    replica_ids: list[str]
 
 
 class IslandLighthouse(Lighthouse):

@@ -91,7 +91,7 @@ class GradientMeans:
         self._meet()
         if self._met is not None:
             if self._auto is not None:
-                self._auto.use(self._met)
+                self._auto.use(self._met, all_train=self.members.parts in (0, self.members.world_size))
             self.members.begin(self._met)
 
     def _arrived(self, name: str, parameter: torch.nn.Parameter) -> None:

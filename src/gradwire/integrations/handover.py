@@ -1,6 +1,7 @@
 """The state that members which are at a step send to those that are not."""
 
 import logging
+import socket
 import threading
 import time
 import zlib
@@ -9,13 +10,13 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from gradwire.errors import DisagreementError
+from gradwire.integrations.member_watch import host_and_port
 from gradwire.transport import Link, LinkError, transfer
 
 __all__ = ["MemberCard", "MemberState", "StateOffer", "fetch", "hand_over", "reach", "state_of"]
@@ -25,8 +26,8 @@ _PIECE_BYTES = 2**22
 """State travels in pieces, so that a wait for one of them is short."""
 _OFFERED_BYTES = 2**20
 """A piece in a store: it shares a slow link with the steps of the others."""
-
-
+_TRY = timedelta(seconds=1)
+"""For the first attempt to connect with a store. A TCPStore tries as long as its timeout, also where nobody listens any more."""
 _LOOK, _AGAIN_S = timedelta(seconds=1), 0.05
 """How long to wait for a piece before looking whether it is still of use, and for a store that does not answer."""
 
@@ -71,44 +72,61 @@ def hand_over(link: Link, own: MemberCard, data: bytes) -> tuple[list[MemberCard
 
 
 def reach(address: str, timeout: timedelta) -> TCPStore:
-    """Connect to the store of a member. Raises LinkError."""
-    place = urlsplit(f"//{address}")
-    with transfer():
-        return TCPStore(place.hostname or "", place.port or 0, wait_for_workers=False, timeout=timeout)
+    """Connect to the store of a member. Raises LinkError, at once where nobody listens."""
+    place, until, attempt = host_and_port(address), time.monotonic() + timeout.total_seconds(), _TRY
+    while True:
+        with transfer():
+            socket.create_connection(place, timeout.total_seconds()).close()
+        try:
+            store = TCPStore(*place, wait_for_workers=False, timeout=min(attempt, timeout))
+        except Exception as error:
+            if time.monotonic() > until:
+                raise LinkError(None, error) from error
+            attempt *= 2  # the way there may be long
+            continue
+        store.set_timeout(timeout)
+        return store
 
 
 class StateOffer:
     """A state in this member's own store, where joiners fetch it while the others make steps."""
 
-    def __init__(self, store: TCPStore, key: str, data: bytes) -> None:
-        self._store, self._key, self._data = store, key, data
+    def __init__(self) -> None:
         self._ends = threading.Event()
-        self._put_pieces = 0
-        self._thread = threading.Thread(target=self._put, name="gradwire-offer", daemon=True) if data else None
-        if self._thread is not None:
-            self._thread.start()
+        self._end: Callable[[], None] = lambda: None
+        """Ends the present offer."""
+
+    def begin(self, store: TCPStore, key: str, data: bytes) -> None:
+        """Offer these bytes, and no others."""
+        self.withdraw()
+        thread = threading.Thread(target=self._put, args=(store, key, data), name="gradwire-offer", daemon=True)
+        pieces = range(-(-len(data) // _OFFERED_BYTES))
+
+        def end() -> None:
+            self._ends.set()
+            thread.join()
+            self._ends.clear()
+            with suppress(Exception):
+                for number in pieces:
+                    store.delete_key(f"{key}/{number}")
+
+        self._end = end
+        thread.start()
 
     def withdraw(self) -> None:
         """Offer the state no more."""
-        self._ends.set()
-        if self._thread is not None:
-            self._thread.join()
-        with suppress(Exception):
-            for number in range(self._put_pieces):
-                self._store.delete_key(f"{self._key}/{number}")
-        self._thread, self._put_pieces = None, 0
+        self._end()
+        self._end = lambda: None
 
-    def _put(self) -> None:
+    def _put(self, store: TCPStore, key: str, data: bytes) -> None:
         try:
-            for number, at in enumerate(range(0, len(self._data), _OFFERED_BYTES)):
+            for number, at in enumerate(range(0, len(data), _OFFERED_BYTES)):
                 if self._ends.is_set():
                     break
-                piece = self._data[at : at + _OFFERED_BYTES]
-                self._store.set(f"{self._key}/{number}", zlib.crc32(piece).to_bytes(4, "little") + piece)  # type: ignore[arg-type]  # any bytes
-                self._put_pieces = number + 1
+                piece = data[at : at + _OFFERED_BYTES]
+                store.set(f"{key}/{number}", zlib.crc32(piece).to_bytes(4, "little") + piece)  # type: ignore[arg-type]  # any bytes
         except Exception as error:
             log.warning("the state for joiners could not be offered: %s", error)
-        self._data = b""
 
 
 def fetch(address: str, key: str, size: int, timeout: timedelta, check: Callable[[], None]) -> bytes:

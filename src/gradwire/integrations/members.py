@@ -5,7 +5,7 @@ that make the step together. While the quorum stays, so does the exchange. Other
 
 1. They reach the store of one of them, under the quorum's number, and make a group and an exchange there.
 2. Members that are at the step already give their state to those that are not: weights, optimizer, step. No bytes are unpickled.
-   The others do not wait for it: a joiner catches up (`catch_up.py`). Only in step 0, and with plan="auto", all members wait.
+   The others do not wait for it: a joiner catches up (`catch_up.py`). Only in step 0, and where members are islands, all wait.
 3. Residuals go on, multiplied by the old number of members over the new one. Joiners begin with zeros.
 
 A member whose exchange fails leaves the group at once, so that the others' exchanges fail too, and asks for a new quorum.
@@ -60,7 +60,7 @@ class Members:
         self._put_back: Callable[[], None] = lambda: None
         self._catch_up: CatchUp | None = None
         """The way to the step of the others; None where this member makes steps with them."""
-        self._offer = StateOffer(lighthouse.store, "", b"")
+        self._offer = StateOffer()
 
     @property
     def rank(self) -> int:
@@ -157,6 +157,7 @@ class Members:
         if catch_up is not None:
             catch_up.join()
             self._named = catch_up.named
+        self._lighthouse.end_watch()
         self._offer.withdraw()
 
     def _meet(self, quorum: Any) -> None:
@@ -176,9 +177,10 @@ class Members:
             card.sends = dict.fromkeys(joiners, len(data))
             if not waits:
                 offered = to_bytes(state)
-                self._offer = StateOffer(self._lighthouse.store, key, offered)
+                self._offer.begin(self._lighthouse.store, key, offered)
                 card.store, card.offers = self._lighthouse.store_address, len(offered)
         cards, got = exchange.lanes.control.submit(lambda link: hand_over(link, card, data)).result()
+        self._lighthouse.end_watch()
         self.parts, self.takes_part, self._failures = sum(not each.joins for each in cards), not card.joins, 0
         if quorum.heal:
             state = from_bytes(got)

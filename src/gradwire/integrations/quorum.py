@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from gradwire.errors import CommunicationError, PlanError
 from gradwire.integrations.handover import reach
+from gradwire.integrations.member_watch import MemberWatch
 from gradwire.transport import Group, own_address
 
 __all__ = ["Lighthouse", "NoQuorumError", "load_torchft"]
@@ -54,6 +55,8 @@ class Lighthouse:
         """The rank in this member, which exchanges with the same ranks of others."""
         self.store_address = f"{self._host}:{self.store.port}"
         self._server: Any = None
+        self._watch = MemberWatch(())
+        """Finds other members that end before all have met."""
         self._left = False
         self._client: Any = None
 
@@ -90,9 +93,15 @@ class Lighthouse:
             time.sleep(_AGAIN_S)
 
     def group_of(self, quorum: Any) -> Group:
-        """The group of the members of a quorum. Raises LinkError."""
+        """The group of the members of a quorum. Raises LinkError, also later where one of them ends before all have met."""
+        self.end_watch()
+        self._watch = MemberWatch([each for each in quorum.replica_ids if each != self.store_address])
         store = PrefixStore(f"quorum {quorum.quorum_id}/{self.place}", reach(quorum.store_address, self.timeout))
-        return Group.of_store(store, quorum.replica_rank, quorum.replica_world_size, self.timeout)
+        return Group.of_store(store, quorum.replica_rank, quorum.replica_world_size, self.timeout, self._watch.check)
+
+    def end_watch(self) -> None:
+        """The members have met, or do not meet any more: whether others end is found by their exchange."""
+        self._watch.close()
 
     def all_do(self, action: Callable[[], None]) -> None:
         """Do something on all ranks of this member. Raises what the action raises, also where it failed on another rank."""
@@ -103,8 +112,9 @@ class Lighthouse:
         return is_well
 
     def leave(self) -> None:
-        """Give no more signs of life."""
+        """Give no more signs of life, and close the store: members that still wait for this one find that it is gone."""
         self._left = True
+        vars(self).pop("store", None)
         if self._server is not None:
             self._server.shutdown()
 
@@ -113,7 +123,7 @@ class Lighthouse:
         from torchft.coordination import ManagerClient, ManagerServer
 
         self._server = ManagerServer(
-            replica_id=f"{self._own_address}-{self.store.port}",
+            replica_id=self.store_address,  # so that every member knows where the others are
             lighthouse_addr=f"{self._url.scheme}://{self._url.netloc}",
             hostname=self._host,
             bind=f"{self._host}:0",

@@ -131,7 +131,7 @@ def elastic(
     tensors = {name: TensorMeta.of(exchanged[name], id(named[name]) in embeddings) for name in reversed([*exchanged])}
     of_lighthouse = lighthouse, min_replicas, timedelta(seconds=timeout_s), patience_s
     reached = Lighthouse(*of_lighthouse) if island is None else IslandLighthouse(island, *of_lighthouse)
-    members = Members(tensors, plan, state, reached, catches_up=auto is None and island is None)
+    members = Members(tensors, plan, state, reached, catches_up=island is None)
     means.begin(members)
     job = ElasticJob(model, members, means, auto)
     vars(model)[_KEPT] = Keeps(job)

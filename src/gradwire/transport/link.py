@@ -28,6 +28,7 @@ from gradwire.transport.keys import KEY_BYTES, JobKey
 from gradwire.transport.messages import Messages
 from gradwire.transport.pinned import PinnedRing
 from gradwire.transport.rendezvous import Mesh, Rendezvous
+from gradwire.transport.store_waits import Check, await_keys
 from gradwire.transport.streams import streams_for
 from gradwire.transport.tls import TlsOption
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
@@ -198,15 +199,18 @@ class Group:
     """Whether connections between ranks are encrypted."""
     own_store: Any = field(default=None, kw_only=True)
     """A connection of its own to the rendezvous store, for a thread that connects while others do. None: the process's."""
+    check: Check | None = field(default=None, kw_only=True)
+    """Called while ranks wait for each other to connect; None: nobody knows which ranks are gone."""
 
     @staticmethod
-    def of_store(store: Any, rank: int, size: int, timeout: timedelta) -> "Group":
+    def of_store(store: Any, rank: int, size: int, timeout: timedelta, check: Check | None = None) -> "Group":
         """A group of `size` processes that need no torch.distributed: they reach the same store, and each has another rank.
 
         store: with a prefix of this group's own, which no earlier group used. Rank 0 puts the group's name and key there, so
         whoever reads the store can pretend to be a rank: keep the store inside the job's network.
+        check: called while ranks wait for each other to connect; it raises LinkError where one of them is gone.
         """
-        return Group(None, rank, tuple(range(size)), timeout, Grid.even(1, size, rank), own_store=store)
+        return Group(None, rank, tuple(range(size)), timeout, Grid.even(1, size, rank), own_store=store, check=check)
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> "Group":
@@ -250,7 +254,7 @@ class Group:
 
     def _meet(self, name: str, key: JobKey, timeout: timedelta, meshes: Sequence[str]) -> Self:
         place = self.rank, self.world_size, self.store(name), self.node_name()
-        return self._met(Rendezvous(name, key, *place, timeout, meshes, self.tls))
+        return self._met(Rendezvous(name, key, *place, timeout, meshes, self.tls, self.check))
 
     def _met(self, meeting: GroupMeeting) -> Self:
         return replace(self, meeting=meeting, grid=Grid.of(meeting.nodes, self.rank))
@@ -261,7 +265,7 @@ class Group:
             place = self.store("begin")
             if self.rank == 0:
                 place.set("name and key", own.hex())
-            place.wait(["name and key"], self.timeout)
+            await_keys(place, ["name and key"], self.timeout, self.check)
             return bytes.fromhex(place.get("name and key").decode())
         device = "cpu" if _handles_cpu(self.process_group) else torch.device("cuda", torch.cuda.current_device())
         drawn = torch.tensor(list(own), dtype=torch.uint8, device=device)

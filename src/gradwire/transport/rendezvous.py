@@ -34,6 +34,7 @@ from gradwire.transport.adapters import adapter_gbps
 from gradwire.transport.addresses import own_address, why_too_few
 from gradwire.transport.keys import PROOF_BYTES, JobKey
 from gradwire.transport.rounds import AT_ONCE, merge_peers, neighbours
+from gradwire.transport.store_waits import LOOK_S, Check, await_keys
 from gradwire.transport.tls import OFF, Connected, Tls, TlsError, TlsOption, tls_of
 from gradwire.transport.wire import LinkError
 
@@ -101,8 +102,10 @@ class Rendezvous:
         timeout: timedelta,
         meshes: Sequence[str] = (),
         tls: TlsOption = None,
+        check: Check | None = None,
     ) -> None:
-        """Connects the `meshes` that all ranks want at once. Collective. `store`: with a prefix of this group's own.
+        """Connects the `meshes` that all ranks want at once. Collective. `store`: with a prefix of this group's own. `check`:
+        called while ranks wait for each other.
 
         Raises on all ranks: DisagreementError for versions that do not understand each other and where only some encrypt,
         CommunicationError where a rank cannot connect at all. Raises LinkError where a rank did not come or is not reached.
@@ -127,7 +130,7 @@ class Rendezvous:
         self._is_closed = False
         self._nonce = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
-        self._store = store
+        self._store, self._check = store, check
         self._tls: Tls | None = None
         card = Card(__version__, _FRAME, node, list(meshes), nonce=self._nonce.hex())
         card.gbps, card.no_wires = adapter_gbps(), why_no_wires()
@@ -284,9 +287,12 @@ class Rendezvous:
         places = [f"card/{rank}" for rank in range(self._world_size)]
         try:
             store.set(places[self._rank], self.key.seal(places[self._rank], msgspec.json.encode(card).decode()))
-            if store.timeout > 2 * self._timeout:  # a store of longer patience; else this would be one more round trip
-                store.wait(places, self._timeout)
+            # where nobody checks, and the store waits no longer than the group, this would be one more round trip
+            if self._check is not None or store.timeout > 2 * self._timeout:
+                await_keys(store, places, self._timeout, self._check)
             sealed = [self.key.unseal(*both) for both in zip(places, map(bytes, store.multi_get(places)), strict=True)]
+        except LinkError:
+            raise
         except Exception as error:
             raise LinkError(None, error) from error
         if strangers := [rank for rank, words in enumerate(sealed) if words is None]:
@@ -350,6 +356,9 @@ class Rendezvous:
         while missing := wanted - self._known:
             ends = handshakes.drop_silent(_HURRIED_HELLO_S if handshakes.visitors >= _STRANGERS + higher else _HELLO_S)
             accepts = handshakes.visitors < _STRANGERS + higher and any(peer > self._rank for peer, _ in missing)
+            if self._check is not None:
+                self._check()
+                ends = min(ends, time.monotonic() + LOOK_S)
             for connection in handshakes.go_on(self._listener if accepts else None, min(until, ends, asks)):
                 handshakes.begin(connection, self._answer(connection), None)
             for peer, name in handshakes.hung_up():

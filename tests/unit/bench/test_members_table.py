@@ -3,7 +3,11 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from benchmarks import members
 from benchmarks.members import Course, kills_of, table
 
 
@@ -41,3 +45,20 @@ def test_members_begin_when_all_are_ready(tmp_path: Path) -> None:
     course.end()
     assert (tmp_path / "go").exists() and (tmp_path / "end").exists()
     assert [each["steps"] for each in course.saved] == [2]
+
+
+def test_a_cell_that_fails_leaves_the_others_to_be_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(link: str, arm: str, *_: Any) -> dict[str, Any]:
+        if arm == "torchft diloco":
+            raise ChildProcessError("the nodes ended with exit code 124")
+        return {"curve": [{"s": 1.0, "steps": 1, "samples": 16, "loss": 2.0}]}
+
+    monkeypatch.setattr(members, "emulation_problem", lambda: None)
+    monkeypatch.setattr(members, "measured", measured)
+    out = tmp_path / "members.jsonl"
+    arms = ["--arms", "torchft diloco", "elastic local"]
+    assert members.run(["--links", "100mbit", *arms, "--out", str(out)]) == 1
+    assert [json.loads(line)["arm"] for line in out.read_text().splitlines()] == ["elastic local"]
+    assert "not measured: the nodes ended with exit code 124" in capsys.readouterr().out

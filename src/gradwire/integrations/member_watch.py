@@ -1,0 +1,57 @@
+"""Finds members that end while all members meet.
+
+Members that meet wait for each other in a store, where a member that was killed would be missed only after the timeout. Each
+member therefore connects with the store that every other member serves. Nothing is sent. When a process ends its kernel closes
+the connection, or refuses it. A machine that loses power does neither: then the timeout ends the wait.
+"""
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from gradwire.transport import LinkError
+
+__all__ = ["MemberWatch", "host_and_port"]
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of HOST:PORT.
+
+    >>> host_and_port("[::1]:29500")
+    ('::1', 29500)
+    """
+    place = urlsplit(f"//{address}")
+    return place.hostname or "", place.port or 0
+
+
+class MemberWatch:
+    """Connections to the stores of other members."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        """addresses: of the stores, as HOST:PORT."""
+        self._connections: dict[str, socket.socket] = {}
+        for each in addresses:
+            with suppress(OSError):  # a name that is not found here: the timeout ends a wait for this member
+                family, kind, _, _, place = socket.getaddrinfo(*host_and_port(each), type=socket.SOCK_STREAM)[0]
+                connection = self._connections[each] = socket.socket(family, kind)
+                connection.setblocking(False)
+                connection.connect_ex(place)
+
+    def check(self) -> None:
+        """Raise LinkError if a process ended since the watch began, or before."""
+        for address, connection in list(self._connections.items()):
+            try:
+                is_gone = not connection.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:  # it says nothing, or is not connected yet
+                continue
+            except OSError:
+                is_gone = True
+            if is_gone:
+                raise LinkError(None, ConnectionError(f"the member whose store is at {address} ended"))
+
+    def close(self) -> None:
+        """Watch no more."""
+        connections, self._connections = self._connections, {}
+        for each in connections.values():
+            each.close()
