@@ -1,8 +1,8 @@
 """A member of the jobs of `python -m benchmarks members`: `python -m benchmarks.members_worker FOLDER ARM NODE`.
 
 It writes a line of JSON when it is ready to begin, and waits for the file FOLDER/go. Then it trains until it is killed. The
-seconds of the cell begin with the first step that counts. The member of node 0 saves the weights that are the same on all members
-every few seconds, to FOLDER/NUMBER.pt.
+seconds of the cell begin with the first step that counts and has gradients, which the first round of local steps has not. The
+member of node 0 saves the weights that are the same on all members every few seconds, to FOLDER/NUMBER.pt.
 """
 
 import json
@@ -77,7 +77,7 @@ class GradwireArm(Arm):
         self.job.loss(self.model, inputs).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.steps != before:
+        if self.steps != before and (before or self.every == 1):  # the first round of local steps only makes weights equal
             self.batches += self._elastic.taking_part
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -196,7 +196,7 @@ def train(folder: Path, name: str, rank: int) -> None:
     random.seed()
     while True:
         arm.step(job.batch(rank, MEMBERS, int(torch.randint(2**30, (), generator=random))))
-        if not began_s and rank == 0 and arm.steps:  # all have the weights of one of them
+        if not began_s and rank == 0 and arm.batches:  # all have the weights of one of them
             began_s = time.time()
             print(json.dumps({"began": began_s}), flush=True)
         now_s = time.time() - began_s if began_s else 0.0
