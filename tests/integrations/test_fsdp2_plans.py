@@ -1,7 +1,6 @@
 """Plans in FSDP2: compressors by module, and those that auto chooses."""
 
 import io
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -158,28 +157,22 @@ def test_first_steps_send_more_bits(worlds: Worlds) -> None:
     assert steady[0] > 1.7 * two_bits[0]
 
 
-def hybrid(steps: int, cluster: Cluster | None = None) -> tuple[str, str]:
-    """The compressor of the module "1" between nodes that auto chose, and the weights after so many steps."""
+def hybrid(plan: Any, steps: int) -> tuple[bool, str]:
+    """Whether auto chose the compressors between nodes, and the weights after so many steps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
     model = sharded(mesh=mesh["inside"])
-    exchanges = fsdp2.replicate(model, mesh["between"].get_group())
-    with mock.patch("gradwire.auto.alone.cluster_of", lambda ranks, seconds: cluster) if cluster else nullcontext():
-        train(model, range(1))
-    train(model, range(1, steps))
-    assert exchanges.decision is not None
+    exchanges = fsdp2.replicate(model, mesh["between"].get_group(), plan)
+    train(model, range(steps))
+    decided = exchanges.decision is not None
     exchanges.close()
-    return repr(exchanges.decision.specs["1"]), digest([whole(model)])
+    return decided, digest([whole(model)])
 
 
-def test_replicas_are_alike_under_auto(worlds: Worlds) -> None:
-    assert len({weights for _, weights in worlds.run(4, hybrid, 3)}) == 1
-
-
-def test_auto_sends_two_bits_between_nodes_on_slow_links(worlds: Worlds) -> None:
-    """Also after the first steps, which send four."""
-    slow = Link(50.0, 0.01)
-    ends = worlds.run(4, hybrid, 24, Cluster(nodes=2, ranks_per_node=1, intra=slow, inter=slow))
-    assert len(set(ends)) == 1 and ends[0][0] == repr(WEIGHTED)
+@pytest.mark.parametrize(("plan", "steps"), [("auto", 3), (WEIGHTED, 24)])
+def test_replicas_are_alike(worlds: Worlds, plan: Any, steps: int) -> None:
+    """The second one also after its first steps, which send 4 bits."""
+    ends = worlds.run(4, hybrid, plan, steps)
+    assert all(decided == (plan == "auto") for decided, _ in ends) and len({weights for _, weights in ends}) == 1
 
 
 def misused() -> list[str]:

@@ -58,19 +58,17 @@ def counted(specs: Mapping[str, Spec]) -> str:
     return ", ".join(f"{count} module{'s' * (count > 1)} {name}" for name, count in counts.items())
 
 
-def choose_alone(
-    ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str | float, scheme: str | None = None, one_phase: bool = False
-) -> ChosenSpecs:
+def choose_alone(ranks: AllRanks, tensors: Sequence[TensorInfo], accuracy: str | float, scheme: str | None = None) -> ChosenSpecs:
     """Return the compressor of each tensor with the shortest exchange. Measures links and compressors, for about a second at
     most. Collective: all ranks return the same. If rank 0 cannot choose, it logs why, and nothing is compressed.
 
-    scheme: the scheme by which all tensors travel; None: as a policy chooses. one_phase: means are not gathered, from which
-    weights of elements would follow.
+    scheme: the scheme by which all tensors travel; None: as a policy chooses. Specs with weights of elements are left out: where
+    ranks share processors they take longer than the prediction of an exchange alone knows (docs/experiments/frameworks.md).
     """
     cluster = cluster_of(ranks, LINKS_SECONDS)
     specs: list[Spec] = [Identity()]
     for spec in specs_of(accuracy, tensors, cluster.world_size):
-        if (scheme is None or scheme in spec.schemes) and not (one_phase and spec.element_weights):
+        if (scheme is None or scheme in spec.schemes) and spec.element_weights is None:
             specs.append(spec)
 
     def make() -> str:

@@ -60,8 +60,7 @@ class ModuleSpecs:
         if not self._specs:
             kind = info_of(module, buffer)
             infos = [msgspec.structs.replace(info, dtype=kind.dtype, device=kind.device) for info in self.infos]
-            ranks = AllRanks(lanes, buffer.device)
-            self.chosen = choose_alone(ranks, infos, self._accuracy, self._scheme, self._one_phase)
+            self.chosen = choose_alone(AllRanks(lanes, buffer.device), infos, self._accuracy, self._scheme)
             self._specs = self.chosen.specs
             if dist.get_rank() == 0:
                 say(str(self.chosen))
