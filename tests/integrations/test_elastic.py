@@ -274,6 +274,22 @@ def test_auto_decides_anew_when_a_member_joins(interpreters: Interpreters, tmp_p
 
 
 @pytest.mark.slow
+def test_a_lighthouse_that_is_started_again_names_the_next_steps(interpreters: Interpreters, tmp_path: Path) -> None:
+    pytest.importorskip("torchft")
+    crowd = Crowd(interpreters, "exact", str(tmp_path))
+    try:
+        members = [crowd.join() for _ in range(2)]
+        crowd.await_steps(members, 4, START_S)
+        crowd.restart_lighthouse(pause_s=2.0)
+        crowd.await_steps(members, 4, 30.0)
+        crowd.finish()
+        assert [each.process.returncode for each in members] == [0, 0], crowd.logs()
+        assert crowd.unequal_steps() == []
+    finally:
+        crowd.close()
+
+
+@pytest.mark.slow
 def test_a_joiner_with_another_plan_goes_and_the_others_go_on(interpreters: Interpreters, tmp_path: Path) -> None:
     pytest.importorskip("torchft")
     crowd = Crowd(interpreters, "exact", str(tmp_path))

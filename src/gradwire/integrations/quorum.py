@@ -21,6 +21,8 @@ _AGAIN_S = 0.2
 """Between two questions for a quorum of too few members."""
 _HEARTBEAT = timedelta(milliseconds=100)
 _LOOK_S = 4.0
+_ASK_S = 10.0
+"""For one request; then the next. A request that a lighthouse had when it ended is never answered."""
 
 
 class NoQuorumError(CommunicationError):
@@ -64,7 +66,7 @@ class Lighthouse:
         """The quorum of the next step, once there are enough members. step: the steps that this member has made. failures: steps
         and meetings that failed since the last step that counts. looks_up: end soon after `leave`, which ends no request.
         Raises NoQuorumError."""
-        until = time.monotonic() + self._patience_s
+        until, most_s = time.monotonic() + self._patience_s, _LOOK_S if looks_up else _ASK_S
         while True:
             left_s = until - time.monotonic()
             try:
@@ -75,12 +77,12 @@ class Lighthouse:
                     step=step,
                     checkpoint_metadata="",
                     shrink_only=False,
-                    timeout=timedelta(seconds=max(min(left_s, _LOOK_S) if looks_up else left_s, 0.001)),
+                    timeout=timedelta(seconds=max(min(left_s, most_s), 0.001)),
                     init_sync=True,
                     commit_failures=failures,
                 )
             except Exception as error:
-                if looks_up and isinstance(error, TimeoutError) and left_s > _LOOK_S and not self._left:
+                if isinstance(error, TimeoutError) and left_s > most_s and not self._left:
                     continue
                 raise NoQuorumError(
                     f"step {step}: torchft's lighthouse named no members that make the step within {self._patience_s:g} s: "
