@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -277,15 +278,23 @@ def test_auto_decides_anew_when_a_member_joins(interpreters: Interpreters, tmp_p
 def test_a_lighthouse_that_is_started_again_names_the_next_steps(interpreters: Interpreters, tmp_path: Path) -> None:
     pytest.importorskip("torchft")
     crowd = Crowd(interpreters, "exact", str(tmp_path))
+    first, crowd.address = started_lighthouse(interpreters, "127.0.0.1:0")
+    lighthouses = [first]
     try:
         members = [crowd.join() for _ in range(2)]
         crowd.await_steps(members, 4, START_S)
-        crowd.restart_lighthouse(pause_s=2.0)
+        first.kill()
+        first.wait()
+        time.sleep(2.0)  # members ask meanwhile
+        lighthouses.append(started_lighthouse(interpreters, crowd.address)[0])
         crowd.await_steps(members, 4, 30.0)
         crowd.finish()
         assert [each.process.returncode for each in members] == [0, 0], crowd.logs()
         assert crowd.unequal_steps() == []
     finally:
+        for each in lighthouses:
+            each.kill()
+            each.wait()
         crowd.close()
 
 
@@ -306,6 +315,13 @@ def test_a_joiner_with_another_plan_goes_and_the_others_go_on(interpreters: Inte
         crowd.close()
 
 
+def started_lighthouse(interpreters: Interpreters, bind: str) -> tuple[Any, str]:
+    """A lighthouse of the command line, and its address."""
+    command = [sys.executable, "-u", "-m", "gradwire", "lighthouse", "--bind", bind]
+    lighthouse = interpreters.start(command, stdout=subprocess.PIPE, text=True)
+    return lighthouse, "127.0.0.1:" + lighthouse.stdout.readline().rstrip().rpartition(":")[2]
+
+
 def until_decided(crowd: Crowd, members: list[Member]) -> None:
     while not all(each.steps and each.steps[-1]["decided"] for each in members):
         crowd.await_steps(members, 1, START_S)
@@ -316,14 +332,13 @@ def test_the_example_runs_with_the_lighthouse_of_the_command_line(interpreters: 
     pytest.importorskip("torchft")
     assert len(EXAMPLE.read_text().splitlines()) <= 60
     pipes = {"stdout": subprocess.PIPE, "text": True}
-    serve = [sys.executable, "-u", "-m", "gradwire", "lighthouse", "--bind", "127.0.0.1:0"]
-    with interpreters.start(serve, **pipes) as lighthouse:
-        try:
-            address = "127.0.0.1:" + lighthouse.stdout.readline().rstrip().rpartition(":")[2]
-            ends = [interpreters.start([sys.executable, EXAMPLE, address], **pipes) for _ in range(2)]
-            printed = [each.communicate(timeout=120)[0] for each in ends]
-        finally:
-            lighthouse.send_signal(signal.SIGINT)
+    lighthouse, address = started_lighthouse(interpreters, "127.0.0.1:0")
+    try:
+        ends = [interpreters.start([sys.executable, EXAMPLE, address], **pipes) for _ in range(2)]
+        printed = [each.communicate(timeout=120)[0] for each in ends]
+    finally:
+        lighthouse.send_signal(signal.SIGINT)
+        lighthouse.wait(10)
     assert [each.returncode for each in ends] == [0, 0]
     last = {said.splitlines()[-1] for said in printed}
     assert len(last) == 1 and last.pop().startswith("step 300: weights "), printed

@@ -67,29 +67,19 @@ class Crowd:
     ) -> None:
         """batch: the samples of each step of a member. silence_s: of the lighthouse; long for a busy machine. timeout_s: of the
         members."""
-        self._interpreters, self._plan, self.folder = interpreters, plan, Path(folder)
-        self._batch, self._timeout_s = batch, timeout_s
-        self._silence_s = silence_s
-        self._lighthouse = self._listening("127.0.0.1:0")
-        self.address = f"127.0.0.1:{urlsplit(self._lighthouse.address()).port}"
-        self.all: list[Member] = []
-
-    def _listening(self, bind: str) -> Any:
         from torchft.coordination import LighthouseServer
 
-        return LighthouseServer(
-            bind=bind,
+        self._interpreters, self._plan, self.folder = interpreters, plan, Path(folder)
+        self._batch, self._timeout_s = batch, timeout_s
+        self._lighthouse = LighthouseServer(
+            bind="127.0.0.1:0",
             min_replicas=LEAST,
             join_timeout_ms=60_000,
             quorum_tick_ms=20,
-            heartbeat_timeout_ms=round(1e3 * self._silence_s),
+            heartbeat_timeout_ms=round(1e3 * silence_s),
         )
-
-    def restart_lighthouse(self, pause_s: float) -> None:
-        """End the lighthouse, and start another one at its address after a while."""
-        self._lighthouse.shutdown()
-        time.sleep(pause_s)
-        self._lighthouse = self._listening(self.address)
+        self.address = f"127.0.0.1:{urlsplit(self._lighthouse.address()).port}"
+        self.all: list[Member] = []
 
     @property
     def last_step(self) -> int:
