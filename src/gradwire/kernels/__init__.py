@@ -94,7 +94,9 @@ def run_calls(calls: Iterable[KernelCall]) -> None:
     for kernel, *arguments in calls:
         if not isinstance(kernel, str):
             kernel(*arguments)
-        elif any(isinstance(each, Scattered) for each in arguments):  # only C++ reads these
+            continue
+        kinds = set(map(type, arguments))  # microseconds count here: small payloads take no more
+        if Scattered in kinds:  # only C++ reads these
             cpu.run([cpu.call(kernel, *arguments)])
         elif kernel == "decode_sum":
             terms, payloads, *others = arguments
@@ -103,14 +105,23 @@ def run_calls(calls: Iterable[KernelCall]) -> None:
                 kernels.decode_sum(terms, payloads, *others)
             else:
                 run_calls(terms)
-        elif kernel in everywhere.__all__:
+        elif kernel in _EVERYWHERE:
             getattr(everywhere, kernel)(*arguments)
         else:
-            device = next(each.device for each in arguments if isinstance(each, torch.Tensor))
-            kernels = kernels_for(device.type)
-            one_by_one = any(isinstance(each, Batch) for each in arguments) and not hasattr(kernels, "TAKES_BATCHES")
-            for each in _parts_of(kernel, arguments) if one_by_one else [arguments]:
-                getattr(kernels, kernel)(*each)
+            kernels = kernels_for(_device_of(arguments).type)
+            if Batch in kinds and not hasattr(kernels, "TAKES_BATCHES"):
+                for each in _parts_of(kernel, arguments):
+                    getattr(kernels, kernel)(*each)
+            else:
+                getattr(kernels, kernel)(*arguments)
+
+
+_EVERYWHERE = frozenset(everywhere.__all__)
+
+
+def _device_of(arguments: Sequence[Any]) -> torch.device:
+    first = arguments[0]
+    return first.device if isinstance(first, torch.Tensor) else next(each.device for each in arguments if torch.is_tensor(each))
 
 
 def _parts_of(kernel: str, arguments: Sequence[Any]) -> Iterator[list[Any]]:
