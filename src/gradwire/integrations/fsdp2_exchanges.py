@@ -57,7 +57,7 @@ class ModuleExchanges:
         self._tls = tls
         self._lanes: dict[tuple[int, ...], Lanes] = {}  # by the ranks of a group
         self._packs = {f"{what} of {module}": ModulePacks() for what in self._what() for module in self.modules}
-        self._job = ModuleJob(model, self._specs, self._exchanges_of, one_phase=scheme is not None)
+        self._job = ModuleJob(model, self._specs, self._exchanges_of)
         self._turns = Turns(self._job.ended)
 
     def _what(self) -> list[str]:

@@ -23,13 +23,11 @@ __all__ = ["ModuleJob", "of_one_phase"]
 class ModuleJob(LanesObserver):
     """A model under FSDP2 in training. `ModuleExchanges` calls it for each exchange of gradients.
 
-    exchanges_of: the exchanges of a module's gradients. one_phase: they reduce only, and do not gather.
+    exchanges_of: the exchanges of a module's gradients.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, specs: ModuleSpecs, exchanges_of: Callable[[str], list[Exchange]], one_phase: bool
-    ) -> None:
-        self._model, self._specs, self._exchanges_of, self.one_phase = weakref.ref(model), specs, exchanges_of, one_phase
+    def __init__(self, model: torch.nn.Module, specs: ModuleSpecs, exchanges_of: Callable[[str], list[Exchange]]) -> None:
+        self._model, self._specs, self._exchanges_of, self.one_phase = weakref.ref(model), specs, exchanges_of, specs.one_phase
         self.model_name = type(model).__name__.removeprefix("FSDP")
         self.tensors: list[TensorInfo] = specs.wholes
         self.device = next((each.device for each in model.parameters()), torch.device("cpu"))

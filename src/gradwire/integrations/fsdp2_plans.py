@@ -34,7 +34,9 @@ class ModuleSpecs:
         own = plan.scheme if isinstance(plan, Policy) else None
         if scheme is not None and own not in (None, "flat", scheme):
             raise PlanError(f"the policy's scheme is {own!r}, and reduce-scatters of FSDP2 travel by {scheme!r}. Leave it out.")
-        self.plan, self._accuracy, self._scheme, self._one_phase = plan, accuracy, scheme or own, scheme is not None
+        self.plan, self._accuracy, self._scheme = plan, accuracy, scheme or own
+        self.one_phase = scheme is not None
+        """Whether gradients are reduced only, and not gathered."""
         self.chosen: ChosenSpecs | None = None
         """The choice of auto, made in the first backward."""
         self._specs: dict[str, Spec] = {}
@@ -102,7 +104,7 @@ class ModuleSpecs:
         for spec in specs.values():
             if not isinstance(spec, Spec):
                 raise PlanError(f"plan is {show(spec)}. In FSDP2 it is 'auto', a gw.Policy or one spec, such as gw.QSGD(bits=4).")
-            if self._one_phase and spec.element_weights:
+            if self.one_phase and spec.element_weights:
                 raise PlanError(
                     f"plan is {spec!r}: weights of elements follow from whole means, and FSDP2 gives each rank a shard of them. "
                     "Leave weights out."

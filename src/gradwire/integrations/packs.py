@@ -65,9 +65,9 @@ class ModulePacks:
             self.exchanges[pack] = made
         exchange = self.exchanges[pack]
         if exchange.outdated(self.step):  # the warm-up of a spec has ended
-            carried = exchange.residuals.carried()
-            exchange = self.exchanges[pack] = make(self.step)
-            exchange.residuals.take_over(carried)
+            before, exchange = exchange, make(self.step)
+            exchange.keep_residuals_of(before)
+            self.exchanges[pack] = exchange
         exchange.step, self.step = self.step, self.step + 1
         return exchange
 

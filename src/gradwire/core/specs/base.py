@@ -17,7 +17,7 @@ _REGISTRY: dict[str, type["Spec"]] = {}
 _LATE = 2**61
 """A step after any warm-up."""
 _DEEPEST = 8
-"""Specs in a spec, itself counted: the deepest in use has four."""
+"""The most specs in one, itself counted."""
 
 
 class ElementRun(NamedTuple):
