@@ -47,7 +47,7 @@ class ModelJob(Job):
         self._try(model)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch

@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from gradwire.collectives import AllReduce
-from gradwire.core import Cluster, Made
+from gradwire.core import Cluster, Made, waited_ns
 from gradwire.core import Link as ClusterLink
 from gradwire.costs import Fit, fit_line, fit_link
 from gradwire.errors import FormatError, StepStateError
@@ -63,7 +62,6 @@ _BURSTS, _BURST_PART = 5, 0.1
 _WAIT_MARGIN, _WAITED_FROM = 0.1, 0.3
 """The part of its time that a rank may wait for a processor, beyond that of the best batch, in a batch that counts; and the part
 from which the link has a problem."""
-_WAITS = Path("/proc/thread-self/schedstat")
 _TAG = 1_000_000
 """First tag of the measured messages, higher than the tags of steps."""
 
@@ -385,26 +383,19 @@ def _run(link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torc
     traffic.announce(nbytes, 1 + BATCHES * messages)
     _slowest(link, [0.0], device)  # wait for all ranks
     traffic.perform()
-    moments, cpu_ns, waited_ns = [clock.mark()], [time.process_time_ns()], [_waited_ns()]
+    moments, cpu_ns, waits_ns = [clock.mark()], [time.process_time_ns()], [waited_ns()]
     for _ in range(BATCHES):
         for _ in range(messages):
             traffic.perform()
         moments.append(clock.mark())
         cpu_ns.append(time.process_time_ns())
-        waited_ns.append(_waited_ns())
+        waits_ns.append(waited_ns())
     us = [max(1e-3, clock.us(*both)) for both in pairwise(moments)]
     own = [each / messages for each in us]
     own += [max(1, end - start) / 1e3 / messages for start, end in pairwise(cpu_ns)]
-    own += [(end - start) / 1e3 / each for (start, end), each in zip(pairwise(waited_ns), us, strict=True)]
+    own += [(end - start) / 1e3 / each for (start, end), each in zip(pairwise(waits_ns), us, strict=True)]
     most = _slowest(link, own, device)
     return _Batches(most[:BATCHES], most[BATCHES : 2 * BATCHES], most[2 * BATCHES :])
-
-
-def _waited_ns() -> int:
-    """Nanoseconds for which this thread could have run and waited for a processor; 0 where Linux does not count them."""
-    with suppress(OSError, IndexError, ValueError):
-        return int(_WAITS.read_text().split()[1])
-    return 0
 
 
 def _copies_us_per_byte() -> float:
