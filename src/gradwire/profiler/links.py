@@ -36,10 +36,10 @@ DEVICE_SIZES = (*SIZES, 4 * SIZES[-1])
 """Bytes of a message between GPUs, up to 64 MB: on fast links a smaller one takes as long as its launch."""
 SECONDS = 1.0
 """Default time for one link, in seconds."""
-ENOUGH_BYTES, DEVICE_ENOUGH_BYTES = 2**20, 2**24
+ENOUGH_BYTES, DEVICE_ENOUGH_BYTES, DDP_ENOUGH_BYTES = 2**20, 2**24, 2**22
 PATIENCE = 4
-"""Factor by which a link's time may grow until a message of `ENOUGH_BYTES` was sent, or of `DEVICE_ENOUGH_BYTES` between GPUs:
-only large ones show the rate."""
+"""Factor by which a link's time may grow until a message of `ENOUGH_BYTES` was sent, of `DEVICE_ENOUGH_BYTES` between GPUs, or of
+`DDP_ENOUGH_BYTES` in DistributedDataParallel's all-reduce: only large ones show the rate. Those of DDP are buckets of 25 MB."""
 BATCHES = 3
 """Measurements of each size, each of several messages if they are short."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
@@ -108,7 +108,7 @@ def measure_links(
     (us_per_byte,) = _slowest(link, [_copies_us_per_byte()], device)
     times["cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
     if process_group is not None:
-        times["ddp"], cpu_times, _ = _sweep(link, _GroupAllReduces(process_group), 1, device, seconds)
+        times["ddp"], cpu_times, _ = _sweep(link, _GroupAllReduces(process_group), 1, device, 2 * seconds, DDP_ENOUGH_BYTES)
         times["ddp cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
     return times
 
@@ -331,7 +331,7 @@ _Traffic = _Exchanges | _AllReduces | _GroupAllReduces
 
 
 def _sweep(
-    link: Link, traffic: _Traffic, held: int, device: torch.device, seconds: float
+    link: Link, traffic: _Traffic, held: int, device: torch.device, seconds: float, enough_bytes: int | None = None
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[tuple[float, float]]]:
     """Measure messages of ascending size until the next size would take too long.
 
@@ -342,6 +342,7 @@ def _sweep(
     cpu_points: list[tuple[float, float]] = []
     waits: list[tuple[float, float]] = []
     sizes, enough = (SIZES, ENOUGH_BYTES) if device.type == "cpu" else (DEVICE_SIZES, DEVICE_ENOUGH_BYTES)
+    enough = enough_bytes or enough
     spent_us, expected_us = 0.0, min(_run(link, traffic, sizes[0], 1, device).us)
     for nbytes in sizes:
         messages = min(_MOST_MESSAGES, max(1, round(1e6 * seconds * _BATCH_PART / expected_us)))
