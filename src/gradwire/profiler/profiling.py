@@ -29,7 +29,7 @@ T = TypeVar("T")
 _SHOWN_BYTES = 2**20
 _SMALL_TENSORS, _SMALL_ELEMENTS, _SMALL_STEPS = 32, 256, 12
 _SMALL_POLICY = Uniform(Identity(), scheme="alltoall", bucket_bytes=1, edge_bytes=1)
-"""What the processor time of an exchange is measured with: tensors of few bytes, each alone in a bucket."""
+"""The plan, and tensors of few bytes, that measure the processor time of an exchange. Each tensor has a bucket of its own."""
 
 
 class Profiling:
