@@ -168,8 +168,8 @@ def build_buckets(
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Pause the garbage collector. With many ranks a plan has a million objects, of which none is garbage: searching them again and
-    again took a quarter of the time."""
+    """Pause the garbage collector. With many ranks a plan has a million objects, of which none is garbage. To search them again
+    and again took a quarter of the time."""
     paused = gc.isenabled()
     gc.disable()
     try:
@@ -286,9 +286,7 @@ def cut(numels: Sequence[int], granularity: int, start: int, end: int, parts: in
 
 
 @lru_cache(maxsize=256)
-def _known_cut(
-    numels: tuple[int, ...], granularity: int, start: int, end: int, parts: int, sizes: tuple[int, ...]
-) -> list[int]:
+def _known_cut(numels: tuple[int, ...], granularity: int, start: int, end: int, parts: int, sizes: tuple[int, ...]) -> list[int]:
     """`cut`, which pieces of equal tensors share."""
     return cut(numels, granularity, start, end, parts, sizes)
 
