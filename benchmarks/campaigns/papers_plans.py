@@ -7,6 +7,7 @@ they are fixed plans. Each says below what it leaves out of the published system
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 
 import msgspec
 
@@ -118,12 +119,15 @@ def dear(job: PlanningJob) -> Plan:
     """DeAR: uncompressed, reduce phases in backward and gather phases in the next forward, buckets closed before a limit.
 
     The paper chooses the limit from 1 to 100 MB by Bayesian optimisation on the live job. Here the simulated step chooses among a
-    few limits. The reduce phase is the backend's reduce-scatter.
+    few limits. The phases are ring reduce-scatter and all-gather among all ranks, or in two levels where nodes have several
+    ranks: the paper has NCCL's, whose rings enter each node once.
     """
-    ring = Choice(Identity(), SYSTEMS["DeAR"][0])
+    options = [SYSTEMS["DeAR"][0]]
+    if 1 < job.cluster.nodes < job.cluster.world_size:
+        options.append(tasks_of("CGX between nodes", job.rules.device, Identity()))
     plans = []
-    for limit in _DEAR_MIB:
-        plan = job.plan(fused(job, partial(close_before, limit=limit * 2**20), ring), ddp_draft(job))
+    for option, limit in product(options, _DEAR_MIB):
+        plan = job.plan(fused(job, partial(close_before, limit=limit * 2**20), Choice(Identity(), option)), ddp_draft(job))
         launch = launch_of(plan.buckets, Pipelined())
         plans.append(msgspec.structs.replace(plan, schedule=Pipelined(), launch=launch, prediction=None))
     return min(plans, key=job.simulator.step_us)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from gradwire.auto.changes import StepPace
 from gradwire.auto.live import AllRanks, DrivenJob, Live
-from gradwire.core import Cluster, Costs, Plan, Profile, Spec, TensorInfo, TensorProfile
+from gradwire.core import Cluster, Costs, Plan, Profile, Spec, TensorInfo, TensorProfile, needed_s
 from gradwire.costs import us_per_byte
 from gradwire.profiler import Clock, cached_codecs, measure_links, measure_processors, measured_links
 
@@ -40,17 +40,17 @@ class StepMoments:
     def __init__(self, job: DrivenJob, clock: Clock) -> None:
         self.rows: list[list[float]] = []
         """A row for each step: microseconds by parameter, in registration order; NaN for a parameter without gradient."""
-        self.cpu_s = self.wall_s = 0.0
-        """Processor time of all threads, and elapsed time, from the end of each step before to the last gradient."""
+        self.needed_s = self.wall_s = 0.0
+        """Time for which a processor was needed, and elapsed time, from the end of each step before to the last gradient."""
         self._seen: dict[int, Any] = {}
-        self._since = self._last = (time.process_time(), time.perf_counter())
+        self._since = self._last = (needed_s(), time.perf_counter())
         self._count, self._clock = len(job.tensors), clock
         self.remove = job.watch_gradients(self)
 
     def ready(self, index: int) -> None:
         """The gradient of the parameter with this number is ready."""
         self._seen[index] = self._clock.mark()
-        self._last = (time.process_time(), time.perf_counter())
+        self._last = (needed_s(), time.perf_counter())
 
     def ended(self, began_s: float, ended_s: float) -> None:
         """End a step that lasted from `began_s` to `ended_s`, in seconds."""
@@ -58,9 +58,9 @@ class StepMoments:
         us = {index: 1e6 * (ended_s - began_s) - self._clock.us(moment, now) for index, moment in self._seen.items()}
         self.rows.append([us.get(index, math.nan) for index in range(self._count)])
         self._seen = {}
-        self.cpu_s += self._last[0] - self._since[0]
+        self.needed_s += self._last[0] - self._since[0]
         self.wall_s += self._last[1] - self._since[1]
-        self._since = self._last = (time.process_time(), time.perf_counter())
+        self._since = self._last = (needed_s(), time.perf_counter())
 
 
 class Look:
@@ -87,7 +87,7 @@ class Look:
         self.remove()
         live.hold(False)
         computes_us = median_low([max((each for each in row if not math.isnan(each)), default=0.0) for row in self._moments.rows])
-        part = self._moments.cpu_s / max(1e-9, self._moments.wall_s)
+        part = self._moments.needed_s / max(1e-9, self._moments.wall_s)
         own = [us, 1e6 * pace.usual_s, part, computes_us, live.inputs, *(moment for row in self._moments.rows for moment in row)]
         rows = live.exchange(own)()
         between_us, part = (max(row[column] for row in rows) for column in (1, 2))

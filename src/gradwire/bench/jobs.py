@@ -258,7 +258,7 @@ class TextJob(Job):
         return standard_library_text(self.vocabulary)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # its time does not depend on gradients' zeros
 
     def _draw(self, rank: int, world_size: int, generator: torch.Generator) -> Batch:
         share = len(self.text) // world_size

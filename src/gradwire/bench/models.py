@@ -47,7 +47,7 @@ class ModelJob(Job):
         self._try(model)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch
@@ -114,7 +114,7 @@ def measure_model(given: GivenModel, specs: Sequence[Spec], costs: Costs | None)
             optimizer.step()
             optimizer.zero_grad()
         recorder.remove()
-        profile, _ = profile_from(recorder, handle.session, recorder.rows(quiet=True), recorder.rows(quiet=False))
+        profile = profile_from(recorder, handle.session, recorder.rows(quiet=True), recorder.rows(quiet=False))
         handle.detach()
         return profile, measure_codecs(specs, torch.device("cpu")) if costs is None else costs
     finally:

@@ -112,7 +112,7 @@ class Cluster(Document, frozen=True, kw_only=True):
     own process group. Times are those of a ring. None: as `allreduce`."""
     launch_us: float | None = None
     """Processor time in microseconds that a rank with lanes spends on each exchange, without its codecs and without `cpu_us` and
-    `cpu_us_per_byte` of the links: wake-ups of threads, calls of the backend. None counts as 0. All-reduces of gradients have
+    `cpu_us_per_byte` of the links: threads that wake, calls of the backend. None counts as 0. All-reduces of gradients have
     `allreduce.cpu_us` instead, if measured."""
     processors: float | None = None
     """The number of processors that the ranks of a node share. If ranks are more, codecs on CPUs and launches take longer, since

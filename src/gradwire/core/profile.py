@@ -62,8 +62,8 @@ class Profile(Document, frozen=True, kw_only=True):
     """Microseconds of the whole backward while exchanges run; backward_us was measured without exchanges. The difference is the
     time that codecs and messages take from computation. For display; no prediction uses this field."""
     processor_part: float | None = None
-    """The part of forward and backward in which a processor of the host works for them: about 1 on one thread of a CPU, and near
-    0 on a device of its own. None counts as 1 on CPUs."""
+    """The part of forward and backward for which a processor of the host is needed, also while another rank has it: about 1 on
+    one thread of a CPU, and near 0 on a device of its own. None counts as 1 on CPUs."""
     made: Made | None = None
     tensors: tuple[TensorProfile, ...]
 

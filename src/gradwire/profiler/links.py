@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from gradwire.collectives import AllReduce
-from gradwire.core import Cluster, Made
+from gradwire.core import Cluster, Made, waited_ns
 from gradwire.core import Link as ClusterLink
 from gradwire.costs import Fit, fit_line, fit_link
 from gradwire.errors import FormatError, StepStateError
@@ -37,10 +36,10 @@ DEVICE_SIZES = (*SIZES, 4 * SIZES[-1])
 """Bytes of a message between GPUs, up to 64 MB: on fast links a smaller one takes as long as its launch."""
 SECONDS = 1.0
 """Default time for one link, in seconds."""
-ENOUGH_BYTES, DEVICE_ENOUGH_BYTES = 2**20, 2**24
+ENOUGH_BYTES, DEVICE_ENOUGH_BYTES, DDP_ENOUGH_BYTES = 2**20, 2**24, 2**22
 PATIENCE = 4
-"""Factor by which a link's time may grow until a message of `ENOUGH_BYTES` was sent, or of `DEVICE_ENOUGH_BYTES` between GPUs:
-only large ones show the rate."""
+"""Factor by which a link's time may grow until a message of `ENOUGH_BYTES` was sent, of `DEVICE_ENOUGH_BYTES` between GPUs, or of
+`DDP_ENOUGH_BYTES` in DistributedDataParallel's all-reduce: only large ones show the rate. Those of DDP are buckets of 25 MB."""
 BATCHES = 3
 """Measurements of each size, each of several messages if they are short."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
@@ -63,7 +62,6 @@ _BURSTS, _BURST_PART = 5, 0.1
 _WAIT_MARGIN, _WAITED_FROM = 0.1, 0.3
 """The part of its time that a rank may wait for a processor, beyond that of the best batch, in a batch that counts; and the part
 from which the link has a problem."""
-_WAITS = Path("/proc/thread-self/schedstat")
 _TAG = 1_000_000
 """First tag of the measured messages, higher than the tags of steps."""
 
@@ -110,7 +108,7 @@ def measure_links(
     (us_per_byte,) = _slowest(link, [_copies_us_per_byte()], device)
     times["cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
     if process_group is not None:
-        times["ddp"], cpu_times, _ = _sweep(link, _GroupAllReduces(process_group), 1, device, seconds)
+        times["ddp"], cpu_times, _ = _sweep(link, _GroupAllReduces(process_group), 1, device, 2 * seconds, DDP_ENOUGH_BYTES)
         times["ddp cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
     return times
 
@@ -333,7 +331,7 @@ _Traffic = _Exchanges | _AllReduces | _GroupAllReduces
 
 
 def _sweep(
-    link: Link, traffic: _Traffic, held: int, device: torch.device, seconds: float
+    link: Link, traffic: _Traffic, held: int, device: torch.device, seconds: float, enough_bytes: int | None = None
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[tuple[float, float]]]:
     """Measure messages of ascending size until the next size would take too long.
 
@@ -344,6 +342,7 @@ def _sweep(
     cpu_points: list[tuple[float, float]] = []
     waits: list[tuple[float, float]] = []
     sizes, enough = (SIZES, ENOUGH_BYTES) if device.type == "cpu" else (DEVICE_SIZES, DEVICE_ENOUGH_BYTES)
+    enough = enough_bytes or enough
     spent_us, expected_us = 0.0, min(_run(link, traffic, sizes[0], 1, device).us)
     for nbytes in sizes:
         messages = min(_MOST_MESSAGES, max(1, round(1e6 * seconds * _BATCH_PART / expected_us)))
@@ -385,26 +384,19 @@ def _run(link: Link, traffic: _Traffic, nbytes: int, messages: int, device: torc
     traffic.announce(nbytes, 1 + BATCHES * messages)
     _slowest(link, [0.0], device)  # wait for all ranks
     traffic.perform()
-    moments, cpu_ns, waited_ns = [clock.mark()], [time.process_time_ns()], [_waited_ns()]
+    moments, cpu_ns, waits_ns = [clock.mark()], [time.process_time_ns()], [waited_ns()]
     for _ in range(BATCHES):
         for _ in range(messages):
             traffic.perform()
         moments.append(clock.mark())
         cpu_ns.append(time.process_time_ns())
-        waited_ns.append(_waited_ns())
+        waits_ns.append(waited_ns())
     us = [max(1e-3, clock.us(*both)) for both in pairwise(moments)]
     own = [each / messages for each in us]
     own += [max(1, end - start) / 1e3 / messages for start, end in pairwise(cpu_ns)]
-    own += [(end - start) / 1e3 / each for (start, end), each in zip(pairwise(waited_ns), us, strict=True)]
+    own += [(end - start) / 1e3 / each for (start, end), each in zip(pairwise(waits_ns), us, strict=True)]
     most = _slowest(link, own, device)
     return _Batches(most[:BATCHES], most[BATCHES : 2 * BATCHES], most[2 * BATCHES :])
-
-
-def _waited_ns() -> int:
-    """Nanoseconds for which this thread could have run and waited for a processor; 0 where Linux does not count them."""
-    with suppress(OSError, IndexError, ValueError):
-        return int(_WAITS.read_text().split()[1])
-    return 0
 
 
 def _copies_us_per_byte() -> float:

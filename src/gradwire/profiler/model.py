@@ -16,10 +16,8 @@ class ModelTimes(NamedTuple):
     """The tensors in gradient-ready order."""
     optimizer_us: float
     loaded_backward_us: float
-    exchange_cpu_us: float
-    """CPU time of the exchange of a quiet step, all threads, codecs included."""
     processor_part: float
-    """CPU time of forward and backward, all threads, over their elapsed time in quiet steps."""
+    """The part of forward and backward in quiet steps for which a processor was needed (`gradwire.core.needed_s`)."""
 
 
 def slowest(rows: torch.Tensor) -> torch.Tensor:
@@ -49,7 +47,7 @@ def model_times(
     Without modules all of forward counts for the last tensor.
     """
     count = len(modules)
-    forward, began, ready = quiet[:, :count], quiet[:, count], quiet[:, count + 1 : -3]
+    forward, began, ready = quiet[:, :count], quiet[:, count], quiet[:, count + 1 : -2]
     middle = _quantile(ready, 0.5)
     order = torch.argsort(torch.nan_to_num(middle, nan=torch.inf), stable=True).tolist()
     moments = torch.cat([began[:, None], ready[:, order]], 1)
@@ -79,13 +77,12 @@ def model_times(
         )
         for place, index in enumerate(order)
     ]
-    last = torch.nan_to_num(loaded[:, count + 1 : -3], nan=-torch.inf).amax(1)
+    last = torch.nan_to_num(loaded[:, count + 1 : -2], nan=-torch.inf).amax(1)
     computing_us = torch.nan_to_num(ready, nan=-torch.inf).amax(1)
     return ModelTimes(
         tensors,
-        optimizer_us=_known(_quantile(torch.cat([quiet, loaded])[:, -3:-2], 0.5)[0]),
+        optimizer_us=_known(_quantile(torch.cat([quiet, loaded])[:, -2:-1], 0.5)[0]),
         loaded_backward_us=_known(_quantile((last - loaded[:, count])[:, None], 0.5)[0]),
-        exchange_cpu_us=_known(_quantile(quiet[:, -2:-1], 0.5)[0]),
         processor_part=_known(_quantile((quiet[:, -1] / computing_us)[:, None], 0.5)[0]),
     )
 

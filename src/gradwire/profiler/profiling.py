@@ -1,6 +1,8 @@
 """Profiles an ordinary training loop, for `handle.profile`."""
 
 import os
+import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,11 +12,12 @@ from typing import Self, TypeVar
 import msgspec
 import torch
 
-from gradwire.core import Cluster, Costs, Made, Profile, Spec, make_folder, whole
+from gradwire.core import Cluster, Costs, Identity, Made, Profile, Spec, TensorProfile, make_folder, whole
 from gradwire.costs import Fit, time_at
 from gradwire.engine import Session
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import info_of
+from gradwire.exchange import Exchange, info_of
+from gradwire.plan import Uniform
 from gradwire.profiler.codecs import measure_codecs
 from gradwire.profiler.links import measure_links, measure_processors, measured_links
 from gradwire.profiler.model import launch_time_us, model_times, slowest
@@ -24,6 +27,9 @@ from gradwire.transport import Link, LinkError, device_name, transfer
 T = TypeVar("T")
 
 _SHOWN_BYTES = 2**20
+_SMALL_TENSORS, _SMALL_ELEMENTS, _SMALL_STEPS = 32, 256, 12
+_SMALL_POLICY = Uniform(Identity(), scheme="alltoall", bucket_bytes=1, edge_bytes=1)
+"""The plan, and tensors of few bytes, that measure the processor time of an exchange. Each tensor has a bucket of its own."""
 
 
 class Profiling:
@@ -103,12 +109,34 @@ class Profiling:
         self.cluster, self.fits = self._links(device) if self._group.world_size > 1 else (None, {})
         of_plan = [bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors]
         self.costs = measure_codecs([*of_plan, *self._specs], device, offload=True)
-        self.profile, exchange_cpu_us = profile_from(recorder, self._session, quiet, loaded)
+        self.profile = profile_from(recorder, self._session, quiet, loaded)
         if device.type == "cpu" and self.cluster is not None:
-            launch_us = launch_time_us(plan, self.profile.tensors, self.cluster, self.costs, exchange_cpu_us)
             per_node = self.cluster.ranks_per_node
             processors = self._on_lane(lambda link: measure_processors(link, per_node), "how many ranks share a processor")
+            launch_us = self._slowest(self._launch_us(self.cluster))
             self.cluster = msgspec.structs.replace(self.cluster, launch_us=launch_us, processors=processors)
+
+    def _launch_us(self, cluster: Cluster) -> float:
+        """Processor time of an exchange of few bytes beyond that of its link: of lanes, threads and the caller."""
+        tensors = {str(number): torch.ones(_SMALL_ELEMENTS) for number in range(_SMALL_TENSORS)}
+        infos = [info_of(name, tensor) for name, tensor in tensors.items()]
+        plan = _SMALL_POLICY.plan(infos, cluster.world_size, cluster.ranks_per_node)
+        exchange = Exchange.on(self._session.lanes, tensors, plan, 0)
+        times_us = []
+        for _ in range(_SMALL_STEPS):
+            began_s = time.process_time()
+            exchange.begin()
+            for name, tensor in tensors.items():
+                exchange.ready(name, tensor)
+                exchange.wait(name)  # so that threads sleep and wake, as between gradients
+            exchange.wait()
+            times_us.append(1e6 * (time.process_time() - began_s))
+        profiles = [TensorProfile(name=info.name, shape=info.shape, dtype=info.dtype, backward_us=0.0) for info in infos]
+        return launch_time_us(plan, profiles, cluster, self.costs, statistics.median(times_us))
+
+    def _slowest(self, us: float) -> float:
+        """The maximum over ranks."""
+        return float(self._of_all_ranks(torch.tensor([[us]], dtype=torch.float64)).max())
 
     def _links(self, device: torch.device) -> tuple[Cluster, dict[str, Fit]]:
         """Measure the links. Rank 0 warns of a bad fit."""
@@ -142,12 +170,12 @@ class Profiling:
             raise self._session.lanes.broken("the times that ranks recorded", error, self._session.reducer.step) from error
 
 
-def profile_from(recorder: Recorder, session: Session, quiet: torch.Tensor, loaded: torch.Tensor) -> tuple[Profile, float]:
-    """Return the profile, and the CPU time of a quiet step's exchange. quiet, loaded: rows, slowest over ranks."""
+def profile_from(recorder: Recorder, session: Session, quiet: torch.Tensor, loaded: torch.Tensor) -> Profile:
+    """Return the profile. quiet, loaded: rows, slowest over ranks."""
     infos = [info_of(name, parameter) for name, parameter in session.parameters.items()]
     found = model_times(infos, recorder.modules, quiet, loaded, recorder.entered)
     device = recorder.clock.device
-    profile = Profile(
+    return Profile(
         model=type(session.model).__name__,
         batch=recorder.batch,
         device=device_name(device),
@@ -158,7 +186,6 @@ def profile_from(recorder: Recorder, session: Session, quiet: torch.Tensor, load
         made=Made.now(),
         tensors=tuple(found.tensors),
     )
-    return profile, found.exchange_cpu_us
 
 
 def described(found: Profiling) -> str:

@@ -4,7 +4,6 @@ A step lasts from one forward of the model to the next. *Quiet* and *loaded* ste
 until the last gradient is ready; in loaded steps exchanges run as usual. Both give the same sums, so training is not affected.
 """
 
-import time
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradwire.core import Plan
+from gradwire.core import Plan, needed_s
 from gradwire.engine import GradientHooks, Observer, Session, compiled, tensors_in
 from gradwire.profiler.clock import Clock
 from gradwire.transport import LanesObserver
@@ -35,10 +34,9 @@ class _RecordedStep:
     ready: dict[int, Any] = field(default_factory=dict)
     finished: Any = None
     ended: Any = None
-    cpu_s: float = 0.0
-    """CPU seconds of all threads: until the exchange ends, the process's at the last gradient; then those since that one."""
-    computing_cpu_s: float = 0.0
-    """CPU seconds of all threads from the begin to the last gradient. Before that, minus the process's at the begin."""
+    needed_from_s: float = 0.0
+    needed_to_s: float = 0.0
+    """Seconds for which the process had needed a processor (`gradwire.core.needed_s`) at the begin, and at the last gradient."""
 
 
 class Recorder(Observer, LanesObserver):
@@ -97,7 +95,7 @@ class Recorder(Observer, LanesObserver):
 
         Columns: for each module the time from the start of its forward (for the first, of the step) to the next module's start;
         from the start of the step to the start of backward, and to each gradient; from the end of the exchange to the next step;
-        the CPU time from the last gradient to the end of the exchange; the CPU time before it. NaN if something did not happen.
+        the time until the last gradient for which a processor was needed. NaN if something did not happen.
         """
         chosen = [step for step in self.steps[WARMUP_STEPS:] if step.quiet == quiet and step.finished is not None]
         return torch.tensor([self._row(step) for step in chosen], dtype=torch.float64)
@@ -111,7 +109,7 @@ class Recorder(Observer, LanesObserver):
             forward[module] += end - begin
         ready = [us(step.ready[index]) if index in step.ready else never for index in range(len(self.names))]
         optimizer = never if step.ended is None else self.clock.us(step.finished, step.ended)
-        return [*forward, backward, *ready, optimizer, step.cpu_s * 1e6, step.computing_cpu_s * 1e6]
+        return [*forward, backward, *ready, optimizer, 1e6 * (step.needed_to_s - step.needed_from_s)]
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any, named: Any) -> None:
         if module is not self._model() or not torch.is_grad_enabled():
@@ -129,7 +127,7 @@ class Recorder(Observer, LanesObserver):
         self.batch = max(1, shapes[0][0]) if shapes and shapes[0] else 1
         quiet = len(self.steps) >= WARMUP_STEPS and (len(self.steps) - WARMUP_STEPS) % 2 == 0
         self.holds = quiet
-        self.steps.append(_RecordedStep(quiet, self.clock.mark(), computing_cpu_s=-time.process_time()))
+        self.steps.append(_RecordedStep(quiet, self.clock.mark(), needed_from_s=needed_s()))
 
     def _enter(self, number: int, module: torch.nn.Module, inputs: Any) -> None:
         step = self._running()
@@ -154,14 +152,12 @@ class Recorder(Observer, LanesObserver):
         step = self._running()
         if step is not None:
             step.ready[index] = self.clock.mark()
-            step.cpu_s = time.process_time()
+            step.needed_to_s = needed_s()
 
     def finished(self, exposed_s: float) -> None:
         step = self._running()
         if step is not None:
             step.finished = self.clock.mark()
-            step.computing_cpu_s += step.cpu_s
-            step.cpu_s = time.process_time() - step.cpu_s
             self.holds = False
 
     def _running(self) -> _RecordedStep | None:

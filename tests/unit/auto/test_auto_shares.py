@@ -17,7 +17,7 @@ class MadeUpMoments:
 
     def __init__(self, *_: object) -> None:
         self.rows = [[70.0, 100.0], [80.0, 110.0]]
-        self.cpu_s = self.wall_s = 1.0
+        self.needed_s = self.wall_s = 1.0
 
     def ended(self, *_: float) -> None: ...
 

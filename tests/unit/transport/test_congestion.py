@@ -1,0 +1,46 @@
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from gradwire.transport import rendezvous
+
+
+@pytest.fixture
+def connection() -> Iterator[socket.socket]:
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        caller = stack.enter_context(socket.create_connection(listener.getsockname()))
+        stack.enter_context(listener.accept()[0])
+        yield caller
+
+
+def _control(connection: socket.socket) -> bytes:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+def _choose(connection: socket.socket, control: bytes) -> None:
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control)
+    except (AttributeError, OSError) as error:
+        pytest.skip(f"{control.decode()} cannot be chosen here: {error}")
+
+
+def test_a_short_connection_is_not_paced_by_bbr(connection: socket.socket) -> None:
+    _choose(connection, b"bbr")
+    rendezvous.send_by_windows(connection)
+    assert _control(connection) == b"reno"
+
+
+def test_a_long_connection_keeps_bbr(connection: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    _choose(connection, b"bbr")
+    monkeypatch.setattr(rendezvous, "_SHORT_US", 0)
+    rendezvous.send_by_windows(connection)
+    assert _control(connection) == b"bbr"
+
+
+def test_another_control_stays(connection: socket.socket) -> None:
+    _choose(connection, b"reno")
+    rendezvous.send_by_windows(connection)
+    assert _control(connection) == b"reno"
