@@ -57,9 +57,8 @@ Measured by `python -m benchmarks side_by_side --measure --jobs transformer` and
 do not edit. Other cells, the resnet's among them, are not measured. `--compressors randk,dgc,efsignsgd,onebit` measures cells in
 which all systems have one of Cupcake's and ByteComp's four compressors; {compressed}. gradwire's engine runs each system as a
 plan of the same job, in turns, over links with a limited rate: [how it is measured](bench.md#the-papers-systems). Dates:
-{dates}. The machine had {cores} processors for {ranks} ranks. So ranks share processors: what a plan computes beside backward
-takes longer than on processors of their own, and predictions do not know that. Nor do they know that AdamW takes longer where
-most elements got no gradient yet, as with Top-k: [the cure](how-to/diagnose.md#4-look-for-these-in-the-script) is not used here.
+{dates}. The machine had {cores} processors for {ranks} ranks. So ranks share processors, and predictions know that
+([how](simulator.md#what-is-modelled)). AdamW is fused, since otherwise its time depends on how many elements have got a gradient so far.
 
 ## What the papers claim
 

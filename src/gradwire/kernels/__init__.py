@@ -5,7 +5,6 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -108,7 +107,7 @@ def run_calls(calls: Iterable[KernelCall]) -> None:
         elif kernel in _EVERYWHERE:
             getattr(everywhere, kernel)(*arguments)
         else:
-            kernels = kernels_for(_device_of(arguments).type)
+            kernels = kernels_for(_device_type(arguments))
             if Batch in kinds and not hasattr(kernels, "TAKES_BATCHES"):
                 for each in _parts_of(kernel, arguments):
                     getattr(kernels, kernel)(*each)
@@ -119,9 +118,9 @@ def run_calls(calls: Iterable[KernelCall]) -> None:
 _EVERYWHERE = frozenset(everywhere.__all__)
 
 
-def _device_of(arguments: Sequence[Any]) -> torch.device:
-    first = arguments[0]
-    return first.device if isinstance(first, torch.Tensor) else next(each.device for each in arguments if torch.is_tensor(each))
+def _device_type(arguments: Sequence[Any]) -> str:
+    first = next(each for each in arguments if isinstance(each, torch.Tensor))
+    return "cpu" if first.is_cpu else first.device.type
 
 
 def _parts_of(kernel: str, arguments: Sequence[Any]) -> Iterator[list[Any]]:
@@ -137,18 +136,22 @@ def _parts_of(kernel: str, arguments: Sequence[Any]) -> Iterator[list[Any]]:
         ]
 
 
-@contextmanager
-def refused(spec: Spec) -> Iterator[None]:
-    """Raises PayloadError where a kernel finds bytes that no encode of this spec writes."""
-    try:
-        yield
-    except RuntimeError as error:
-        if DAMAGED not in str(error):
-            raise
-        raise PayloadError(
-            f"{DAMAGED}: no encode of {spec!r} writes these bytes, and nothing was decoded. Ranks run different plans or "
-            "versions, or the bytes were changed. Run the same plan and version on all ranks."
-        ) from error
+class refused:
+    """Context that raises PayloadError where a kernel finds bytes that no encode of this spec writes. No generator: it is entered
+    in each decode that Python runs."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError) and DAMAGED in str(error):
+            raise PayloadError(
+                f"{DAMAGED}: no encode of {self._spec!r} writes these bytes, and nothing was decoded. Ranks run different plans "
+                "or versions, or the bytes were changed. Run the same plan and version on all ranks."
+            ) from error
 
 
 def is_float(dtype: torch.dtype) -> bool:

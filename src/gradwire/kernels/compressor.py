@@ -6,6 +6,7 @@ It is declared here because collectives run compressors, and know none of `gradw
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -85,7 +86,7 @@ class Compressor(ABC):
         """Bytes of the payload of these segments for a gradient of this dtype. Independent of values."""
         key = self.spec, dtype
         if (found := segments.payload_bytes.get(key)) is None:  # asked in every decode
-            found = segments.payload_bytes[key] = self.spec.bytes_beside(runs_of(segments), dtype.itemsize)
+            found = segments.payload_bytes[key] = _bytes_of(self.spec, tuple(runs_of(segments)), dtype.itemsize)
         return found
 
     @abstractmethod
@@ -163,6 +164,12 @@ class WrappingCompressor(Compressor):
 
     def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> Program:
         return self.inner.program(flat, state, segments)
+
+
+@lru_cache(maxsize=1024)
+def _bytes_of(spec: Spec, runs: tuple[ElementRun, ...], itemsize: int) -> int:
+    """Bytes of a payload. Shards have few sizes, and of many ranks there are tens of thousands."""
+    return spec.bytes_beside(runs, itemsize)
 
 
 def runs_of(segments: Segments) -> list[ElementRun]:
