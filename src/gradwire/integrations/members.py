@@ -23,6 +23,7 @@ from gradwire.integrations.catch_up import CatchUp, Means
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.handover import MemberCard, MemberState, StateOffer, copied, fetch, hand_over
 from gradwire.integrations.quorum import Lighthouse, NoQuorumError
+from gradwire.integrations.rehearsal import rehearse
 from gradwire.transport import LinkError
 
 __all__ = ["Members"]
@@ -46,6 +47,7 @@ class Members:
         """catches_up: whether joiners catch up while the others make steps; the same on all members."""
         self._tensors, self._plan, self._state = tensors, plan, state
         self._lighthouse, self._catches_up = lighthouse, catches_up
+        rehearse(tensors, plan, lighthouse.timeout)
         self.step = 0
         """Committed steps: the same on all members that are not behind."""
         self.parts, self.takes_part = 0, False
@@ -195,5 +197,4 @@ class Members:
                 self._catch_up.state_came()
         self.step = quorum.max_step
         self._took_part = True
-        took_s = time.monotonic() - began_s
-        log.info("step %d: number %d of %d members met in %.2f s", self.step, group.rank, group.world_size, took_s)
+        log.info("step %d: rank %d of %d met all in %.2f s", self.step, self.rank, self.world_size, time.monotonic() - began_s)
