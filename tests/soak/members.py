@@ -32,7 +32,7 @@ from interpreters import Interpreters
 
 MOST = 4
 """Members at a time."""
-BATCH = 16
+BATCH = 64
 """Samples of a member's step."""
 SILENCE_S = 1.0
 """Of the lighthouse: the default of `gradwire lighthouse`."""
