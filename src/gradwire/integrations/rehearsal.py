@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from gradwire.errors import GradwireError
 from gradwire.exchange import Exchange, TensorMeta
