@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from elastic_member import PATIENCE_S, TIMEOUT_S
 from interpreters import Interpreters
 
-__all__ = ["LEAST", "START_S", "Crowd", "Member"]
+__all__ = ["LEAST", "START_S", "Crowd", "Member", "taking_part"]
 
 os.environ.setdefault("RUST_LOG", "error")  # a lighthouse says much in each step; torchft reads it when it is loaded
 
@@ -41,6 +41,11 @@ class Member:
     def __post_init__(self) -> None:
         self.reading = threading.Thread(target=self.read, daemon=True)
 
+    @property
+    def counted(self) -> list[dict[str, Any]]:
+        """The lines of steps that others made too. If it was killed, no other may have made its last one."""
+        return self.steps[:-1] if self.goes else self.steps
+
     def read(self) -> None:
         """Read the lines, until the process ends."""
         assert self.process.stdout is not None
@@ -64,13 +69,14 @@ class Crowd:
         batch: int = 16,
         silence_s: float = 3.0,
         timeout_s: float = TIMEOUT_S,
+        seed: int = 0,
     ) -> None:
         """batch: the samples of each step of a member. silence_s: of the lighthouse; long for a busy machine. timeout_s: of the
-        members."""
+        members. seed: of the first member; the next one has the next number."""
         from torchft.coordination import LighthouseServer
 
         self._interpreters, self._plan, self.folder = interpreters, plan, Path(folder)
-        self._batch, self._timeout_s = batch, timeout_s
+        self._batch, self._timeout_s, self._seed = batch, timeout_s, seed
         self._lighthouse = LighthouseServer(
             bind="127.0.0.1:0",
             min_replicas=LEAST,
@@ -80,6 +86,8 @@ class Crowd:
         )
         self.address = f"127.0.0.1:{urlsplit(self._lighthouse.address()).port}"
         self.all: list[Member] = []
+        self.falls_after = 0
+        """The steps that members make before their rate begins to fall; 0 where their end is not known yet."""
 
     @property
     def last_step(self) -> int:
@@ -93,7 +101,7 @@ class Crowd:
     def join(self, plan: str | None = None, slow_s: float = 0.0, dies_at: int = 0) -> Member:
         """Start a member, with another plan than the others' if one is named. slow_s: how long its state takes to come. dies_at:
         the meeting in which it kills itself; 0: none."""
-        words = [self.address, plan or self._plan, len(self.all), self.folder, self._batch, self._timeout_s]
+        words = [self.address, plan or self._plan, self._seed + len(self.all), self.folder, self._batch, self._timeout_s]
         command = [sys.executable, str(SCRIPT), *map(str, words)]
         paths = [str(SCRIPT.parents[2] / "src"), str(SCRIPT.parent)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
@@ -130,13 +138,14 @@ class Crowd:
             time.sleep(0.01)
         return longest
 
-    def finish(self, least: int = 0) -> list[Member]:
-        """Let all that live end at one step, `least` or a later one. Returns those that did, without one that was taken for dead
-        just before: it finds no other any more."""
+    def finish(self, least: int = 0, fall: int = 0) -> list[Member]:
+        """Let all that live end at one step: so many steps in which the rate falls after `least` or some more. Returns those that
+        did, without one that was taken for dead just before: it finds no other any more."""
         while (step := self.last_step) < least - 30:
             self.await_steps(self.living, min(100, least - 30 - step), START_S)
         part = self.folder / "end.part"
-        part.write_text(str(max(least, step + 30)))
+        self.falls_after = max(least, step + 30)
+        part.write_text(f"{self.falls_after} {self.falls_after + fall}")
         part.rename(self.folder / "end")
         ending = self.living
         for each in ending:
@@ -154,11 +163,24 @@ class Crowd:
         """The ends of what members wrote to stderr."""
         return "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("member-*.log")))
 
+    def samples_before_the_fall(self) -> int:
+        """The samples of all members in the steps before their rate began to fall."""
+        return self._batch * sum(count for step, count in taking_part(self.all).items() if step <= self.falls_after)
+
     def unequal_steps(self) -> list[int]:
-        """The steps after which two members had different weights. What one wrote just before it was killed does not count: no
-        other may have made that step."""
+        """The steps after which two members had different weights."""
         weights: dict[int, set[str]] = {}
         for member in self.all:
-            for said in member.steps[:-1] if member.goes else member.steps:
+            for said in member.counted:
                 weights.setdefault(said["step"], set()).add(said["weights"])
         return [step for step, found in weights.items() if len(found) > 1]
+
+
+def taking_part(members: list[Member]) -> dict[int, int]:
+    """The number of members whose gradients count in each step. A joiner that makes a step again writes the number of its first
+    step, so the largest one is right."""
+    found: dict[int, int] = {}
+    for member in members:
+        for said in member.counted:
+            found[said["step"]] = max(said["taking_part"], found.get(said["step"], 0))
+    return found

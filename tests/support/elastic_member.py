@@ -2,8 +2,8 @@
 
 python elastic_member.py LIGHTHOUSE PLAN SEED FOLDER BATCH TIMEOUT_S
 
-It trains until the step in the file FOLDER/end, and leaves earlier when it gets SIGTERM. Its last line has the held-out loss, and
-what it held before and after.
+FOLDER/end has two steps. From the first one to the second the learning rate falls to 0, and then the member ends. It leaves
+earlier when it gets SIGTERM. Its last line has the held-out loss, and what it held before and after.
 """
 
 import gc
@@ -56,7 +56,8 @@ def main() -> None:
         for parameter in model.parameters():
             parameter.add_(1e-3 * torch.randn_like(parameter))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.3, 2000)
+    end, step, told, behind = End(Path(folder)), 0, 0, False
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: end.rate(step))
     same = torch.Generator().manual_seed(7)
     teacher = torch.randn(20, 3, generator=same)
     held_out = samples(4000, teacher, same)
@@ -75,24 +76,24 @@ def main() -> None:
         timeout_s=float(timeout_s),
         patience_s=PATIENCE_S,
     )
-    end, told, behind = Path(folder) / "end", 0, False
     try:
-        while not leaves.is_set() and not (end.exists() and job.step >= int(end.read_text())):
+        while not leaves.is_set() and not end.is_reached(job.step):
             inputs, targets = samples(int(batch), teacher)
             loss = (model(inputs) - targets).square().mean()
             loss.backward()
             optimizer.step()
+            step = job.step
             scheduler.step()
             optimizer.zero_grad()
             time.sleep(PAUSE_S)
-            if job.step != told:
-                told = job.step
+            if step != told:
+                told = step
                 with job.global_weights():
                     weights = digest(model)
                 who = {"members": job.world_size, "taking_part": job.taking_part}
                 say(step=told, weights=weights, loss=loss.item(), decided=job.decision is not None, **who)
     except gw.CommunicationError:
-        if not end.exists():
+        if not end.is_known:
             raise
         behind = True
     with job.global_weights(), torch.no_grad():
@@ -104,6 +105,33 @@ def main() -> None:
     while held() != before and time.monotonic() < until:
         time.sleep(0.1)  # threads of C++ end a little later
     say(before=before, after=held(), loss=last, behind=behind)
+
+
+class End:
+    """The last steps of all members, which the tests write to a file some steps before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "end"
+
+    @property
+    def is_known(self) -> bool:
+        return self._file.exists()
+
+    def is_reached(self, step: int) -> bool:
+        """Whether so many steps are all."""
+        return self.is_known and step >= self._steps[1]
+
+    def rate(self, step: int) -> float:
+        """The factor of the learning rate after so many steps: the same on all members."""
+        if not self.is_known:
+            return 1.0
+        first, last = self._steps
+        return min(1.0, max(0, last - step) / max(1, last - first))
+
+    @property
+    def _steps(self) -> tuple[int, int]:
+        first, last = map(int, self._file.read_text().split())
+        return first, last
 
 
 def slow_down(seconds: float) -> None:

@@ -36,6 +36,10 @@ class TensorMeta:
         """A tensor of this kind that takes no memory."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
+    def zeros(self) -> torch.Tensor:
+        """A tensor of this kind, of zeros."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
 
 TensorLike: TypeAlias = torch.Tensor | TensorMeta
 

@@ -100,7 +100,7 @@ class CatchUp:
         quorum = first
         while quorum.quorum_id == first.quorum_id:
             self._exchange.step = quorum.max_step
-            means = {name: torch.zeros(each.shape, dtype=each.dtype, device=each.device) for name, each in self._tensors.items()}
+            means = {name: each.zeros() for name, each in self._tensors.items()}
             self._exchange.begin()
             self._exchange.ready_all(means)
             if not self._exchange.finish_quietly():

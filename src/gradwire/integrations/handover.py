@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
+from torch.utils import _pytree as pytree
 
 from gradwire.errors import DisagreementError
 from gradwire.integrations.member_watch import host_and_port
 from gradwire.transport import Link, LinkError, transfer
 
-__all__ = ["MemberCard", "MemberState", "StateOffer", "fetch", "hand_over", "reach", "state_of"]
+__all__ = ["MemberCard", "MemberState", "StateOffer", "copied", "fetch", "hand_over", "reach", "state_of"]
 
 log = logging.getLogger(__name__)
 _PIECE_BYTES = 2**22
@@ -48,8 +49,6 @@ class MemberCard(msgspec.Struct):
     """The bytes that it sends to each joiner before the step."""
     store: str = ""
     """The address of the store where it offers its state."""
-    offers: int = 0
-    """The bytes of the state that it offers there."""
 
 
 def hand_over(link: Link, own: MemberCard, data: bytes) -> tuple[list[MemberCard], bytes]:
@@ -96,19 +95,19 @@ class StateOffer:
         self._end: Callable[[], None] = lambda: None
         """Ends the present offer."""
 
-    def begin(self, store: TCPStore, key: str, data: bytes) -> None:
-        """Offer these bytes, and no others."""
+    def begin(self, store: TCPStore, key: str, make: Callable[[], bytes]) -> None:
+        """Offer these bytes, and no others. make: called in a thread, so that no step waits for it."""
         self.withdraw()
-        thread = threading.Thread(target=self._put, args=(store, key, data), name="gradwire-offer", daemon=True)
-        pieces = range(-(-len(data) // _OFFERED_BYTES))
+        put: list[str] = []
+        thread = threading.Thread(target=self._put, args=(store, key, make, put), name="gradwire-offer", daemon=True)
 
         def end() -> None:
             self._ends.set()
             thread.join()
             self._ends.clear()
             with suppress(Exception):
-                for number in pieces:
-                    store.delete_key(f"{key}/{number}")
+                for each in put:
+                    store.delete_key(each)
 
         self._end = end
         thread.start()
@@ -118,37 +117,48 @@ class StateOffer:
         self._end()
         self._end = lambda: None
 
-    def _put(self, store: TCPStore, key: str, data: bytes) -> None:
+    def _put(self, store: TCPStore, key: str, make: Callable[[], bytes], put: list[str]) -> None:
         try:
-            for number, at in enumerate(range(0, len(data), _OFFERED_BYTES)):
+            data = make()
+            pieces = [data[at : at + _OFFERED_BYTES] for at in range(0, len(data), _OFFERED_BYTES)]
+            for number, piece in enumerate([str(len(pieces)).encode(), *pieces]):
                 if self._ends.is_set():
                     break
-                piece = data[at : at + _OFFERED_BYTES]
-                store.set(f"{key}/{number}", zlib.crc32(piece).to_bytes(4, "little") + piece)  # type: ignore[arg-type]  # any bytes
+                put.append(f"{key}/{number}")
+                store.set(put[-1], zlib.crc32(piece).to_bytes(4, "little") + piece)  # type: ignore[arg-type]  # any bytes
         except Exception as error:
             log.warning("the state for joiners could not be offered: %s", error)
 
 
-def fetch(address: str, key: str, size: int, timeout: timedelta, check: Callable[[], None]) -> bytes:
-    """Get a state of so many bytes that a member offers. Raises LinkError. timeout: for one piece. check: raises LinkError where
-    the state is no longer of use."""
-    store, pieces = reach(address, timeout), []
+def fetch(address: str, key: str, timeout: timedelta, check: Callable[[], None]) -> bytes:
+    """Get the state that a member offers. Raises LinkError. timeout: for one piece. check: raises LinkError where the state is no
+    longer of use."""
+    store = reach(address, timeout)
     store.set_timeout(_LOOK)  # for a piece that is not there yet, or no more
-    for number in range(-(-size // _OFFERED_BYTES)):
-        until = time.monotonic() + timeout.total_seconds()
-        while True:
-            check()
-            try:
-                got = bytes(store.get(f"{key}/{number}"))
-                break
-            except Exception as error:
-                if time.monotonic() > until:
-                    raise LinkError(None, error) from error
-                time.sleep(_AGAIN_S)
-        if zlib.crc32(got[4:]).to_bytes(4, "little") != got[:4]:
-            raise LinkError(None, ValueError("a piece of the state was changed on its way"))
-        pieces.append(got[4:])
-    return b"".join(pieces)
+    count = int(_fetch_piece(store, f"{key}/0", timeout, check))
+    return b"".join(_fetch_piece(store, f"{key}/{number}", timeout, check) for number in range(1, count + 1))
+
+
+def _fetch_piece(store: TCPStore, key: str, timeout: timedelta, check: Callable[[], None]) -> bytes:
+    until = time.monotonic() + timeout.total_seconds()
+    while True:
+        check()
+        try:
+            got = bytes(store.get(key))
+            break
+        except Exception as error:
+            if time.monotonic() > until:
+                raise LinkError(None, error) from error
+            time.sleep(_AGAIN_S)
+    if zlib.crc32(got[4:]).to_bytes(4, "little") != got[:4]:
+        raise LinkError(None, ValueError("a piece of the state was changed on its way"))
+    return got[4:]
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a state in the host's memory: later steps do not change it."""
+    copy: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda each: each.detach().to("cpu", copy=True), state)
+    return copy
 
 
 def state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[Any]) -> MemberState:

@@ -21,8 +21,9 @@ from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.exchange import Exchange, State, TensorMeta, is_alike
 from gradwire.integrations.catch_up import CatchUp, Means
 from gradwire.integrations.handles import from_bytes, to_bytes
-from gradwire.integrations.handover import MemberCard, MemberState, StateOffer, fetch, hand_over
+from gradwire.integrations.handover import MemberCard, MemberState, StateOffer, copied, fetch, hand_over
 from gradwire.integrations.quorum import Lighthouse, NoQuorumError
+from gradwire.integrations.rehearsal import rehearse
 from gradwire.transport import LinkError
 
 __all__ = ["Members"]
@@ -46,6 +47,7 @@ class Members:
         """catches_up: whether joiners catch up while the others make steps; the same on all members."""
         self._tensors, self._plan, self._state = tensors, plan, state
         self._lighthouse, self._catches_up = lighthouse, catches_up
+        rehearse(tensors, plan, lighthouse.timeout)
         self.step = 0
         """Committed steps: the same on all members that are not behind."""
         self.parts, self.takes_part = 0, False
@@ -176,9 +178,8 @@ class Members:
             data = to_bytes({"alike": alike, **(state if waits else {})})
             card.sends = dict.fromkeys(joiners, len(data))
             if not waits:
-                offered = to_bytes(state)
-                self._offer.begin(self._lighthouse.store, key, offered)
-                card.store, card.offers = self._lighthouse.store_address, len(offered)
+                self._offer.begin(self._lighthouse.store, key, partial(to_bytes, copied(state)))
+                card.store = self._lighthouse.store_address
         cards, got = exchange.lanes.control.submit(lambda link: hand_over(link, card, data)).result()
         self._lighthouse.end_watch()
         self.parts, self.takes_part, self._failures = sum(not each.joins for each in cards), not card.joins, 0
@@ -190,11 +191,10 @@ class Members:
                 catch_up = self._catch_up = CatchUp(
                     exchange, self._tensors, quorum, partial(self._lighthouse.ask, self.step, 0, True)
                 )
-                state = from_bytes(fetch(donor.store, key, donor.offers, self._lighthouse.timeout, catch_up.check))
+                state = from_bytes(fetch(donor.store, key, self._lighthouse.timeout, catch_up.check))
             self._state.load(state)
             if self._catch_up is not None:
                 self._catch_up.state_came()
         self.step = quorum.max_step
         self._took_part = True
-        took_s = time.monotonic() - began_s
-        log.info("step %d: number %d of %d members met in %.2f s", self.step, group.rank, group.world_size, took_s)
+        log.info("step %d: rank %d of %d met all in %.2f s", self.step, self.rank, self.world_size, time.monotonic() - began_s)

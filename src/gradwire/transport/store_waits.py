@@ -11,8 +11,9 @@ Check = Callable[[], None]
 """Raises LinkError where another rank of a group is gone. It is called again and again while ranks wait for each other."""
 LOOK_S = 0.1
 """The longest time between two calls of a check."""
-_AGAIN_S = 0.01
-"""The time between two questions for keys. A store's own wait of so short a time would log a warning each time."""
+_SOON_S, _AGAIN_S = 0.001, 0.01
+"""The shortest and the longest time between two questions for keys: the times double, since ranks mostly come at once. A store's
+own wait of so short a time would log a warning each time."""
 
 
 def await_keys(store: Any, keys: Sequence[str], timeout: timedelta, check: Check | None) -> None:
@@ -21,9 +22,10 @@ def await_keys(store: Any, keys: Sequence[str], timeout: timedelta, check: Check
     if check is None:
         store.wait(keys, timeout)
         return
-    until = time.monotonic() + timeout.total_seconds()
+    until, again_s = time.monotonic() + timeout.total_seconds(), _SOON_S
     while not store.check(keys):
         check()
         if time.monotonic() > until:
             raise TimeoutError(f"the store did not get {', '.join(keys)} within {timeout.total_seconds():g} s")
-        time.sleep(_AGAIN_S)
+        time.sleep(again_s)
+        again_s = min(2 * again_s, _AGAIN_S)
