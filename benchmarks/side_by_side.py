@@ -58,7 +58,8 @@ do not edit. Other cells, the resnet's among them, are not measured. `--compress
 which all systems have one of Cupcake's and ByteComp's four compressors; {compressed}. gradwire's engine runs each system as a
 plan of the same job, in turns, over links with a limited rate: [how it is measured](bench.md#the-papers-systems). Dates:
 {dates}. The machine had {cores} processors for {ranks} ranks. So ranks share processors, and predictions know that
-([how](simulator.md#what-is-modelled)). AdamW is fused, since otherwise its time depends on how many elements have got a gradient so far.
+([how](simulator.md#what-is-modelled)). AdamW is fused, since otherwise its time depends on
+how many elements have got a gradient so far.
 
 ## What the papers claim
 
