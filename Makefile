@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 PY := .venv/bin/python
 # only errors: whatever pip says of its indexes is of no use to whoever runs make
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
+# pip compiles every file, one after the other: Python compiles what is imported, and compileall uses all processors
+INSTALL := $(PIP) install --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 # bytecode is kept: the tests and their workers would compile gradwire and themselves again in every process
 unexport PYTHONDONTWRITEBYTECODE
@@ -93,26 +95,29 @@ fmt: .venv/.dev
 .venv/.torch: constraints.txt
 	@echo "Setting up .venv (once): installing torch and compiling the C++ kernels. Some minutes, more on a busy machine ..."
 	@$(PYTHON) -m venv .venv
-	@$(PIP) install "setuptools>=77"
-	@$(PY) setup.py --quiet build_ext --inplace & $(PIP) install $$(grep ^torch= constraints.txt); installed=$$?; wait; exit $$installed
+	@$(INSTALL) "setuptools>=77"
+	@$(PY) setup.py --quiet build_ext --inplace & $(INSTALL) $$(grep ^torch= constraints.txt) && \
+		$(PY) -W ignore -c "import torch._dynamo"; installed=$$?; wait; exit $$installed
 	@touch $@
 
 # what the demo needs
 .venv/.demo: .venv/.torch $(SOURCES)
 	@echo "Installing gradwire and what the demo draws with, half a minute ..."
-	@$(PIP) install -c constraints.txt -e ".[bench]"
+	@$(INSTALL) -c constraints.txt -e ".[bench]"
+	@$(PY) -c "import matplotlib.pyplot, sklearn.datasets"
 	@touch $@
 
 # and what the tests need: every SIMD level, and the tools
 .venv/.dev: .venv/.torch $(SOURCES)
 	@echo "Installing what the tests need and compiling the kernels for every processor. Some minutes, more on a busy machine ..."
-	@GRADWIRE_LEVELS=all $(PIP) install -c constraints.txt -e ".[bench,dev,docs,transformers,accelerate,lightning,ray,elastic]"
+	@GRADWIRE_LEVELS=all $(INSTALL) -c constraints.txt -e ".[bench,dev,docs,transformers,accelerate,lightning,ray,elastic]"
+	@$(PY) -m compileall -qq -j 0 .venv/lib || true  # some packages have files that are no Python 3
 	@touch .venv/.demo .venv/.docs $@
 
 # and what the documentation is made with
 .venv/.docs: .venv/.demo
 	@echo "Installing Sphinx, a quarter of a minute ..."
-	@$(PIP) install -c constraints.txt -e ".[docs]"
+	@$(INSTALL) -c constraints.txt -e ".[docs]"
 	@touch $@
 
 clean:

@@ -50,6 +50,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 LONGEST_FIRST = (
     "test_soak", "test_doc_blocks", "test_bench_gpu", "test_bench_worker", "test_power_loss", "test_short_memory", "test_fsdp2",
+    "test_elastic", "test_in_process", "test_staging", "test_streams",
     "test_kernels_triton", "test_kernel_variants",
     "test_torch_tests", "test_docs_build", "test_testbed", "test_engine_residuals", "test_options_run", "test_auto_local",
     "test_exchange", "test_engine_equality", "test_auto_live", "test_auto_schedules", "test_auto_bits", "test_pipelined",
@@ -63,13 +64,13 @@ WITH_TRITON = ("test_kernels_triton", "test_kernels_local_update")
 """How the names of files begin that use the fixtures `interpreter` and `compiler`."""
 
 QUICK_CASES = {
-    "ranks": 3,
-    "integrations": 3,
+    "ranks": 2,
+    "integrations": 2,
     "scripts": 2,
-    "kernels": 12,
-    "compressors": 50,
-    "costs": 50,
-    "planner": 50,
+    "kernels": 8,
+    "compressors": 30,
+    "costs": 30,
+    "planner": 30,
 }
 """How many cases of a parametrized test `make test` runs at most, by folder. Other folders run all cases."""
 
@@ -77,10 +78,10 @@ SLOW_CASES = 12
 """How many of the others `make test-slow` runs at most, where a case starts ranks; `make test-all` runs all."""
 
 CI_CASES = {
-    "ranks": 4,
-    "integrations": 4,
+    "ranks": 3,
+    "integrations": 3,
     "scripts": 4,
-    "kernels": 16,
+    "kernels": 12,
     "compressors": 60,
     "costs": 60,
     "planner": 55,

@@ -180,7 +180,7 @@ def test_a_wait_for_members_that_do_not_come_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", ["2 bits with feedback", *(pytest.param(each, marks=pytest.mark.slow) for each in ("low rank", "auto")), "local"]
+    "plan", ["2 bits with feedback", *(pytest.param(each, marks=pytest.mark.slow) for each in ("low rank", "auto", "local"))]
 )
 def test_the_others_make_steps_while_a_joiner_waits_for_its_state(interpreters: Interpreters, tmp_path: Path, plan: str) -> None:
     pytest.importorskip("torchft")
@@ -206,7 +206,7 @@ def test_the_others_make_steps_while_a_joiner_waits_for_its_state(interpreters: 
         crowd.close()
 
 
-@pytest.mark.parametrize("plan", ["2 bits with feedback", "local"])
+@pytest.mark.parametrize("plan", [pytest.param("2 bits with feedback", marks=pytest.mark.slow), "local"])
 def test_a_member_that_is_killed_and_restarted_ends_with_the_others_weights(
     interpreters: Interpreters, tmp_path: Path, plan: str
 ) -> None:

@@ -66,6 +66,7 @@ def test_nothing_is_said_of_an_honest_run(threads: Threads, spec: Spec) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_nothing_is_said_of_20_honest_runs(threads: Threads) -> None:
     for job, spec, seed in product(("transformer", "tied"), HONEST.values(), range(5)):
         check_honest(threads, job, spec, seed)

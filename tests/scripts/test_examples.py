@@ -59,7 +59,7 @@ def test_unequal_ranks_learn_as_one_process(interpreters: Interpreters) -> None:
     ranks = run_ranks(interpreters, path)
     alone = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     alone |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    one = subprocess.run([sys.executable, path], env=alone, capture_output=True, text=True, timeout=180)
+    one = interpreters.run([sys.executable, path], env=alone, timeout=180)
     assert [each.returncode for each in (*ranks, one)] == [0, 0, 0], [each.stderr for each in (*ranks, one)]
     weights = [float(each.stdout.rsplit(maxsplit=1)[1]) for each in (*ranks, one)]
     assert weights[0] == weights[1] == pytest.approx(weights[2], abs=1e-4)

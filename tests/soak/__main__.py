@@ -44,7 +44,9 @@ def main(arguments: list[str]) -> int:
     # torch tells of every connection that a dead rank breaks, and steps that are void are warnings
     os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
     os.environ["MALLOC_ARENA_MAX"] = "1"  # memory that is free at the end of a thread's own heap is never given back, up to 8 MB
+    cases = chosen(options)
     # a rank is forked in milliseconds from a server that has loaded what ranks and this module need
+    frameworks = integrations.PRELOADED if any(schedule in INTEGRATIONS for _, schedule, _ in cases) else []
     CONTEXT.set_forkserver_preload(
         [
             "torch",
@@ -54,13 +56,13 @@ def main(arguments: list[str]) -> int:
             "soak.links",
             "soak.saved_sets",
             "soak.endurance",
-            *integrations.PRELOADED,
+            *frameworks,
         ]
     )
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gradwire-soak-") as folder:
         os.environ |= {"GRADWIRE_CACHE_DIR": folder, "GRADWIRE_FLIGHT_DIR": folder}
-        trials = run_trials(options, began)
+        trials = run_trials(options, cases, began)
         runs: list[Endurance] = [endure(options.steps)] if options.steps else []
     left = [str(process) for process in multiprocessing.active_children()] + links.namespaces_left()
     skipped = [] if links.possible() else [*links.OF_LINKS]
@@ -70,7 +72,7 @@ def main(arguments: list[str]) -> int:
     return 0 if summary["passed"] else 1
 
 
-def run_trials(options: argparse.Namespace, began: float) -> list[Trial]:
+def run_trials(options: argparse.Namespace, cases: list[tuple[str, str, int]], began: float) -> list[Trial]:
     """All of them, several at a time. Each thread keeps ranks of its own alive."""
     own, everybody = threading.local(), list[Ranks]()
 
@@ -81,7 +83,6 @@ def run_trials(options: argparse.Namespace, began: float) -> list[Trial]:
         return run(*case, own.ranks, options.setting)
 
     trials: list[Trial] = []
-    cases = chosen(options)
     try:
         with ThreadPoolExecutor(options.jobs) as pool:
             for done in [pool.submit(one, case) for case in cases]:

@@ -11,31 +11,35 @@ import pytest
 from interpreters import Interpreters
 from worlds import Outcome
 
+from soak.settings import HOOK, SCHEDULES
 from soak.stage import NotStarted
 from soak.training import End
 
 TESTS = Path(__file__).parents[1]
+IS_CI = "GRADWIRE_CI_CASES" in os.environ
 
 
 @pytest.mark.slow
 def test_a_sample_of_the_faults(interpreters: Interpreters, tmp_path: Path) -> None:
-    """Pairs of a kind of fault and a schedule, and some thousand steps; two minutes on two cores."""
-    summary = soak(interpreters, tmp_path, faults=150, steps=3000, seed=100)
+    """Pairs of a kind of fault and a schedule, and some thousand steps; in CI fewer pairs."""
+    faults = 100 if IS_CI else 150
+    summary = soak(interpreters, tmp_path, faults=faults, steps=3000, seed=100)
     assert len(summary["kinds"]) + len(summary["not_possible_here"]) == 23
     assert {schedule for row in summary["pairs"].values() for schedule in row} == {
         "backward", "pipelined", "sharded", "delayed", "local", "auto", "ddp hook",
         "fsdp2", "accelerate", "transformers", "lightning", "c10d",
     }  # fmt: skip
-    assert summary["compared"] >= 60
+    assert summary["compared"] >= 0.4 * faults
     # now and then a busy machine keeps ranks from their first step, but not in one trial of ten
-    assert summary["started_again"] <= 11
+    assert summary["started_again"] <= 0.075 * faults
     (run,) = summary["endurance"]
     assert run["drift_checks"] == 30 and run["passed"]
 
 
+@pytest.mark.skipif(IS_CI, reason="test_a_sample_of_the_faults runs more of them")
 def test_a_few_faults(interpreters: Interpreters, tmp_path: Path) -> None:
-    """One of each kind, under any schedule."""
-    summary = soak(interpreters, tmp_path, faults=8, steps=0, seed=7)
+    """Some pairs of a kind and a schedule; frameworks, which take seconds to load, are in the larger sample."""
+    summary = soak(interpreters, tmp_path, faults=8, steps=0, seed=7, schedules=",".join([*SCHEDULES, HOOK]))
     assert summary["faults"] == summary["passed_faults"] == 8 and summary["compared"] > 0
 
 
@@ -64,9 +68,9 @@ def test_only_ranks_that_all_waited_are_started_again(kind: str, value: str, tol
     assert not NotStarted(1, [Outcome(kind, value), wrong]).told
 
 
-def soak(interpreters: Interpreters, tmp_path: Path, **numbers: int) -> dict[str, Any]:
+def soak(interpreters: Interpreters, tmp_path: Path, **options: object) -> dict[str, Any]:
     """The summary of a run, which passed."""
-    command = [sys.executable, "-m", "soak", *(f"--{name}={number}" for name, number in numbers.items())]
+    command = [sys.executable, "-m", "soak", *(f"--{name}={value}" for name, value in options.items())]
     paths = [str(TESTS), str(TESTS / "support"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     run = interpreters.run(
         [*command, "--json", str(tmp_path / "soak.json")],

@@ -2,10 +2,11 @@
 
     process = interpreters.start([sys.executable, "-m", "gradwire", "doctor"], stdout=PIPE, text=True)
 
-takes what `subprocess.Popen` takes and returns one. The process is forked from a server that has loaded gradwire and torch, with
-the half of torch that optimizers load when they are first used. So a start costs milliseconds of a processor, not seconds. The
-program is a child of the tests' process, has the arguments, environment, folder and files that were asked for, and ends as any
-interpreter does. Variables that torch reads when it is loaded have no effect, and torch finds no Triton.
+takes what `subprocess.Popen` takes and returns one. The process is forked from a server that has loaded torch, with the half of
+it that optimizers load when they are first used, and gradwire's engine and command line. So a start costs milliseconds of a
+processor, not seconds. The program is a child of the tests' process, has the arguments, environment, folder and files that were
+asked for, and ends as any interpreter does. Variables that torch reads when it is loaded have no effect, and torch finds no
+Triton.
 
 A test about the start of an interpreter calls `subprocess.Popen`.
 """
@@ -171,6 +172,7 @@ def main() -> None:
     sys.modules["triton"] = None  # type: ignore[assignment]  # when frozen it would complain at the end of every program
     import torch._dynamo
 
+    import gradwire.cli  # noqa: F401
     import gradwire.engine  # noqa: F401
 
     del sys.modules["triton"]

@@ -1,7 +1,6 @@
 """Any model as a job: what it is given, its loss, and the errors before ranks start."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -175,32 +174,33 @@ def test_models_that_cannot_be_trained_are_refused(module, model, shape, config,
     assert all(words in str(error.value) for words in said), error.value
 
 
-def gradwire(folder, *arguments):
-    """The program, started as an installed script is: without the current directory on the path."""
+@pytest.fixture
+def gradwire(module, interpreters):
+    """Runs the program as an installed script runs: without the current directory on the path."""
     code = "import sys; from gradwire.cli import main; sys.path = [p for p in sys.path if p]; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=folder, check=False)
+    return lambda *arguments: interpreters.run([sys.executable, "-c", code, *arguments], cwd=module, timeout=120)
 
 
-def test_bench_refuses_the_model_before_ranks_start(module):
-    finished = gradwire(module, "bench", "--model", "own_models:Net", "--input", "4x13", "--links", "unlimited")
+def test_bench_refuses_the_model_before_ranks_start(gradwire):
+    finished = gradwire("bench", "--model", "own_models:Net", "--input", "4x13", "--links", "unlimited")
     assert finished.returncode == 2 and finished.stdout == ""
     assert "4x13" in finished.stderr and "Traceback" not in finished.stderr
 
 
-def test_plan_measures_a_model_for_a_cluster(module):
+def test_plan_measures_a_model_for_a_cluster(module, gradwire):
     link = {"alpha_us": 30, "gbps": 0.01}
     (module / "cluster.json").write_text(
         json.dumps({"version": 1, "nodes": 4, "ranks_per_node": 1, "intra": link, "inter": link})
     )
     model = ("--model", "own_models:Net", "--config", "width=2000", "--input", "8x12")
-    finished = gradwire(module, "plan", *model, "--cluster", "cluster.json", "--spec", "qsgd4", "--json")
+    finished = gradwire("plan", *model, "--cluster", "cluster.json", "--spec", "qsgd4", "--json")
     assert finished.returncode == 0, finished.stderr
     buckets = json.loads(finished.stdout)["buckets"]
     assert sorted(name for bucket in buckets for name in bucket["tensors"]) == ["body.1.bias", "body.1.weight"]
     # whether the bias travels with it depends on the times that were measured
     spec = next(bucket["spec"] for bucket in buckets if "body.1.weight" in bucket["tensors"])
     assert spec.get("body.1.weight", spec)["id"] == "qsgd"
-    both = gradwire(module, "plan", "profile.json", *model, "--cluster", "cluster.json")
+    both = gradwire("plan", "profile.json", *model, "--cluster", "cluster.json")
     assert both.returncode == 2 and "Leave out one of them" in both.stderr
-    neither = gradwire(module, "plan", "--cluster", "cluster.json")
+    neither = gradwire("plan", "--cluster", "cluster.json")
     assert neither.returncode == 2 and "--model and --input" in neither.stderr

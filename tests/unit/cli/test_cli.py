@@ -151,8 +151,9 @@ def test_every_option_is_explained():
         assert all(parameter.help for parameter in command.params if parameter.name != "help")
 
 
-def gradwire(*arguments):
-    return subprocess.run([sys.executable, "-m", "gradwire", *arguments], capture_output=True, text=True, check=False)
+@pytest.fixture
+def gradwire(interpreters):
+    return lambda *arguments: interpreters.run([sys.executable, "-m", "gradwire", *arguments], timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_what_lists_does_not_import_torch(arguments, said):
     assert all(word in finished.stdout for word in said)
 
 
-def test_version():
+def test_version(gradwire):
     finished = gradwire("--version")
     assert finished.returncode == 0
     assert finished.stdout == f"gradwire {__version__}\n"
@@ -197,7 +198,7 @@ def test_version():
         (["import-cluster", "no-such-file.txt", "-o", "out.json"], "no-such-file.txt: cannot be read"),
     ],
 )
-def test_errors_are_one_message(arguments, said):
+def test_errors_are_one_message(gradwire, arguments, said):
     finished = gradwire(*arguments)
     assert finished.returncode == 2
     assert finished.stderr.startswith("gradwire: ")
@@ -217,13 +218,13 @@ def test_errors_are_one_message(arguments, said):
         ),
     ],
 )
-def test_what_bench_would_ignore_is_refused_before_anything_is_measured(words, told):
+def test_what_bench_would_ignore_is_refused_before_anything_is_measured(gradwire, words, told):
     finished = gradwire("bench", *words)
     assert finished.returncode != 0
     assert told in " ".join(finished.stderr.split()), finished.stderr
 
 
-def test_emulate_without_a_script_is_a_usage_error():
+def test_emulate_without_a_script_is_a_usage_error(gradwire):
     finished = gradwire("emulate", "--nodes", "2")
     assert finished.returncode == 2
     assert "Traceback" not in finished.stderr
