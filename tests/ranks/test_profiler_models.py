@@ -110,8 +110,8 @@ def test_tensors_of_earlier_modules_do_not_count_again() -> None:
     """Numbers 0 and 1 are an embedding's and a middle's; the head has the embedding's, and a last module both."""
     infos = [gw.TensorInfo(name, (2, 2), "float32") for name in ("embedding", "middle")]
     modules = [[0], [1], [0], [0, 1]]
-    # modules, backward begins, moments ready, optimizer, CPU of the exchange and of the model
-    row = [1.0, 2.0, 8.0, 4.0, 15.0, 25.0, 20.0, 3.0, 0.0, 0.0]
+    # modules, backward begins, moments ready, optimizer, and for how long the model needed a processor
+    row = [1.0, 2.0, 8.0, 4.0, 15.0, 25.0, 20.0, 3.0, 0.0]
     rows = torch.tensor([row, row], dtype=torch.float64)
     found = model_times(infos, modules, rows, rows)
     assert [(tensor.name, tensor.forward_us) for tensor in found.tensors] == [("middle", 14.0), ("embedding", 1.0)]
