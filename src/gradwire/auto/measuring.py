@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from gradwire.auto.changes import StepPace
 from gradwire.auto.live import AllRanks, DrivenJob, Live
-from gradwire.core import Cluster, Costs, Plan, Profile, Spec, TensorInfo, TensorProfile, needed_s
+from gradwire.core import Cluster, Costs, Plan, ProcessorNeed, Profile, Spec, TensorInfo, TensorProfile
 from gradwire.costs import us_per_byte
 from gradwire.profiler import Clock, cached_codecs, measure_links, measure_processors, measured_links
 
@@ -43,14 +43,14 @@ class StepMoments:
         self.needed_s = self.wall_s = 0.0
         """Time for which a processor was needed, and elapsed time, from the end of each step before to the last gradient."""
         self._seen: dict[int, Any] = {}
-        self._since = self._last = (needed_s(), time.perf_counter())
+        self._since = self._last = (ProcessorNeed.now(), time.perf_counter())
         self._count, self._clock = len(job.tensors), clock
         self.remove = job.watch_gradients(self)
 
     def ready(self, index: int) -> None:
         """The gradient of the parameter with this number is ready."""
         self._seen[index] = self._clock.mark()
-        self._last = (needed_s(), time.perf_counter())
+        self._last = (ProcessorNeed.now(), time.perf_counter())
 
     def ended(self, began_s: float, ended_s: float) -> None:
         """End a step that lasted from `began_s` to `ended_s`, in seconds."""
@@ -58,9 +58,9 @@ class StepMoments:
         us = {index: 1e6 * (ended_s - began_s) - self._clock.us(moment, now) for index, moment in self._seen.items()}
         self.rows.append([us.get(index, math.nan) for index in range(self._count)])
         self._seen = {}
-        self.needed_s += self._last[0] - self._since[0]
+        self.needed_s += self._last[0].since(self._since[0])
         self.wall_s += self._last[1] - self._since[1]
-        self._since = self._last = (needed_s(), time.perf_counter())
+        self._since = self._last = (ProcessorNeed.now(), time.perf_counter())
 
 
 class Look:

@@ -53,7 +53,7 @@ from gradwire.core.payload import (
     qsgd_bytes,
 )
 from gradwire.core.plan import RESIDUAL_DTYPES, Bucket, Plan, Prediction
-from gradwire.core.processor_time import needed_s, waited_ns
+from gradwire.core.processor_time import ProcessorNeed, waited_ns
 from gradwire.core.profile import Profile, TensorProfile
 from gradwire.core.provenance import Made, processor_name
 from gradwire.core.schedules import (
@@ -109,13 +109,13 @@ __all__ = [
     "LINK_TASKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "RING_SHARD_BYTES", "ROUTINES", "SIGN_UNIT", "Backward",
     "BlockTopK", "Bucket", "Cast", "Cluster", "CodecCosts", "Collective", "Costs", "Delayed", "Document", "EFSignSGD",
     "ElementRun", "ElementWeights", "ErrorFeedback", "Identity", "Int8", "Latest", "Link", "LocalSteps", "Made", "MemoryRecord",
-    "Natural", "Nesterov", "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "Profile", "RandomK",
-    "Schedule", "Shaped", "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad", "Threshold", "TopK",
+    "Natural", "Nesterov", "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "ProcessorNeed", "Profile",
+    "RandomK", "Schedule", "Shaped", "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad", "Threshold", "TopK",
     "Truncate", "TwoBit", "as_schedule", "as_spec", "changed", "check_plain", "code_bytes", "coded_bytes",
     "codes_on_cpu", "collective", "collective_of", "columns_of", "convert", "entry_points", "example_specs",
     "fingerprint", "freeze", "freeze_pairs", "goes_around", "in_base_3", "index_bytes", "index_low_bits", "innermost",
     "installed_collectives", "installed_specs", "is_link_word", "kept_of", "lanes_of_pieces", "launch_tasks",
-    "make_folder", "named", "native", "near", "needed_s", "number", "numbers", "only_version", "parse", "primes_of", "printable",
+    "make_folder", "named", "native", "near", "number", "numbers", "only_version", "parse", "primes_of", "printable",
     "processor_name", "qsgd_bytes", "read", "read_text", "register_spec", "schedule_class", "schedule_kinds",
     "schedules", "show", "spec_from_dict", "spec_from_text", "specs", "tasks_by_lane", "text", "uncompressed", "under",
     "unique", "waited_ns", "whole", "wholes", "word", "write_whole",

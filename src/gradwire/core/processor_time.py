@@ -1,7 +1,9 @@
 """The time that a process works on processors, and that it waits for one. Pure: no torch."""
 
+import threading
 import time
 from contextlib import suppress
+from typing import NamedTuple
 
 
 def waited_ns() -> int:
@@ -11,9 +13,23 @@ def waited_ns() -> int:
     return 0
 
 
-def needed_s() -> float:
-    """Seconds for which the process needed a processor: those of all threads on one, and those that this thread waited for one.
+class ProcessorNeed(NamedTuple):
+    """The processor time of a process so far, and how long this thread has waited for a processor.
 
-    So a rank that shares its processor with another needs one all the time, although it has it half the time.
+    A rank that shares its processor with another needs one all the time, although it has it half the time.
     """
-    return time.process_time() + waited_ns() / 1e9
+
+    worked_s: float
+    """The time of all threads."""
+    waited_s: float
+    thread: int
+
+    @staticmethod
+    def now() -> "ProcessorNeed":
+        """The need at this moment."""
+        return ProcessorNeed(time.process_time(), waited_ns() / 1e9, threading.get_ident())
+
+    def since(self, before: "ProcessorNeed") -> float:
+        """Seconds for which a processor was needed meanwhile. Waits count if one thread looked both times."""
+        waited_s = self.waited_s - before.waited_s if self.thread == before.thread else 0.0
+        return self.worked_s - before.worked_s + waited_s

@@ -17,7 +17,7 @@ class ModelTimes(NamedTuple):
     optimizer_us: float
     loaded_backward_us: float
     processor_part: float
-    """The part of forward and backward in quiet steps for which a processor was needed (`gradwire.core.needed_s`)."""
+    """The part of forward and backward in quiet steps for which a processor was needed (`gradwire.core.ProcessorNeed`)."""
 
 
 def slowest(rows: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradwire.core import Plan, needed_s
+from gradwire.core import Plan, ProcessorNeed
 from gradwire.engine import GradientHooks, Observer, Session, compiled, tensors_in
 from gradwire.profiler.clock import Clock
 from gradwire.transport import LanesObserver
@@ -26,6 +26,8 @@ class _RecordedStep:
 
     quiet: bool
     began: Any
+    need: ProcessorNeed
+    """At the begin."""
     modules: list[tuple[int, Any]] = field(default_factory=list)
     """The number of each module, and the start of its forward."""
     backward: Any = None
@@ -34,9 +36,8 @@ class _RecordedStep:
     ready: dict[int, Any] = field(default_factory=dict)
     finished: Any = None
     ended: Any = None
-    needed_from_s: float = 0.0
-    needed_to_s: float = 0.0
-    """Seconds for which the process had needed a processor (`gradwire.core.needed_s`) at the begin, and at the last gradient."""
+    needed_s: float = 0.0
+    """Seconds from the begin to the last gradient for which a processor was needed."""
 
 
 class Recorder(Observer, LanesObserver):
@@ -109,7 +110,7 @@ class Recorder(Observer, LanesObserver):
             forward[module] += end - begin
         ready = [us(step.ready[index]) if index in step.ready else never for index in range(len(self.names))]
         optimizer = never if step.ended is None else self.clock.us(step.finished, step.ended)
-        return [*forward, backward, *ready, optimizer, 1e6 * (step.needed_to_s - step.needed_from_s)]
+        return [*forward, backward, *ready, optimizer, 1e6 * step.needed_s]
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any, named: Any) -> None:
         if module is not self._model() or not torch.is_grad_enabled():
@@ -127,7 +128,7 @@ class Recorder(Observer, LanesObserver):
         self.batch = max(1, shapes[0][0]) if shapes and shapes[0] else 1
         quiet = len(self.steps) >= WARMUP_STEPS and (len(self.steps) - WARMUP_STEPS) % 2 == 0
         self.holds = quiet
-        self.steps.append(_RecordedStep(quiet, self.clock.mark(), needed_from_s=needed_s()))
+        self.steps.append(_RecordedStep(quiet, self.clock.mark(), ProcessorNeed.now()))
 
     def _enter(self, number: int, module: torch.nn.Module, inputs: Any) -> None:
         step = self._running()
@@ -152,7 +153,7 @@ class Recorder(Observer, LanesObserver):
         step = self._running()
         if step is not None:
             step.ready[index] = self.clock.mark()
-            step.needed_to_s = needed_s()
+            step.needed_s = ProcessorNeed.now().since(step.need)
 
     def finished(self, exposed_s: float) -> None:
         step = self._running()
