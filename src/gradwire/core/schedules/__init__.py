@@ -135,7 +135,7 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
             whole(f"steps_of_ranks[{rank}]", steps, "local steps of this rank, at most `every`", low=1, high=self.every)
         if max(self.steps_of_ranks, default=self.every) != self.every:
             raise FormatError(
-                f"steps_of_ranks is {show(list(self.steps_of_ranks))} and every is {self.every}: the largest must be `every`."
+                f"every and steps_of_ranks are {self.every} and {show(list(self.steps_of_ranks))}: the largest must be `every`."
             )
         fewest = min(self.steps_of_ranks, default=self.every)
         whole("fragments", self.fragments, "parts of the model, at most the local steps of each rank", low=1, high=fewest)
