@@ -407,7 +407,7 @@ class _HostBackend:
 
     def __init__(self, backend: Any, device: Device, mail: _Mail) -> None:
         self._backend, self._device, self._mail = backend, device, mail
-        self._sends = _Timeline("the backend's sends")
+        self._sends, self._sums = _Timeline("the backend's sends"), _Timeline("the backend's sums")
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> "_HostPending":
         """Send, and read the tensor at any moment until the send is waited for."""
@@ -415,6 +415,16 @@ class _HostBackend:
         self._sends.follow(self._device.host.after)
         self._device.touch_on(self._sends, tensors, [], "a send")
         pending.after = dict(self._sends.after)
+        return pending
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> "_HostPending":
+        """Sum, and write the tensor at any moment until the sum is waited for."""
+        with self._mail.lock:  # before another rank adds its part
+            pending = self._call(self._backend.allreduce, tensors, options)
+            self._sums.follow(self._device.host.after)
+            self._device.touch_on(self._sums, [], tensors, "a sum")
+            self._mail.pass_on(self._sums)
+        pending.after = dict(self._sums.after)
         return pending
 
     def __getattr__(self, name: str) -> Any:
