@@ -172,7 +172,7 @@ WRONG_VALUES = [
     (lambda: QSGD(bits=5, scale="ls"), ["scale is 'ls' and bits 5", "scale='max'"]),
     (lambda: QSGD(scale="ls", rounding="stochastic"), ["rounding 'stochastic'", "Leave rounding out"]),
     (lambda: QSGD(scale="ls", levels="exponential"), ["levels is 'exponential' and scale 'ls'", "scale='max'"]),
-    (lambda: QSGD(bits=2, levels="lloyd"), ["levels is 'lloyd' and scale 'max'", "scale='ls'"]),
+    (lambda: QSGD(bits=2, levels="lloyd"), ["levels and scale are 'lloyd' and 'max'", "scale='ls'"]),
     (lambda: QSGD(rounding="nearst"), ["rounding is 'nearst'", "did you mean 'nearest'"]),
     (lambda: QSGD(seed=-1), ["seed is -1"]),
     (lambda: Cast(dtype="float32"), ["dtype is 'float32'", "float16, bfloat16"]),

@@ -63,7 +63,7 @@ class QSGD(BlockSpec, frozen=True):
             raise SpecError("levels is 'exponential' and scale 'ls': only equal steps and 'lloyd' are fitted. Use scale='max'.")
         if self.levels == "lloyd" and self.scale != "ls":
             raise SpecError(
-                f"levels is 'lloyd' and scale {self.scale!r}: these levels stand for multiples of a fitted scale. Use scale='ls'."
+                f"levels and scale are 'lloyd' and {self.scale!r}: these levels are multiples of a fitted scale. Use scale='ls'."
             )
         if self.scale == "ls" and self.bits > 4:
             raise SpecError(
