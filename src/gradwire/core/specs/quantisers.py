@@ -56,23 +56,25 @@ class QSGD(BlockSpec, frozen=True):
         word("levels", self.levels, ("uniform", "exponential", "lloyd"), error=SpecError)
         if self.levels == "exponential" and self.scale == "minmax":
             raise SpecError(
-                "levels is 'exponential' and scale 'minmax': exponential levels lie around zero, minmax levels may not. "
+                "levels and scale are 'exponential' and 'minmax': exponential levels lie around zero, minmax levels may not. "
                 "Use scale='max'."
             )
         if self.levels == "exponential" and self.scale == "ls":
-            raise SpecError("levels is 'exponential' and scale 'ls': only equal steps and 'lloyd' are fitted. Use scale='max'.")
+            raise SpecError(
+                "levels and scale are 'exponential' and 'ls': only 'uniform' and 'lloyd' are fitted. Use scale='max'."
+            )
         if self.levels == "lloyd" and self.scale != "ls":
             raise SpecError(
                 f"levels and scale are 'lloyd' and {self.scale!r}: these levels are multiples of a fitted scale. Use scale='ls'."
             )
         if self.scale == "ls" and self.bits > 4:
             raise SpecError(
-                f"scale is 'ls' and bits {self.bits}: from 5 bits on the largest magnitude is as good a scale. Use scale='max'."
+                f"scale and bits are 'ls' and {self.bits}: from 5 bits on the largest magnitude is as good. Use scale='max'."
             )
         if self.scale == "ls" and self.rounding == "stochastic":
             raise SpecError(
-                "scale is 'ls' and rounding 'stochastic': values beyond the scale are cut, so no rounding is unbiased. Leave "
-                "rounding out, or use scale='max'."
+                "scale and rounding are 'ls' and 'stochastic': values beyond the scale are cut, so no rounding is unbiased. "
+                "Leave rounding out, or use scale='max'."
             )
 
     def kernels(self, part: float = 1.0) -> Kernels:
