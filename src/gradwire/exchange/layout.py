@@ -168,8 +168,8 @@ def build_buckets(
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Pause the garbage collector. With many ranks a plan has a million objects, of which none is garbage. To search them again
-    and again took a quarter of the time."""
+    """Pause the garbage collector. What a plan of many ranks has is no garbage, and to search it again and again took a
+    quarter of the time."""
     paused = gc.isenabled()
     gc.disable()
     try:

@@ -113,7 +113,8 @@ class Profiling:
         if device.type == "cpu" and self.cluster is not None:
             per_node = self.cluster.ranks_per_node
             processors = self._on_lane(lambda link: measure_processors(link, per_node), "how many ranks share a processor")
-            launch_us = self._slowest(self._launch_us(self.cluster))
+            own_us = torch.tensor([[self._launch_us(self.cluster)]], dtype=torch.float64)
+            launch_us = slowest(self._of_all_ranks(own_us)).item()
             self.cluster = msgspec.structs.replace(self.cluster, launch_us=launch_us, processors=processors)
 
     def _launch_us(self, cluster: Cluster) -> float:
@@ -133,10 +134,6 @@ class Profiling:
             times_us.append(1e6 * (time.process_time() - began_s))
         profiles = [TensorProfile(name=info.name, shape=info.shape, dtype=info.dtype, backward_us=0.0) for info in infos]
         return launch_time_us(plan, profiles, cluster, self.costs, statistics.median(times_us))
-
-    def _slowest(self, us: float) -> float:
-        """The maximum over ranks."""
-        return float(self._of_all_ranks(torch.tensor([[us]], dtype=torch.float64)).max())
 
     def _links(self, device: torch.device) -> tuple[Cluster, dict[str, Fit]]:
         """Measure the links. Rank 0 warns of a bad fit."""
