@@ -22,6 +22,7 @@ from benchmarks.figures_page import page
 from benchmarks.papers.closed_forms import dear_us
 from benchmarks.testbeds import (
     ALGORITHMS,
+    HITOPKCOMM,
     SYSTEMS_OF,
     Bed,
     Papers,
@@ -34,14 +35,14 @@ from benchmarks.testbeds import (
     selected,
     step_ms,
 )
-from gradwire.core import Profile
+from gradwire.core import Profile, TensorProfile
 from gradwire.core.files import write_whole
 from gradwire.errors import FormatError
 from gradwire.plan.schemes import RESTRICTED
-from gradwire.planner.drafts import PlanningJob
+from gradwire.planner.drafts import Choice, Part, PlanningJob
 from gradwire.planner.starts import by_own_tasks
 from gradwire.report.pictures import Panel, draw_lines
-from gradwire.sim.events import COMPUTE
+from gradwire.sim.events import COMPUTE, INTER, INTRA
 
 BYTECOMPS = ("Rand-k", "DGC", "EF-SignSGD")
 """The algorithms of ByteComp's evaluation."""
@@ -175,6 +176,26 @@ def table_1(papers: Papers, beds: Beds, pictures: Path) -> Section:
     return Section("table_1", ("", "FP32", "paper", "compressed on GPUs", "gain", "paper"), rows)
 
 
+def benefit(papers: Papers, beds: Beds, pictures: Path) -> Section:
+    """ByteComp, Fig. 9: how many times its own time a codec on the GPU saves on the links, by the tensor's size."""
+    elements = [2**power for power in range(14, 27, 2)]
+    curves: dict[str, list[float]] = {}
+    for algorithm in BYTECOMPS:
+        for numel in elements:
+            tensor = TensorProfile(name="tensor", shape=(numel,), dtype="float32", backward_us=0.0, forward_us=0.0)
+            profile = Profile(model="a tensor", batch=1, device="V100", tensors=(tensor,))
+            job = papers.job(profile, beds.nvlink, algorithm)
+            coded = job.program(Part((0,), Choice(job.specs[0], HITOPKCOMM))).busy
+            plain = min((job.program(Part((0,), choice)).busy for choice in job.plain), key=lambda busy: busy[INTRA] + busy[INTER])
+            saved = sum(plain[link] - coded[link] for link in (INTRA, INTER))
+            curves.setdefault(algorithm, []).append(saved / coded[COMPUTE])
+    mib = [numel * 4 / 2**20 for numel in elements]
+    title = "64 GPUs, NVLink: what a codec on the GPU saves on the links"
+    draw_lines(pictures / "benefit.png", title, [Panel("", mib, curves)], "MiB of the tensor", "time saved / time of the codec")
+    rows = [(name, *(f"{value:.2f}" for value in values)) for name, values in curves.items()]
+    return Section("benefit", ("saved / codec", *(f"{size:g} MiB" for size in mib)), rows)
+
+
 def throughput(papers: Papers, beds: Beds, pictures: Path) -> Section:
     """ByteComp, Fig. 11a, 12a, 12b: against the number of GPUs; gains at 64."""
     published = {"bert": ("", "54", "40"), "vgg16": ("269", "", "55"), "lstm": ("", "73", "77")}
@@ -284,7 +305,7 @@ def speedup(compute_ms: float, millions: float, gbps: float) -> float:
     return 64 * compute_ms / dear_us(compute_ms / 3, 2 * compute_ms / 3, phase_ms, phase_ms)
 
 
-SECTIONS = (breakdown, cupcake_scaling, fusion_rules, table_1, throughput, near_bound, restricted, dear_table)
+SECTIONS = (breakdown, cupcake_scaling, fusion_rules, table_1, benefit, throughput, near_bound, restricted, dear_table)
 
 
 def run(arguments: list[str]) -> int:

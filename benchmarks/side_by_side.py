@@ -3,6 +3,7 @@
     python -m benchmarks side_by_side [--results DIR]                                       # write the page, measure nothing
     python -m benchmarks side_by_side --measure [--jobs mlp] [--links 500mbit] [--nodes 2 --ranks-per-node 2] ...
     python -m benchmarks side_by_side --measure --compressors dgc,onebit ...    # cells in which all systems have this compressor
+    python -m benchmarks side_by_side --measure --compressors identity ...      # cells of DeAR and its baselines, uncompressed
 
 With --measure the cells that have no result are measured and printed, and no page is written. DIR is benchmarks/results/papers.
 """
@@ -52,14 +53,11 @@ CLAIMS = (
 )
 HEAD = """# The papers' systems side by side
 
-Measured by `python -m benchmarks side_by_side --measure --jobs transformer` and, for the MLP, `python -m benchmarks side_by_side
---measure --jobs mlp --links 500mbit --nodes 2 --ranks-per-node 2 --intra 1gbit`; written by `python -m benchmarks side_by_side`;
-do not edit. Other cells, the resnet's among them, are not measured. `--compressors randk,dgc,efsignsgd,onebit` measures cells in
-which all systems have one of Cupcake's and ByteComp's four compressors; {compressed}. gradwire's engine runs each system as a
-plan of the same job, in turns, over links with a limited rate: [how it is measured](bench.md#the-papers-systems). Dates:
-{dates}. The machine had {cores} processors for {ranks} ranks. So ranks share processors, and predictions know that
-([how](simulator.md#what-is-modelled)). AdamW is fused, since otherwise its time depends on
-how many elements have got a gradient so far.
+Measured by `python -m benchmarks side_by_side --measure`; written by `python -m benchmarks side_by_side`; do not edit. gradwire's
+engine runs each system as a plan of the same job, in turns, over links with a limited rate:
+[how it is measured](bench.md#the-papers-systems). {compressed} Dates: {dates}. The machine had {cores} processors for {ranks}
+ranks. So ranks share processors, and predictions know that ([how](simulator.md#what-is-modelled)). AdamW is fused, since
+otherwise its time depends on how many elements have got a gradient so far.
 
 ## What the papers claim
 
@@ -70,8 +68,10 @@ median of all cells.
 CELLS = """
 ## All cells
 
-The time of a step is the median over turns, with its 95 % interval. The error is the prediction's. The last columns say how many
-times faster a system is than DDP, GRACE and HiPress.
+The time of a step is the median over turns, with its 95 % interval. The error is the prediction's, from a profile that was made
+before the run. The speed of a rented machine changes from minute to minute. So a copy of the model without communication takes its
+turns too, and *at speed* is the error of a prediction whose computation and codecs are as fast as that copy's. The last columns
+say how many times faster a system is than DDP, GRACE and HiPress.
 """
 WANTED = """
 ## What is wanted
@@ -98,7 +98,7 @@ def run(arguments: list[str]) -> int:
         "--compressors",
         type=split_names,
         default=[""],
-        help=f"of {','.join(PAPERS_SPECS)}: the papers' compressors. Each makes a cell of its own, in which it is the one spec",
+        help=f"of {','.join(PAPERS_SPECS)}: the papers' compressors, or none. Each makes a cell of its own, with this one spec",
     )
     parser.add_argument("--again", action="store_true", help="measure existing cells again")
     options = parser.parse_args(arguments)
@@ -151,10 +151,12 @@ def side_by_side_page(cells: Sequence[PapersCell]) -> str:
     columns = ("", "the paper, at most", "where", "measured, at most", "in", "median of all")
     lines = table(columns, [_claimed(claim, cells) for claim in CLAIMS])
     own = sum(bool(cell.compressor) for cell in cells)
-    compressed = f"cells of this kind below: {own}" if own else "none is measured yet"
+    which = f"{own} such cells are below" if own else "none is measured yet"
+    words = "`--compressors randk,dgc,efsignsgd,onebit,identity` measures cells in which all systems have one compressor, or none"
+    compressed = f"{words}; {which}."
     text = HEAD.format(dates=dates, cores=cores, ranks=ranks, compressed=compressed) + "\n".join(lines) + "\n" + CELLS
     for cell in cells:
-        columns = ("", "predicted ms", "measured ms", "95 %", "error", *(f"over {name}" for name in BASELINES))
+        columns = ("", "predicted ms", "measured ms", "95 %", "error", "at speed", *(f"over {name}" for name in BASELINES))
         text += f"\n### {cell.name}\n\n" + "\n".join(table(columns, _rows(cell), left=1)) + "\n"
     return text + WANTED + "\n".join(f"- {line}" for line in papers_verdict(cells)) + "\n"
 
@@ -171,7 +173,7 @@ def _claimed(claim: Claim, cells: Sequence[PapersCell]) -> list[str]:
 def _rows(cell: PapersCell) -> Iterator[list[str]]:
     for row in cell.rows:
         if row.error is None:
-            yield [row.system, f"{row.predicted_us / 1e3:.0f}", "failed", *[NOTHING] * (2 + len(BASELINES))]
+            yield [row.system, f"{row.predicted_us / 1e3:.0f}", "failed", *[NOTHING] * (3 + len(BASELINES))]
             continue
         step = median_block_us(row)
         overs = (cell.speedup(row.system, baseline) for baseline in BASELINES)
@@ -181,5 +183,6 @@ def _rows(cell: PapersCell) -> Iterator[list[str]]:
             f"{step.ratio / 1e3:.0f}",
             f"{step.low / 1e3:.0f} to {step.high / 1e3:.0f}",
             f"{100 * row.error:+.0f} %",
+            NOTHING if row.at_speed_us is None else f"{100 * (row.error_at_speed or 0.0):+.0f} %",
             *(NOTHING if over is None else f"{over.ratio:.2f}" for over in overs),
         ]

@@ -2,10 +2,11 @@
 
 GRACE, HiPress, BytePS-Compress, HiTopKComm, Cupcake, ByteComp and gradwire's joint plan are methods of the planner. They choose
 among the same specs, and may compress every tensor, as the systems do. DDP, CGX, DeAR and CD-SGD do not choose a compressor, so
-they are fixed plans. Each says below what it leaves out of the published system.
+they are fixed plans. Each says below what it leaves out of the published system. Horovod and MG-WFBP, DeAR's baselines, fuse and
+compress nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
@@ -14,6 +15,7 @@ import msgspec
 from benchmarks.campaigns.predict import Profiled
 from benchmarks.campaigns.predictions import ddp_plan
 from benchmarks.papers.methods import FUSIONS
+from benchmarks.papers.strawmen import HOROVOD_BYTES, mg_wfbp
 from gradwire.core.plan import Bucket, Plan
 from gradwire.core.schedules import Delayed, Pipelined
 from gradwire.core.specs import QSGD, Identity, Spec, TwoBit
@@ -21,11 +23,12 @@ from gradwire.plan.policy import Uniform, launch_of
 from gradwire.plan.schemes import SYSTEMS, tasks_of
 from gradwire.planner.drafts import Choice, Draft, Limits, PlanningJob
 from gradwire.planner.methods import make_plan
+from gradwire.planner.partition import Strategy
 from gradwire.planner.starts import best_of, close_before, ddp_draft, fused
 from gradwire.sim.rules import device_of
 
 __all__ = [
-    "BASELINES", "CD_SGD_PERIOD", "CHOOSING", "JOINT", "OWN_SPECS", "PAPERS_SPECS", "SHARED_SPECS", "SYSTEM_NAMES", "plans_of",
+    "BASELINES", "CD_SGD_PERIOD", "JOINT", "OWN_SPECS", "PAPERS_SPECS", "SHARED_SPECS", "SYSTEM_NAMES", "plans_of", "systems_of",
 ]  # fmt: skip
 
 JOINT = "gradwire joint"
@@ -43,9 +46,11 @@ SYSTEM_NAMES = (
     *("DDP", "GRACE", "HiPress", "BytePS-Compress", "HiTopKComm", "Cupcake", "ByteComp", "CGX", "DeAR", "CD-SGD"),
     JOINT,
 )
-"""All systems, in the order of the tables."""
-CHOOSING = ("DDP", *(name for name in SYSTEM_NAMES if name in {*_BY_METHOD, "Cupcake"}))
+"""All systems that choose among specs or have a compressor of their own, and DDP and DeAR, in the order of the tables."""
+_CHOOSING = ("DDP", *(name for name in SYSTEM_NAMES if name in {*_BY_METHOD, "Cupcake"}))
 """DDP, and the systems without a compressor of their own."""
+_EXACT = ("DDP", "Horovod", "MG-WFBP", "DeAR", JOINT)
+"""The systems of a cell without compression."""
 CD_SGD_PERIOD = 5
 """Steps from one correction of CD-SGD to the next, as the paper advises. Turns have a multiple of so many steps."""
 SHARED_SPECS = ("QSGD(bits=4)", "TwoBit()", "ErrorFeedback(TopK(0.01))")
@@ -56,22 +61,40 @@ PAPERS_SPECS = {
     "dgc": "DGC(ratio=0.01)",
     "efsignsgd": "EFSignSGD()",
     "onebit": "OneBit()",
+    "identity": "Identity()",
 }
-"""The compressors of Cupcake and ByteComp, by the word in a cell's name. A cell of one of them has the systems of CHOOSING, since
-the others have compressors of their own."""
+"""The compressors of Cupcake and ByteComp, and none, by the word in a cell's name."""
 OWN_SPECS: tuple[Spec, ...] = (QSGD(bits=4), TwoBit())
 """The compressors of CGX and CD-SGD."""
 _DEAR_MIB = (1, 2, 5, 10, 25, 50, 100)
 
 
+def systems_of(compressor: str) -> Sequence[str]:
+    """The systems of a cell where all have this compressor, a word of PAPERS_SPECS; '' where they choose or have their own."""
+    if not compressor:
+        return SYSTEM_NAMES
+    return _EXACT if compressor == "identity" else _CHOOSING
+
+
 def plans_of(found: Profiled, specs: Sequence[Spec], systems: Sequence[str] = SYSTEM_NAMES) -> dict[str, Plan]:
     """The plan of each of these systems, by name. The costs have times of `specs` and of `OWN_SPECS`."""
     job = PlanningJob(found.profile, found.cluster, found.costs, specs, Limits(exempt_vectors=False))
-    plans = {name: make_plan(job, method).plan for name, method in _BY_METHOD.items() if name in systems}
-    plans |= {"DDP": ddp_plan(found.profile), "Cupcake": job.plan(cupcake(job), ddp_draft(job))}
-    if set(systems) > set(CHOOSING):
-        plans |= {"CGX": cgx(found), "DeAR": dear(job), "CD-SGD": cd_sgd(found)}
-    return {name: plans[name] for name in systems}
+    makers: dict[str, Callable[[], Plan]] = {
+        "DDP": lambda: ddp_plan(found.profile),
+        "Horovod": lambda: exact(job, partial(close_before, limit=HOROVOD_BYTES)),
+        "MG-WFBP": lambda: exact(job, mg_wfbp),
+        "Cupcake": lambda: job.plan(cupcake(job), ddp_draft(job)),
+        "CGX": lambda: cgx(found),
+        "DeAR": lambda: dear(job),
+        "CD-SGD": lambda: cd_sgd(found),
+    }
+    return {name: make_plan(job, _BY_METHOD[name]).plan if name in _BY_METHOD else makers[name]() for name in systems}
+
+
+def exact(job: PlanningJob, strategy: Strategy) -> Plan:
+    """Return all-reduce of what the strategy fuses. Horovod also waits up to 5 ms for further tensors and tunes its limit; MG-WFBP
+    measures its costs at the start. Here the limit is Horovod's default, and the costs are those of the profile."""
+    return job.plan(fused(job, strategy, Choice(Identity(), SYSTEMS["DDP"][0])), ddp_draft(job))
 
 
 def cupcake(job: PlanningJob) -> Draft:
