@@ -40,8 +40,6 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     bytes_per_rank: float
     """Predicted, a step."""
     predicted_us: float
-    at_speed_us: float | None = None
-    """Predicted, with computation and codecs as slow as in the run; None in cells of before."""
     blocks_us: tuple[float, ...] = ()
     """The mean step of each turn."""
     failure: str | None = None
@@ -55,18 +53,11 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """(predicted - measured) / measured."""
         return None if (us := self.measured_us) is None else (self.predicted_us - us) / us
 
-    @property
-    def error_at_speed(self) -> float | None:
-        """The error of `at_speed_us`; that of the prediction in cells of before."""
-        if (us := self.measured_us) is None or self.at_speed_us is None:
-            return self.error
-        return (self.at_speed_us - us) / us
-
 
 class PapersCell(Document, frozen=True, kw_only=True):
     """All systems on one job, one cluster, one link."""
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("intra", "compressor", "slowness")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("intra", "compressor")
     what: ClassVar[str] = "cell of the papers' systems"
     remedy: ClassVar[str] = "Measure it with `python -m benchmarks side_by_side --measure --again`."
 
@@ -88,8 +79,6 @@ class PapersCell(Document, frozen=True, kw_only=True):
     seed: int
     specs: tuple[str, ...]
     """The specs from which systems without a compressor of their own chose."""
-    slowness: float | None = None
-    """The median step without communication in the run over that of the profile; None in cells of before."""
     fit: LinkFit
     rows: tuple[SystemRow, ...]
 
@@ -127,7 +116,7 @@ def papers_table(cell: PapersCell) -> Table:
     table = Table(title=f"{cell.name}: {cell.steps} steps in turns of {cell.turn_steps}", title_justify="left")
     for column in ("system", "plan"):
         table.add_column(column)
-    for column in ("predicted ms", "measured ms", "95 %", "error", "at speed", *(f"over {name}" for name in BASELINES)):
+    for column in ("predicted ms", "measured ms", "95 %", "error", *(f"over {name}" for name in BASELINES)):
         table.add_column(column, justify="right")
     for row in cell.rows:
         table.add_row(row.system, _plan_words(row), milliseconds(row.predicted_us), *_measured(cell, row))
@@ -141,13 +130,12 @@ def _plan_words(row: SystemRow) -> str:
 
 def _measured(cell: PapersCell, row: SystemRow) -> Iterator[str]:
     if row.error is None:
-        yield from ("FAILED", *[NOTHING] * (3 + len(BASELINES)))
+        yield from ("FAILED", *[NOTHING] * (2 + len(BASELINES)))
         return
     step = median_block_us(row)
     yield milliseconds(step.ratio)
     yield f"{milliseconds(step.low)}-{milliseconds(step.high)}"
     yield f"{100 * row.error:+.1f} %"
-    yield NOTHING if row.at_speed_us is None else f"{100 * (row.error_at_speed or 0.0):+.1f} %"
     for baseline in BASELINES:
         over = cell.speedup(row.system, baseline)
         yield NOTHING if over is None else f"{over.ratio:.2f}x ({over.low:.2f}-{over.high:.2f})"
@@ -169,14 +157,12 @@ def papers_verdict(cells: Sequence[PapersCell]) -> list[str]:
     cells = [cell for cell in cells if cell.measured]
     if not cells:
         return ["Nothing was measured."]
-    lines = []
-    for of_row, words in ((_error, ""), (_error_at_speed, ", at the speed of the run")):
-        errors = [(abs(error), row.system, cell.name) for cell in cells for row in cell.rows if (error := of_row(row)) is not None]
-        median, (worst, system, name) = statistics.median(error for error, _, _ in errors), max(errors)
-        within = f"median error at most {MEDIAN_ERROR:.0%}{words}"
-        lines.append(_line(median <= MEDIAN_ERROR, within, f"{median:.1%} of {len(errors)} rows"))
-        within = f"worst error at most {WORST_ERROR:.0%}{words}"
-        lines.append(_line(worst <= WORST_ERROR, within, f"{worst:.1%}, {system} in {name}"))
+    errors = [abs(row.error) for cell in cells for row in cell.rows if row.error is not None]
+    median, worst = statistics.median(errors), max(errors)
+    lines = [
+        _line(median <= MEDIAN_ERROR, f"median error at most {MEDIAN_ERROR:.0%}", f"{median:.1%} of {len(errors)} rows"),
+        _line(worst <= WORST_ERROR, f"worst error at most {WORST_ERROR:.0%}", f"{worst:.1%}, {_worst_row(cells)}"),
+    ]
     picked = [_predicted_fastest(cell) for cell in cells]
     wanted = f"the system predicted fastest is within {PICKED_WITHIN - 1:.0%} of the fastest in {PICKED_CELLS:.0%} of cells"
     lines.append(_share(picked, PICKED_CELLS, wanted))
@@ -197,12 +183,10 @@ def _share(picked: Sequence[_Picked], least: float, wanted: str) -> str:
     return _line(good >= least * len(picked) > 0, wanted, f"{good} of {len(picked)}{f' ({bad})' if bad else ''}")
 
 
-def _error(row: SystemRow) -> float | None:
-    return row.error
-
-
-def _error_at_speed(row: SystemRow) -> float | None:
-    return row.error_at_speed
+def _worst_row(cells: Sequence[PapersCell]) -> str:
+    rows = [(abs(row.error), cell.name, row.system) for cell in cells for row in cell.rows if row.error is not None]
+    _, cell_name, system = max(rows)
+    return f"{system} in {cell_name}"
 
 
 def _fastest(cell: PapersCell) -> SystemRow:

@@ -1,8 +1,7 @@
 """The papers' systems on the same job over the same emulated links, predicted, then run: `python -m benchmarks side_by_side`.
 
 A cell is one job on one cluster over one link, and one file. Each cell is profiled in a run of its own; the systems' plans and
-predictions come from that profile alone. Then all systems train in turns in one set of processes, and with them a copy of the
-model that does not communicate: from its step comes a second prediction, at the speed that the machine had in that run. A cell that is there is not
+predictions come from that profile alone. Then all systems train in turns in one set of processes. A cell that is there is not
 measured again, except if a system failed in it.
 """
 
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from benchmarks.campaigns.papers_cells import PapersCell, SystemRow
@@ -167,23 +165,18 @@ def _measure(request: PapersRequest, key: PapersKey, watch: ProgressView) -> Pap
         folder, steps = Path(name), request.profile_steps
         found = profiled(request.bench(key, ["ddp"]), key.job, key.link, timed, steps, folder, watch)
         plans, methods = plans_of(found, specs, key.systems), {"DDP": "ddp"}
-        floor = "floor"
         for system, plan in plans.items():
             if system not in methods:
                 path = folder / f"{system.replace(' ', '-')}.json"
                 plan.save(path)
                 methods[system] = f"{GRADWIRE_PREFIX}{path}"
-        run = run_bench(request.bench(key, [floor, *(methods[system] for system in plans)]), None, watch)
-    alone = run.cell(key.job, key.link, floor)
-    slowness = 1.0 if alone is None or alone.step is None else alone.step.median_us / found.profile.compute_us
-    then, rows = found.slower(slowness), []
+        run = run_bench(request.bench(key, [methods[system] for system in plans]), None, watch)
+    rows = []
     for system, plan in plans.items():
         cell = run.cell(key.job, key.link, methods[system])
         assert cell is not None
         timeline = simulate(plan, found.profile, found.cluster, found.costs)
-        row = _row(system, plan, timeline.step_us, timeline.sent_bytes / timeline.steps, cell, request.turn_steps)
-        at_speed_us = simulate(plan, then.profile, then.cluster, then.costs).step_us
-        rows.append(msgspec.structs.replace(row, at_speed_us=at_speed_us))
+        rows.append(_row(system, plan, timeline.step_us, timeline.sent_bytes / timeline.steps, cell, request.turn_steps))
     return PapersCell(
         made=Made.now(),
         torch=importlib.metadata.version("torch"),
@@ -199,7 +192,6 @@ def _measure(request: PapersRequest, key: PapersKey, watch: ProgressView) -> Pap
         profile_steps=request.profile_steps,
         seed=request.seed,
         specs=tuple(map(repr, specs)),
-        slowness=slowness,
         fit=found.fit(key.job, key.link),
         rows=tuple(rows),
     )

@@ -110,31 +110,6 @@ class Profiled(NamedTuple):
             said=self.warned,
         )
 
-    def slower(self, factor: float) -> "Profiled":
-        """The same of a machine on which all computation and all codecs take so many times as long. Links stay as they are."""
-        codecs = [
-            msgspec.structs.replace(
-                codec,
-                encode=tuple((size, us * factor) for size, us in codec.encode),
-                decode=tuple((size, us * factor) for size, us in codec.decode),
-            )
-            for codec in self.costs.codecs
-        ]
-        tensors = [
-            msgspec.structs.replace(
-                tensor,
-                backward_us=tensor.backward_us * factor,
-                forward_us=None if tensor.forward_us is None else tensor.forward_us * factor,
-            )
-            for tensor in self.profile.tensors
-        ]
-        known = {name: getattr(self.profile, name) for name in ("optimizer_us", "loaded_backward_us")}
-        scaled = {name: us * factor for name, us in known.items() if us is not None}
-        return self._replace(
-            profile=msgspec.structs.replace(self.profile, tensors=tuple(tensors), **scaled),
-            costs=msgspec.structs.replace(self.costs, codecs=tuple(codecs)),
-        )
-
     def timeline(self, method: str, plan: Plan) -> Timeline:
         """Return the predicted step of a method that executes this plan."""
         cluster, rules = self.cluster, rules_of("cpu")

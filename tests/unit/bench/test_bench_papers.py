@@ -140,8 +140,8 @@ def test_the_page_has_every_cell_and_what_papers_claim_beside_it():
     page = side_by_side_page([slower, faster])
     assert "| Cupcake over DDP | 2.03 | abstract: BERT-base, 8 x 8 GPUs, 25 Gb/s | 4.00 | " + faster.name + " | 3.00 |" in page
     assert "| ByteComp over HiPress | 1.77 | section 5.2.3: LSTM, PCIe | - | - | - |" in page
-    assert "| Cupcake | 90 | 75 | 75 to 75 | +20 % | - | 4.00 | - | - |" in page
-    assert f"| {JOINT} | 9 | failed | - | - | - | - | - | - |" in page
+    assert "| Cupcake | 90 | 75 | 75 to 75 | +20 % | 4.00 | - | - |" in page
+    assert f"| {JOINT} | 9 | failed | - | - | - | - | - |" in page
     assert "The machine had 2 processors for 4 ranks." in " ".join(page.split())
 
 
@@ -161,19 +161,14 @@ def test_a_rate_inside_nodes_is_part_of_a_cell(tmp_path):
 
 def test_the_bounds_over_cells():
     good = cell_of([row("DDP", 100, [100] * 3), row("CGX", 52, [50] * 3), row(JOINT, 50, [50, 49, 52])])
-    assert [line[:3] for line in papers_verdict([good])] == ["yes"] * 6
+    assert [line[:3] for line in papers_verdict([good])] == ["yes"] * 4
     bad = cell_of([row("DDP", 130, [100] * 3), row("CGX", 60, [50] * 3), row(JOINT, 58, [56] * 3)])
-    median, worst, *at_speed, picked, joint = papers_verdict([good, bad])
-    assert [line[:3] for line in at_speed] == ["yes", "NO "]
+    median, worst, picked, joint = papers_verdict([good, bad])
     assert median.startswith("yes") and "3.8% of 6 rows" in median
     assert worst.startswith("NO") and "30.0%, DDP in mlp" in worst
     assert picked.startswith("NO") and f"1 of 2 (mlp, 4 x 1 ranks, 100mbit: {JOINT} takes 1.12 times" in picked
     assert joint.startswith("NO") and "1 of 2" in joint and "as long as CGX" in joint
     assert papers_verdict([]) == ["Nothing was measured."]
-    known = [msgspec.structs.replace(each, at_speed_us=100e3) for each in bad.rows[:1]]
-    steady = cell_of([*known, *bad.rows[1:]])
-    assert steady.rows[0].error_at_speed == 0 and "20.0%, CGX in mlp" in papers_verdict([steady])[3]
-    assert "| DDP | 130 | 100 | 100 to 100 | +30 % | +0 % | 1.00 | - | - |" in side_by_side_page([steady])
 
 
 def made_run(request, broken=None) -> BenchRun:
@@ -201,13 +196,7 @@ def test_only_what_is_missing_or_failed_is_measured(tmp_path, monkeypatch):
     first = run_papers(request, None, silent(), str)
     assert [each.links for each in asked] == [["100mbit"], ["200mbit"]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4x1-mlp-100mbit.json", "4x1-mlp-200mbit.json"]
-    assert [row.measured_us for row in first[0].rows] == [1e5 * (place + 2) for place in range(len(SYSTEM_NAMES))]
-    # the first method has no communication: its step is the computation of the second prediction
-    profile = found_of().profile
-    assert first[0].slowness == pytest.approx(1e5 / profile.compute_us)
-    ddp = first[0].rows[0]
-    # the exchange still hides a part of it
-    assert ddp.at_speed_us is not None and 0 < ddp.at_speed_us - ddp.predicted_us < 1e5 - profile.compute_us
+    assert [row.measured_us for row in first[0].rows] == [1e5 * (place + 1) for place in range(len(SYSTEM_NAMES))]
     assert len(first[0].rows[0].blocks_us) == 2  # of 5 steps each, without the warm-up
     assert run_papers(request, None, silent(), str) == first and len(asked) == 2
     broken = "it broke"
