@@ -186,8 +186,8 @@ def benefit(papers: Papers, beds: Beds, pictures: Path) -> Section:
             profile = Profile(model="a tensor", batch=1, device="V100", tensors=(tensor,))
             job = papers.job(profile, beds.nvlink, algorithm)
             coded = job.program(Part((0,), Choice(job.specs[0], HITOPKCOMM))).busy
-            plain = min((job.program(Part((0,), choice)).busy for choice in job.plain), key=lambda busy: busy[INTRA] + busy[INTER])
-            saved = sum(plain[link] - coded[link] for link in (INTRA, INTER))
+            plain = (job.program(Part((0,), choice)).busy for choice in job.plain)
+            saved = min(busy[INTRA] + busy[INTER] for busy in plain) - coded[INTRA] - coded[INTER]
             curves.setdefault(algorithm, []).append(saved / coded[COMPUTE])
     mib = [numel * 4 / 2**20 for numel in elements]
     title = "64 GPUs, NVLink: what a codec on the GPU saves on the links"

@@ -73,10 +73,10 @@ below the paper's.""",
     ),
     "benefit": (
         "ByteComp, Figure 9: what a codec on the GPU saves",
-        """The time that a tensor's links are busy without compression, less that with it, over the time of its codec. Payloads are
-gathered between machines (HiTopKComm's option), and sums inside machines are not encoded.
+        """The time that a tensor keeps links busy without compression, less that with it, over the time of its codec. Payloads
+are gathered between machines (HiTopKComm's option), and sums inside machines are not encoded.
 
-**Agrees**: the ratio rises with the size. It stops rising above 16 MiB, where the constants of codecs and links no longer
+**Agrees**: the ratio rises with the size. It stops rising at 64 MiB, where the constants of codecs and links no longer
 count. A tensor of 64 KiB gains by Rand-k only.""",
     ),
     "throughput": (

@@ -55,7 +55,8 @@ HEAD = """# The papers' systems side by side
 
 Measured by `python -m benchmarks side_by_side --measure`; written by `python -m benchmarks side_by_side`; do not edit. gradwire's
 engine runs each system as a plan of the same job, in turns, over links with a limited rate:
-[how it is measured](bench.md#the-papers-systems). {compressed} Dates: {dates}. The machine had {cores} processors for {ranks}
+[how it is measured](bench.md#the-papers-systems). {compressed}
+Dates: {dates}. The machine had {cores} processors for {ranks}
 ranks. So ranks share processors, and predictions know that ([how](simulator.md#what-is-modelled)). AdamW is fused, since
 otherwise its time depends on how many elements have got a gradient so far.
 
@@ -69,8 +70,9 @@ CELLS = """
 ## All cells
 
 The time of a step is the median over turns, with its 95 % interval. The error is the prediction's, from a profile that was made
-before the run. The speed of the rented machine changes from minute to minute, by a third at times: errors above 10 % are of cells
-whose processors are the limit. The last columns say how many times faster a system is than DDP, GRACE and HiPress.
+before the run. The last columns say how many times faster a system is than DDP, GRACE and HiPress. While the cells of 2026-11-28
+were measured, the speed of the rented machine changed by a third within minutes ([what was
+seen](experiments/measuring.md#noise)). Errors, intervals and the lines under *What is wanted* have that in them.
 """
 WANTED = """
 ## What is wanted

@@ -28,7 +28,8 @@ from gradwire.planner.starts import best_of, close_before, ddp_draft, fused
 from gradwire.sim.rules import device_of
 
 __all__ = [
-    "BASELINES", "CD_SGD_PERIOD", "JOINT", "OWN_SPECS", "PAPERS_SPECS", "SHARED_SPECS", "SYSTEM_NAMES", "plans_of", "systems_of",
+    "BASELINES", "CD_SGD_PERIOD", "EXACT", "JOINT", "OWN_SPECS", "PAPERS_SPECS", "SHARED_SPECS", "SYSTEM_NAMES", "plans_of",
+    "systems_of",
 ]  # fmt: skip
 
 JOINT = "gradwire joint"
@@ -49,19 +50,21 @@ SYSTEM_NAMES = (
 """All systems that choose among specs or have a compressor of their own, and DDP and DeAR, in the order of the tables."""
 _CHOOSING = ("DDP", *(name for name in SYSTEM_NAMES if name in {*_BY_METHOD, "Cupcake"}))
 """DDP, and the systems without a compressor of their own."""
-_EXACT = ("DDP", "Horovod", "MG-WFBP", "DeAR", JOINT)
+_UNCOMPRESSED = ("DDP", "Horovod", "MG-WFBP", "DeAR", JOINT)
 """The systems of a cell without compression."""
 CD_SGD_PERIOD = 5
 """Steps from one correction of CD-SGD to the next, as the paper advises. Turns have a multiple of so many steps."""
 SHARED_SPECS = ("QSGD(bits=4)", "TwoBit()", "ErrorFeedback(TopK(0.01))")
 """The default specs of the systems without a compressor of their own. CGX's and CD-SGD's are among them, so no system has a
 compressor that the joint plan may not use."""
+EXACT = "identity"
+"""The word of cells without compression."""
 PAPERS_SPECS = {
     "randk": "ErrorFeedback(RandomK(0.01, indices='own'))",
     "dgc": "DGC(ratio=0.01)",
     "efsignsgd": "EFSignSGD()",
     "onebit": "OneBit()",
-    "identity": "Identity()",
+    EXACT: "Identity()",
 }
 """The compressors of Cupcake and ByteComp, and none, by the word in a cell's name."""
 OWN_SPECS: tuple[Spec, ...] = (QSGD(bits=4), TwoBit())
@@ -73,7 +76,7 @@ def systems_of(compressor: str) -> Sequence[str]:
     """The systems of a cell where all have this compressor, a word of PAPERS_SPECS; '' where they choose or have their own."""
     if not compressor:
         return SYSTEM_NAMES
-    return _EXACT if compressor == "identity" else _CHOOSING
+    return _UNCOMPRESSED if compressor == EXACT else _CHOOSING
 
 
 def plans_of(found: Profiled, specs: Sequence[Spec], systems: Sequence[str] = SYSTEM_NAMES) -> dict[str, Plan]:
@@ -92,8 +95,11 @@ def plans_of(found: Profiled, specs: Sequence[Spec], systems: Sequence[str] = SY
 
 
 def exact(job: PlanningJob, strategy: Strategy) -> Plan:
-    """Return all-reduce of what the strategy fuses. Horovod also waits up to 5 ms for further tensors and tunes its limit; MG-WFBP
-    measures its costs at the start. Here the limit is Horovod's default, and the costs are those of the profile."""
+    """Return all-reduce of what the strategy fuses.
+
+    Horovod also waits up to 5 ms for further tensors and tunes its limit, and MG-WFBP measures its costs at the start. Here the
+    limit is Horovod's default, and the costs are those of the profile.
+    """
     return job.plan(fused(job, strategy, Choice(Identity(), SYSTEMS["DDP"][0])), ddp_draft(job))
 
 

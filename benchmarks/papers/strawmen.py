@@ -13,7 +13,9 @@ from gradwire.errors import PlanError
 from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums
 from gradwire.planner.starts import close_after, close_before, even_split, layer_wise
 
-__all__ = ["HOROVOD_BYTES", "STRATEGIES", "compare", "even_split", "hipress", "layer_names", "layer_wise", "mg_wfbp", "nearby_layers"]
+__all__ = [
+    "HOROVOD_BYTES", "STRATEGIES", "compare", "even_split", "hipress", "layer_names", "layer_wise", "mg_wfbp", "nearby_layers",
+]  # fmt: skip
 
 _MB = 2**20
 HOROVOD_BYTES = 64 * _MB

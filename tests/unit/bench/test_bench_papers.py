@@ -168,6 +168,8 @@ def test_the_bounds_over_cells():
     assert worst.startswith("NO") and "30.0%, DDP in mlp" in worst
     assert picked.startswith("NO") and f"1 of 2 (mlp, 4 x 1 ranks, 100mbit: {JOINT} takes 1.12 times" in picked
     assert joint.startswith("NO") and "1 of 2" in joint and "as long as CGX" in joint
+    exact = msgspec.structs.replace(bad, compressor="identity", specs=("Identity()",))
+    assert papers_verdict([good, exact])[3].startswith("yes")  # the joint plan of one schedule, without compression
     assert papers_verdict([]) == ["Nothing was measured."]
 
 
