@@ -22,7 +22,6 @@ from benchmarks.figures_page import page
 from benchmarks.papers.closed_forms import dear_us
 from benchmarks.testbeds import (
     ALGORITHMS,
-    HITOPKCOMM,
     SYSTEMS_OF,
     Bed,
     Papers,
@@ -185,7 +184,7 @@ def benefit(papers: Papers, beds: Beds, pictures: Path) -> Section:
             tensor = TensorProfile(name="tensor", shape=(numel,), dtype="float32", backward_us=0.0, forward_us=0.0)
             profile = Profile(model="a tensor", batch=1, device="V100", tensors=(tensor,))
             job = papers.job(profile, beds.nvlink, algorithm)
-            coded = job.program(Part((0,), Choice(job.specs[0], HITOPKCOMM))).busy
+            coded = job.program(Part((0,), Choice(job.specs[0], gathered(job)))).busy
             plain = (job.program(Part((0,), choice)).busy for choice in job.plain)
             saved = min(busy[INTRA] + busy[INTER] for busy in plain) - coded[INTRA] - coded[INTER]
             curves.setdefault(algorithm, []).append(saved / coded[COMPUTE])

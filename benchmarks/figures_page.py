@@ -99,7 +99,7 @@ three algorithms.
 
 **Agrees** for VGG16 and LSTM with NVLink: ByteComp is within 5 % (paper: always within 10 %). **Differs** for
 ResNet-50 and BERT, whose hundreds of tensors pay a latency and a codec call each, and over PCIe. gradwire's joint
-plan is within 5 % with NVLink, and within 15 % over PCIe.""",
+plan is within 5 % with NVLink, and within 16 % over PCIe.""",
     ),
     "restricted": (
         "ByteComp, Figure 14: parts of the search space",

@@ -53,12 +53,13 @@ CLAIMS = (
 )
 HEAD = """# The papers' systems side by side
 
-Measured by `python -m benchmarks side_by_side --measure`; written by `python -m benchmarks side_by_side`; do not edit. gradwire's
-engine runs each system as a plan of the same job, in turns, over links with a limited rate:
-[how it is measured](bench.md#the-papers-systems). {compressed}
-Dates: {dates}. The machine had {cores} processors for {ranks}
-ranks. So ranks share processors, and predictions know that ([how](simulator.md#what-is-modelled)). AdamW is fused, since
-otherwise its time depends on how many elements have got a gradient so far.
+Written by `python -m benchmarks side_by_side`; do not edit. [How it is measured](bench.md#the-papers-systems) has the command of
+each kind of cell. gradwire's engine runs each system as a plan of the same job, in turns, over links with a limited rate. With
+`--compressors {words}` all systems of a cell have one compressor, or none; {compressed}.
+
+The cells were measured on {dates}. The machine had {cores} processors for {ranks} ranks. So ranks share processors, and
+predictions know that ([how](simulator.md#what-is-modelled)). AdamW is fused, since otherwise its time depends on how many
+elements have got a gradient so far.
 
 ## What the papers claim
 
@@ -70,9 +71,10 @@ CELLS = """
 ## All cells
 
 The time of a step is the median over turns, with its 95 % interval. The error is the prediction's, from a profile that was made
-before the run. The last columns say how many times faster a system is than DDP, GRACE and HiPress. While the cells of 2026-11-28
-were measured, the speed of the rented machine changed by a third within minutes ([what was
-seen](experiments/measuring.md#noise)). Errors, intervals and the lines under *What is wanted* have that in them.
+before the run. The last columns say how many times faster a system is than DDP, GRACE and HiPress.
+
+While the cells of 2026-11-28 were measured, the speed of the rented machine changed by a third within minutes ([what was
+seen](experiments/measuring.md#noise)). Their errors and intervals have that in them.
 """
 WANTED = """
 ## What is wanted
@@ -152,10 +154,10 @@ def side_by_side_page(cells: Sequence[PapersCell]) -> str:
     columns = ("", "the paper, at most", "where", "measured, at most", "in", "median of all")
     lines = table(columns, [_claimed(claim, cells) for claim in CLAIMS])
     own = sum(bool(cell.compressor) for cell in cells)
-    which = f"{own} such cells are below" if own else "none is measured yet"
-    words = "`--compressors randk,dgc,efsignsgd,onebit,identity` measures cells in which all systems have one compressor, or none"
-    compressed = f"{words}; {which}."
-    text = HEAD.format(dates=dates, cores=cores, ranks=ranks, compressed=compressed) + "\n".join(lines) + "\n" + CELLS
+    compressed = f"cells of this kind below: {own}" if own else "none is measured yet"
+    words = ",".join(PAPERS_SPECS)
+    text = HEAD.format(dates=dates, cores=cores, ranks=ranks, words=words, compressed=compressed)
+    text += "\n".join(lines) + "\n" + CELLS
     for cell in cells:
         columns = ("", "predicted ms", "measured ms", "95 %", "error", *(f"over {name}" for name in BASELINES))
         text += f"\n### {cell.name}\n\n" + "\n".join(table(columns, _rows(cell), left=1)) + "\n"

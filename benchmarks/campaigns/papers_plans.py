@@ -15,7 +15,7 @@ import msgspec
 from benchmarks.campaigns.predict import Profiled
 from benchmarks.campaigns.predictions import ddp_plan
 from benchmarks.papers.methods import FUSIONS
-from benchmarks.papers.strawmen import HOROVOD_BYTES, mg_wfbp
+from benchmarks.papers.strawmen import STRATEGIES
 from gradwire.core.plan import Bucket, Plan
 from gradwire.core.schedules import Delayed, Pipelined
 from gradwire.core.specs import QSGD, Identity, Spec, TwoBit
@@ -28,8 +28,7 @@ from gradwire.planner.starts import best_of, close_before, ddp_draft, fused
 from gradwire.sim.rules import device_of
 
 __all__ = [
-    "BASELINES", "CD_SGD_PERIOD", "EXACT", "JOINT", "OWN_SPECS", "PAPERS_SPECS", "SHARED_SPECS", "SYSTEM_NAMES", "plans_of",
-    "systems_of",
+    "BASELINES", "CD_SGD_PERIOD", "JOINT", "OWN_SPECS", "PAPERS_SPECS", "SHARED_SPECS", "SYSTEM_NAMES", "plans_of", "systems_of",
 ]  # fmt: skip
 
 JOINT = "gradwire joint"
@@ -47,7 +46,7 @@ SYSTEM_NAMES = (
     *("DDP", "GRACE", "HiPress", "BytePS-Compress", "HiTopKComm", "Cupcake", "ByteComp", "CGX", "DeAR", "CD-SGD"),
     JOINT,
 )
-"""All systems that choose among specs or have a compressor of their own, and DDP and DeAR, in the order of the tables."""
+"""The systems of a cell in which each chooses among specs or has its own, in the order of the tables."""
 _CHOOSING = ("DDP", *(name for name in SYSTEM_NAMES if name in {*_BY_METHOD, "Cupcake"}))
 """DDP, and the systems without a compressor of their own."""
 _UNCOMPRESSED = ("DDP", "Horovod", "MG-WFBP", "DeAR", JOINT)
@@ -57,14 +56,12 @@ CD_SGD_PERIOD = 5
 SHARED_SPECS = ("QSGD(bits=4)", "TwoBit()", "ErrorFeedback(TopK(0.01))")
 """The default specs of the systems without a compressor of their own. CGX's and CD-SGD's are among them, so no system has a
 compressor that the joint plan may not use."""
-EXACT = "identity"
-"""The word of cells without compression."""
 PAPERS_SPECS = {
     "randk": "ErrorFeedback(RandomK(0.01, indices='own'))",
     "dgc": "DGC(ratio=0.01)",
     "efsignsgd": "EFSignSGD()",
     "onebit": "OneBit()",
-    EXACT: "Identity()",
+    "identity": "Identity()",
 }
 """The compressors of Cupcake and ByteComp, and none, by the word in a cell's name."""
 OWN_SPECS: tuple[Spec, ...] = (QSGD(bits=4), TwoBit())
@@ -76,7 +73,7 @@ def systems_of(compressor: str) -> Sequence[str]:
     """The systems of a cell where all have this compressor, a word of PAPERS_SPECS; '' where they choose or have their own."""
     if not compressor:
         return SYSTEM_NAMES
-    return _UNCOMPRESSED if compressor == EXACT else _CHOOSING
+    return _UNCOMPRESSED if compressor == "identity" else _CHOOSING
 
 
 def plans_of(found: Profiled, specs: Sequence[Spec], systems: Sequence[str] = SYSTEM_NAMES) -> dict[str, Plan]:
@@ -84,8 +81,8 @@ def plans_of(found: Profiled, specs: Sequence[Spec], systems: Sequence[str] = SY
     job = PlanningJob(found.profile, found.cluster, found.costs, specs, Limits(exempt_vectors=False))
     makers: dict[str, Callable[[], Plan]] = {
         "DDP": lambda: ddp_plan(found.profile),
-        "Horovod": lambda: exact(job, partial(close_before, limit=HOROVOD_BYTES)),
-        "MG-WFBP": lambda: exact(job, mg_wfbp),
+        "Horovod": lambda: exact(job, STRATEGIES["close-before, 64 MB (Horovod)"]),
+        "MG-WFBP": lambda: exact(job, STRATEGIES["MG-WFBP"]),
         "Cupcake": lambda: job.plan(cupcake(job), ddp_draft(job)),
         "CGX": lambda: cgx(found),
         "DeAR": lambda: dear(job),

@@ -13,13 +13,9 @@ from gradwire.errors import PlanError
 from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums
 from gradwire.planner.starts import close_after, close_before, even_split, layer_wise
 
-__all__ = [
-    "HOROVOD_BYTES", "STRATEGIES", "compare", "even_split", "hipress", "layer_names", "layer_wise", "mg_wfbp", "nearby_layers",
-]  # fmt: skip
+__all__ = ["STRATEGIES", "compare", "even_split", "hipress", "layer_names", "layer_wise", "mg_wfbp", "nearby_layers"]
 
 _MB = 2**20
-HOROVOD_BYTES = 64 * _MB
-"""What Horovod fuses at most, unless it is told otherwise."""
 
 
 def nearby_layers(
@@ -102,7 +98,7 @@ STRATEGIES: dict[str, Strategy] = {
     "close-after, best of 2 to 64 MB": close_after,
     "close-before, 5 MB (DeAR-FB)": close_before,
     "close-before, 25 MB (DDP)": partial(close_before, limit=25 * _MB),
-    "close-before, 64 MB (Horovod)": partial(close_before, limit=HOROVOD_BYTES),
+    "close-before, 64 MB (Horovod)": partial(close_before, limit=64 * _MB),
     "even split, best of 2 to 32": even_split,
     "nearby layers, 4": nearby_layers,
     "MG-WFBP": mg_wfbp,

@@ -96,7 +96,7 @@ def test_the_papers_compressors_are_the_one_spec_of_all_systems_that_choose(comp
             scheme_of(index, bucket, "cpu")  # raises for what the engine cannot run
     named = msgspec.structs.replace(CELL, compressor=compressor, specs=(repr(spec),))
     assert named.name == f"mlp, 4 x 1 ranks, 100mbit, {spec!r}"
-    assert "1 such cells are below" in " ".join(side_by_side_page([CELL, named]).split())
+    assert "cells of this kind below: 1" in " ".join(side_by_side_page([CELL, named]).split())
     with pytest.raises(FormatError, match="there is no compressor 'topk' of the papers"):
         PapersRequest(tmp_path, SPECS, compressors=["topk"])
 
@@ -168,8 +168,6 @@ def test_the_bounds_over_cells():
     assert worst.startswith("NO") and "30.0%, DDP in mlp" in worst
     assert picked.startswith("NO") and f"1 of 2 (mlp, 4 x 1 ranks, 100mbit: {JOINT} takes 1.12 times" in picked
     assert joint.startswith("NO") and "1 of 2" in joint and "as long as CGX" in joint
-    exact = msgspec.structs.replace(bad, compressor="identity", specs=("Identity()",))
-    assert papers_verdict([good, exact])[3].startswith("yes")  # the joint plan of one schedule, without compression
     assert papers_verdict([]) == ["Nothing was measured."]
 
 
