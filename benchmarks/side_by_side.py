@@ -74,7 +74,8 @@ The time of a step is the median over turns, with its 95 % interval. The error i
 before the run. The last columns say how many times faster a system is than DDP, GRACE and HiPress.
 
 While the cells of 2026-11-28 were measured, the speed of the rented machine changed by a third within minutes ([what was
-seen](experiments/measuring.md#noise)). Their errors and intervals have that in them.
+seen](experiments/measuring.md#noise)). Their errors and intervals have that in them. So some cells were measured in several runs,
+each with a profile and plans of its own. All runs count: the turns of all, and the mean of their predictions.
 """
 WANTED = """
 ## What is wanted
@@ -103,7 +104,7 @@ def run(arguments: list[str]) -> int:
         default=[""],
         help=f"of {','.join(PAPERS_SPECS)}: the papers' compressors, or none. Each makes a cell of its own, with this one spec",
     )
-    parser.add_argument("--again", action="store_true", help="measure existing cells again")
+    parser.add_argument("--again", action="store_true", help="measure existing cells once more, and pool the runs")
     options = parser.parse_args(arguments)
     return measure(options) if options.measure else write_page(options.results)
 
@@ -160,7 +161,8 @@ def side_by_side_page(cells: Sequence[PapersCell]) -> str:
     text += "\n".join(lines) + "\n" + CELLS
     for cell in cells:
         columns = ("", "predicted ms", "measured ms", "95 %", "error", *(f"over {name}" for name in BASELINES))
-        text += f"\n### {cell.name}\n\n" + "\n".join(table(columns, _rows(cell), left=1)) + "\n"
+        runs = f", {cell.runs} runs" if cell.runs > 1 else ""
+        text += f"\n### {cell.name}{runs}\n\n" + "\n".join(table(columns, _rows(cell), left=1)) + "\n"
     return text + WANTED + "\n".join(f"- {line}" for line in papers_verdict(cells)) + "\n"
 
 

@@ -1,7 +1,8 @@
 """One cell of `python -m benchmarks side_by_side`: its file, its rows, and the bounds over all cells. Pure: no torch, no clock.
 
 A cell is one job on one cluster over one link. A turn of a system is a block; the measured time of a system is the median of its
-blocks' mean steps. Means, since a step of CD-SGD in five sends everything.
+blocks' mean steps. Means, since a step of CD-SGD in five sends everything. Systems are compared block by block, since a machine
+may be slower in one turn than in the next.
 """
 
 import statistics
@@ -57,7 +58,7 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class PapersCell(Document, frozen=True, kw_only=True):
     """All systems on one job, one cluster, one link."""
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("intra", "compressor")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("intra", "compressor", "runs")
     what: ClassVar[str] = "cell of the papers' systems"
     remedy: ClassVar[str] = "Measure it with `python -m benchmarks side_by_side --measure --again`."
 
@@ -73,7 +74,10 @@ class PapersCell(Document, frozen=True, kw_only=True):
     """The rate that the ranks of a node share."""
     compressor: str = ""
     """The word of the one compressor that all systems had, as in `PAPERS_SPECS`; empty: they chose among `specs`."""
+    runs: int = 1
+    """How often the cell was measured. Each run had a profile and plans of its own."""
     steps: int
+    """Measured steps of each system, in all runs."""
     turn_steps: int
     profile_steps: int
     seed: int
@@ -98,12 +102,25 @@ class PapersCell(Document, frozen=True, kw_only=True):
     def failures(self) -> list[str]:
         return [f"{self.name}, {row.system}: {row.failure}" for row in self.rows if row.failure is not None]
 
+    def pooled(self, earlier: "PapersCell") -> "PapersCell":
+        """Return this cell with an earlier run of the same systems: the blocks of both, and the mean of their predictions."""
+        before = earlier.measured
+        rows = tuple(_pooled(before[row.system], row) for row in self.rows)
+        return msgspec.structs.replace(self, runs=self.runs + earlier.runs, steps=self.steps + earlier.steps, rows=rows)
+
     def speedup(self, system: str, baseline: str) -> Interval | None:
         """Return how many times faster than the baseline a system is, over pairs of blocks; None if one of them failed."""
         rows = self.measured
         if system not in rows or baseline not in rows:
             return None
         return paired_ratio(rows[baseline].blocks_us, rows[system].blocks_us)
+
+
+def _pooled(earlier: SystemRow, later: SystemRow) -> SystemRow:
+    """The later row, with the earlier one's blocks before its own. Each block counts alike in the mean prediction."""
+    weights = len(earlier.blocks_us), len(later.blocks_us)
+    predicted_us = float(np.average([earlier.predicted_us, later.predicted_us], weights=weights))
+    return msgspec.structs.replace(later, predicted_us=predicted_us, blocks_us=earlier.blocks_us + later.blocks_us)
 
 
 def median_block_us(row: SystemRow) -> Interval:
@@ -190,11 +207,12 @@ def _worst_row(cells: Sequence[PapersCell]) -> str:
 
 
 def _fastest(cell: PapersCell) -> SystemRow:
-    return min(cell.measured.values(), key=lambda row: float(np.median(row.blocks_us)))
+    first, *_ = cell.measured.values()
+    return min(cell.measured.values(), key=lambda row: paired_ratio(row.blocks_us, first.blocks_us).ratio)
 
 
 def _beside(cell: PapersCell, row: SystemRow, fastest: SystemRow, within: bool | None = None) -> _Picked:
-    over = float(np.median(row.blocks_us)) / float(np.median(fastest.blocks_us))
+    over = paired_ratio(row.blocks_us, fastest.blocks_us).ratio
     return _Picked(cell.name, row.system, fastest.system, over, over <= PICKED_WITHIN if within is None else within)
 
 

@@ -21,7 +21,7 @@ from gradwire.core.schedules import Delayed, Pipelined
 from gradwire.core.specs import QSGD, Identity, Spec, TwoBit
 from gradwire.plan.policy import Uniform, launch_of
 from gradwire.plan.schemes import SYSTEMS, tasks_of
-from gradwire.planner.drafts import Choice, Draft, Limits, PlanningJob
+from gradwire.planner.drafts import PLANNED_SCHEDULES, Choice, Draft, Limits, PlanningJob
 from gradwire.planner.methods import make_plan
 from gradwire.planner.partition import Strategy
 from gradwire.planner.starts import best_of, close_before, ddp_draft, fused
@@ -40,14 +40,13 @@ _BY_METHOD = {
     "BytePS-Compress": "byteps-compress",
     "HiTopKComm": "hitopkcomm",
     "ByteComp": "bytecomp",
-    JOINT: "joint",
 }
 SYSTEM_NAMES = (
     *("DDP", "GRACE", "HiPress", "BytePS-Compress", "HiTopKComm", "Cupcake", "ByteComp", "CGX", "DeAR", "CD-SGD"),
     JOINT,
 )
 """The systems of a cell in which each chooses among specs or has its own, in the order of the tables."""
-_CHOOSING = ("DDP", *(name for name in SYSTEM_NAMES if name in {*_BY_METHOD, "Cupcake"}))
+_CHOOSING = ("DDP", *(name for name in SYSTEM_NAMES if name in {*_BY_METHOD, "Cupcake", JOINT}))
 """DDP, and the systems without a compressor of their own."""
 _UNCOMPRESSED = ("DDP", "Horovod", "MG-WFBP", "DeAR", JOINT)
 """The systems of a cell without compression."""
@@ -78,7 +77,7 @@ def systems_of(compressor: str) -> Sequence[str]:
 
 def plans_of(found: Profiled, specs: Sequence[Spec], systems: Sequence[str] = SYSTEM_NAMES) -> dict[str, Plan]:
     """The plan of each of these systems, by name. The costs have times of `specs` and of `OWN_SPECS`."""
-    job = PlanningJob(found.profile, found.cluster, found.costs, specs, Limits(exempt_vectors=False))
+    job = planning(found, specs)
     makers: dict[str, Callable[[], Plan]] = {
         "DDP": lambda: ddp_plan(found.profile),
         "Horovod": lambda: exact(job, STRATEGIES["close-before, 64 MB (Horovod)"]),
@@ -87,8 +86,21 @@ def plans_of(found: Profiled, specs: Sequence[Spec], systems: Sequence[str] = SY
         "CGX": lambda: cgx(found),
         "DeAR": lambda: dear(job),
         "CD-SGD": lambda: cd_sgd(found),
+        JOINT: lambda: joint(found, specs),
     }
     return {name: make_plan(job, _BY_METHOD[name]).plan if name in _BY_METHOD else makers[name]() for name in systems}
+
+
+def planning(found: Profiled, specs: Sequence[Spec], schedule: str = "backward") -> PlanningJob:
+    """The job of the planner, in which every tensor may be compressed."""
+    return PlanningJob(found.profile, found.cluster, found.costs, specs, Limits(exempt_vectors=False, schedule=schedule))
+
+
+def joint(found: Profiled, specs: Sequence[Spec]) -> Plan:
+    """Return gradwire's joint plan. Without compression it may pipeline as DeAR does, where that is predicted to be faster."""
+    schedules = ("backward",) if any(spec.encodes for spec in specs) else PLANNED_SCHEDULES
+    plans = [make_plan(planning(found, specs, schedule)).plan for schedule in schedules]
+    return min(plans, key=planning(found, specs).simulator.step_us)
 
 
 def exact(job: PlanningJob, strategy: Strategy) -> Plan:

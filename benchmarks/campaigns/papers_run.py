@@ -2,7 +2,7 @@
 
 A cell is one job on one cluster over one link, and one file. Each cell is profiled in a run of its own; the systems' plans and
 predictions come from that profile alone. Then all systems train in turns in one set of processes. A cell that is there is not
-measured again, except if a system failed in it.
+measured again, except if a system failed in it; with `again` the turns of both runs count.
 """
 
 import importlib.metadata
@@ -57,7 +57,7 @@ class PapersRequest:
     profile_steps: int = 20
     seed: int = 0
     again: bool = False
-    """Measure what has results already, too."""
+    """Measure what has results already once more, and pool the runs."""
 
     def __post_init__(self) -> None:
         whole("profile_steps", self.profile_steps, "steps of each profiling", low=1)
@@ -133,25 +133,21 @@ def run_papers(request: PapersRequest, problem: str | None, watch: ProgressView,
     if problem is not None:
         raise TestbedError(f"the papers' systems need links of known rates: {problem}. Run as root or allow user namespaces.")
     make_folder(request.folder)
-    cells, missing = {}, []
-    for key in request.cells():
-        kept = None if request.again else _kept(request, key)
-        if kept is None:
-            missing.append(key)
-        else:
-            cells[key] = kept
+    cells = {key: kept for key in request.cells() if (kept := _kept(request, key)) is not None}
+    missing = [key for key in request.cells() if request.again or key not in cells or cells[key].steps < request.steps]
     for number, key in enumerate(missing, 1):
         say(f"{number} of {len(missing)}: {key.file.removesuffix('.json')}, {len(key.systems)} systems")
-        cells[key] = _measure(request, key, watch)
+        cell, earlier = _measure(request, key, watch), cells.get(key)
+        cells[key] = cell if earlier is None or cell.failures or not request.again else cell.pooled(earlier)
         cells[key].save(request.folder / key.file)
     return [cells[key] for key in request.cells()]
 
 
 def _kept(request: PapersRequest, key: PapersKey) -> PapersCell | None:
-    """Return an earlier result with this seed, these specs and turns, and enough steps, if no system failed."""
+    """Return an earlier result with this seed, these specs and turns, if no system failed."""
     path = request.folder / key.file
     cell = PapersCell.load(path) if path.exists() else None
-    if cell is None or cell.failures or cell.steps < request.steps:
+    if cell is None or cell.failures:
         return None
     asked = request.seed, request.turn_steps, tuple(map(repr, request.specs_of(key)))
     return cell if (cell.seed, cell.turn_steps, cell.specs) == asked else None

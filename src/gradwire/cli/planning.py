@@ -66,6 +66,9 @@ class LimitOptions(NamedTuple):
     exempt_vectors: Annotated[
         bool, typer.Option("--exempt-vectors/--all-tensors", help="Leave biases and norms uncompressed, or not.")
     ] = True
+    schedule: Annotated[
+        str, typer.Option(help="backward, or pipelined: gathers hide in the next forward, as in DeAR; needs forward times.")
+    ] = "backward"
 
     def limits(self) -> "Limits":
         """The planner's limits. Raises FormatError for an impossible memory, PlanError for other impossible values."""
@@ -80,6 +83,7 @@ class LimitOptions(NamedTuple):
             memory_bytes=None if self.memory_mb is None else round(self.memory_mb * 1e6),
             exempt_vectors=self.exempt_vectors,
             restrict=self.restrict,
+            schedule=self.schedule,
         )
 
 

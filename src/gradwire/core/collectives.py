@@ -10,9 +10,10 @@ word, so that every plan has one meaning.
 'allgather'
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 from gradwire.core import entry_points
@@ -309,3 +310,26 @@ def collective_of(option: tuple[str, ...]) -> Collective | None:
         return next((each for each in candidates if each.plain and option == each.link_tasks), None)
     device = option[words.index("comp")].partition(":")[2]
     return next((each for each in candidates if option == each.on(device, words.count("comp"))), None)
+
+
+def words_on_links(option: Sequence[str]) -> tuple[str, ...]:
+    """The words of an option's link tasks, in its order.
+
+    >>> words_on_links(("comp:cpu", "alltoall:inter", "decomp:cpu", "comp:cpu", "allgather:inter", "decomp:cpu"))
+    ('alltoall', 'allgather')
+    """
+    words = (task.partition(":")[0] for task in option)
+    return tuple(word for word in words if word not in CODEC_TASKS)
+
+
+def gathers_of(option: tuple[str, ...]) -> int:
+    """The number of link tasks of an option's gather phase, which are the last ones. 0: the option is indivisible.
+
+    >>> gathers_of(("reducescatter:inter", "allgather:inter")), gathers_of(("allreduce:inter",))
+    (1, 0)
+    """
+    if (named := collective_of(option)) is not None:
+        return named.phases.count("gather")
+    words = words_on_links(option)
+    gathering = list(takewhile(lambda word: "second" in ROUTINES[word].gradients, reversed(words)))
+    return len(gathering) if len(gathering) < len(words) else 0

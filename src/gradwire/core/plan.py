@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -25,7 +24,16 @@ from gradwire.core.checks import (
     wholes,
     word,
 )
-from gradwire.core.collectives import CODEC_TASKS, LINKS, ROUTINES, collective_of, is_link_word, link_words
+from gradwire.core.collectives import (
+    CODEC_TASKS,
+    LINKS,
+    ROUTINES,
+    collective_of,
+    gathers_of,
+    is_link_word,
+    link_words,
+    words_on_links,
+)
 from gradwire.core.payload import RAW
 from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Spec, as_spec
@@ -88,16 +96,12 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def link_tasks(self) -> tuple[str, ...]:
         """The words of the option's link tasks, in its order, such as ('alltoall', 'allgather')."""
-        tasks = (task.partition(":")[0] for task in self.option)
-        return tuple(task for task in tasks if task not in CODEC_TASKS)
+        return words_on_links(self.option)
 
     @property
     def gathers(self) -> int:
         """The number of link tasks of the gather phase, which are the last ones. 0: the option is indivisible."""
-        if (named := collective_of(self.option)) is not None:
-            return named.phases.count("gather")
-        gathering = list(takewhile(lambda task: "second" in ROUTINES[task].gradients, reversed(self.link_tasks)))
-        return len(gathering) if len(gathering) < len(self.link_tasks) else 0
+        return gathers_of(self.option)
 
     def spec_of(self, tensor: str) -> Spec:
         """The spec of one of the bucket's tensors."""

@@ -24,11 +24,13 @@ from gradwire.core import (
     Spec,
     TensorProfile,
     fingerprint,
+    gathers_of,
+    schedule_class,
     word,
 )
 from gradwire.costs import AffineCost, Bytes, bytes_of, fold
 from gradwire.errors import PlanError
-from gradwire.plan import DEVICES, RESTRICTED, Option, carries, tasks_of
+from gradwire.plan import DEVICES, RESTRICTED, Option, carries, launch_of, tasks_of
 from gradwire.planner.listing import choose_options
 from gradwire.planner.offload import on_cpu
 from gradwire.planner.partition import FusionCosts
@@ -54,6 +56,9 @@ _MOST_ENCODES = 4
 """Most encodes of an element, where `Limits.max_encodes` is None. No option of the tree has more."""
 BYTECOMP_ONLY = ("all-compressed", "myopic")
 """Restricted searches that have the whole tree, and restrict how options are chosen."""
+
+
+PLANNED_SCHEDULES = ("backward", "pipelined")
 
 
 class Choice(NamedTuple):
@@ -105,8 +110,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     restrict: str | None = None
     """A restricted search of ByteComp (section 5.3): a key of `gradwire.plan.schemes.RESTRICTED`, or myopic. myopic and
     all-compressed need the method bytecomp."""
+    schedule: str = "backward"
+    """The schedule that the plan runs, one that costs no accuracy: backward, or pipelined (DeAR, section 3)."""
 
     def __post_init__(self) -> None:
+        word("schedule", self.schedule, PLANNED_SCHEDULES, error=PlanError)
         if self.restrict is not None:
             word("restrict", self.restrict, (*RESTRICTED, "myopic"), error=PlanError)
 
@@ -135,6 +143,9 @@ class PlanningJob:
             )
         self.profile, self.cluster, self.limits = profile, cluster, limits or Limits()
         self.rules = rules or rules_of(device_of(profile))
+        self.schedule = schedule_class(self.limits.schedule)()
+        self.event_by_event = self.rules.lanes > 0 or self.schedule.gathers_in_forward
+        """Whether steps are simulated event by event, which takes a hundred times as long as `line`."""
         self.simulator = Simulator(profile, cluster, costs, self.rules)
         self.pricer = Pricer(self.simulator)
         tensors = profile.tensors
@@ -282,7 +293,12 @@ class PlanningJob:
 
     def _judge(self, spec: Spec) -> list[Choice]:
         options = self.coded[spec] + self.beside[spec] if spec.encodes else [choice.option for choice in self.plain]
-        return _undominated(self, [Choice(spec, option) for option in options])
+        choices = [Choice(spec, option) for option in options]
+        if not self.schedule.gathers_in_forward:
+            return _undominated(self, choices)
+        # what gathers in the forward may take longer in sum, and the step be shorter
+        gathering = [choice for choice in choices if gathers_of(choice.option)]
+        return list(dict.fromkeys([*_undominated(self, gathering), *_undominated(self, choices)]))
 
     def step(self, draft: Draft, limit: int = NEVER) -> int | None:
         """Femtoseconds of a draft's step; None if the step is above `limit` or the draft needs more memory than allowed."""
@@ -290,7 +306,7 @@ class PlanningJob:
         allowed = self.limits.memory_bytes
         if allowed is not None and self.extra_bytes(draft) > allowed:
             return None
-        if self.rules.lanes:
+        if self.event_by_event:
             step = round(self.simulator.step_us(self.light(draft)) * FS_PER_US)
             return step if step <= limit else None
         releases = [part.tensors[-1] + 1 for part in draft.parts]
@@ -308,8 +324,19 @@ class PlanningJob:
 
     def light(self, draft: Draft) -> LightPlan:
         """The buckets and the launch order of a draft."""
+        buckets = self._buckets(draft)
+        if self.schedule.gathers_in_forward:
+            return LightPlan(buckets, launch_of(buckets, self.schedule), self.schedule)
+        keyed = sorted(
+            (launch_key(index, phase, draft.skew), index, word)
+            for index, bucket in enumerate(buckets)
+            for phase, word in enumerate(bucket.link_tasks)
+        )
+        return LightPlan(buckets, [(index, word) for _, index, word in keyed], self.schedule)
+
+    def _buckets(self, draft: Draft) -> list[Bucket]:
         tensors = self.profile.tensors
-        buckets = [
+        return [
             Bucket(
                 tensors=tuple(tensors[place].name for place in part.tensors),
                 spec=self._specs(part),
@@ -319,12 +346,6 @@ class PlanningJob:
             )
             for part in draft.parts
         ]
-        keyed = sorted(
-            (launch_key(index, phase, draft.skew), index, word)
-            for index, bucket in enumerate(buckets)
-            for phase, word in enumerate(bucket.link_tasks)
-        )
-        return LightPlan(buckets, [(index, word) for _, index, word in keyed], Backward())
 
     def _specs(self, part: Part) -> Spec | dict[str, Spec]:
         own = part.choice.spec
@@ -338,14 +359,20 @@ class PlanningJob:
         priced = [self.simulator.prices.of(bucket) for bucket in light.buckets]
         prediction = Prediction(
             step_us=self.simulator.step_us(light),
-            baseline_step_us=self._ddp_simulator.step_us(self.light(baseline)),
+            baseline_step_us=self._ddp_simulator.step_us(self.light(baseline)._replace(schedule=Backward())),
             lower_bound_us=self.lower_bound_us(),
             bytes_per_rank=round(sum(price.sent_bytes * p.pieces for p in priced for price in p.tasks)),
             extra_bytes_device=self.extra_bytes(draft),
             extra_bytes_host=0,
         )
         prints = fingerprint(self.profile.tensor_infos(self.rules.device))
-        return Plan(fingerprint=prints, buckets=tuple(light.buckets), launch=tuple(light.launch), prediction=prediction)
+        return Plan(
+            fingerprint=prints,
+            buckets=tuple(light.buckets),
+            launch=tuple(light.launch),
+            schedule=light.schedule,
+            prediction=prediction,
+        )
 
     @cached_property
     def _ddp_simulator(self) -> Simulator:
@@ -355,7 +382,10 @@ class PlanningJob:
         return Simulator(self.profile, cluster, self.simulator.prices.costs, rules)
 
     def lower_bound_us(self) -> float:
-        """Microseconds of a step that no plan with these choices can beat. See `least_step_us`."""
+        """Microseconds of a step that no plan with these choices can beat: computation alone where gathers hide in the forward,
+        or else `least_step_us`."""
+        if self.schedule.gathers_in_forward:
+            return self.line.after[-1] / FS_PER_US
         plain = [choice.option for choice in self.plain]
         moved = {spec: [on_cpu(option) for option in options] for spec, options in self.coded.items() if self.offloads}
         return least_step_us(self.pricer, self.line.after, self._exemptions(), self.specs, plain, self._all_coded(), moved)
@@ -363,7 +393,8 @@ class PlanningJob:
     def least_alone(self) -> int:
         """Femtoseconds of a step that no plan of these choices with every tensor alone can beat. See `least_alone_us`."""
         plain = [choice.option for choice in self.plain]
-        return int(least_alone_us(self.pricer, self.line.after, self._exemptions(), plain, self._all_coded()) * FS_PER_US)
+        after = [0, 0] if self.schedule.gathers_in_forward else self.line.after
+        return int(least_alone_us(self.pricer, after, self._exemptions(), plain, self._all_coded()) * FS_PER_US)
 
     def _all_coded(self) -> dict[Spec, list[tuple[str, ...]]]:
         return {spec: options + self.beside[spec] for spec, options in self.coded.items()}

@@ -39,8 +39,8 @@ from gradwire.planner.starts import (
 )
 from gradwire.sim import NEVER
 
-EVALUATIONS, EVALUATIONS_WITH_LANES = 1500, 300
-"""Most steps that the moves may simulate. A step with lanes is simulated event by event, which takes a hundred times as long."""
+EVALUATIONS, EVALUATIONS_BY_EVENTS = 1500, 300
+"""Most steps that the moves may simulate. A step that is simulated event by event takes a hundred times as long."""
 _STARTS = 3
 """Number of the best starts from which the search tries moves."""
 FEW = 32
@@ -72,7 +72,7 @@ def joint(job: PlanningJob, evaluations: int | None = None, moves: int | None = 
     """Search for the draft with the shortest step.
 
     evaluations: most steps to simulate, the steps of starts included; the starts are then the quick ones. None: all starts, and
-    after them `moves` steps. moves: None is EVALUATIONS or EVALUATIONS_WITH_LANES. Raises PlanError if no start fits the memory.
+    after them `moves` steps. moves: None is EVALUATIONS or EVALUATIONS_BY_EVENTS. Raises PlanError if no start fits the memory.
     """
     starts: dict[Draft, int] = {}
     begun, until = job.evaluations, None
@@ -92,7 +92,7 @@ def joint(job: PlanningJob, evaluations: int | None = None, moves: int | None = 
             f"{numbered(cures)}"
         )
     if until is None:
-        until = job.evaluations + (moves or (EVALUATIONS_WITH_LANES if job.rules.lanes else EVALUATIONS))
+        until = job.evaluations + (moves or (EVALUATIONS_BY_EVENTS if job.event_by_event else EVALUATIONS))
     ends, best = [], sorted(starts.items(), key=lambda start: start[1])[:_STARTS]
     for number, (draft, step) in enumerate(best):
         share = (until - job.evaluations) // (len(best) - number)

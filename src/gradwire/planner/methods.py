@@ -47,6 +47,11 @@ def make_plan(job: PlanningJob, method: str = "joint") -> MadePlan:
             f"restrict is {restrict!r} and method {method!r}: it says how ByteComp's selection chooses, and other methods have "
             f"their own way. {numbered(cures)}"
         )
+    if method == "ddp" and job.limits.schedule != "backward":
+        raise PlanError(
+            f"schedule is {job.limits.schedule!r} and method 'ddp' is plain DDP, which exchanges in backward alone. "
+            f"{numbered(['use the backward schedule', 'use another method, such as joint'])}"
+        )
     began = time.perf_counter()
     found = planned(job)
     draft, note = found if isinstance(found, Moved) else (found, "")
@@ -98,17 +103,18 @@ def _summary(job: PlanningJob, made: MadePlan) -> list[str]:
     if any(part.choice.encodes for part in made.draft.parts):
         return lines
     compute = job.line.after[-1] / FS_PER_US / 1e3
-    backward = (job.line.after[-1] - job.line.after[0]) / FS_PER_US / 1e3
+    pipelined = job.schedule.gathers_in_forward
+    hiding = compute if pipelined else (job.line.after[-1] - job.line.after[0]) / FS_PER_US / 1e3
     link = max(sum(busy) for busy in zip(*(job.program(part).busy[2:] for part in made.draft.parts), strict=True))
     link_ms = link / FS_PER_US / 1e3
     if made.method == "ddp":
         lines.append("Nothing is compressed: plain DDP never does.")
     elif not job.specs:
         lines.append('Nothing is compressed: no spec was given. Name one or more, such as --spec "QSGD(bits=4)".')
-    elif step <= 1.05 * compute and link_ms < backward:
+    elif step <= 1.05 * compute and link_ms < hiding:
         lines.append(
-            f"Nothing is compressed. compute-bound: communication hides behind backward with {backward - link_ms:.3f} ms to "
-            f"spare; {step - compute:.3f} ms of the step are exposed."
+            f"Nothing is compressed. compute-bound: communication hides behind {'computation' if pipelined else 'backward'} with "
+            f"{hiding - link_ms:.3f} ms to spare; {step - compute:.3f} ms of the step are exposed."
         )
     else:
         lines.append("Nothing is compressed: encodes and decodes would take longer than they save on the links.")

@@ -187,7 +187,10 @@ def sweep_methods(
             if point.world_size == 1:
                 step_us = profile.compute_us
             else:
-                job = PlanningJob(profile, point, costs, specs, limits, rules)
+                allowed = limits or Limits()
+                if method == "ddp":
+                    allowed = msgspec.structs.replace(allowed, schedule="backward")
+                job = PlanningJob(profile, point, costs, specs, allowed, rules)
                 prediction = None if method == "bound" else make_plan(job, method).plan.prediction
                 if prediction is None:
                     step_us = job.lower_bound_us()

@@ -209,6 +209,26 @@ def test_only_what_is_missing_or_failed_is_measured(tmp_path, monkeypatch):
         run_papers(request, "no namespaces", silent(), str)
 
 
+def test_runs_of_a_cell_are_pooled(tmp_path, monkeypatch):
+    monkeypatch.setattr(papers_run, "run_bench", lambda request, problem, watch: made_run(request))
+    monkeypatch.setattr(papers_run, "profiled", lambda asked, *others: found_of(asked.nodes, asked.ranks_per_node))
+    request = PapersRequest(tmp_path, SPECS, jobs=["mlp"], links=["100mbit"], shapes=[(4, 1)], steps=10)
+    (first,) = run_papers(request, None, silent(), str)
+    (both,) = run_papers(dataclasses.replace(request, again=True), None, silent(), str)
+    assert (both.runs, both.steps) == (2, 20) and [len(row.blocks_us) for row in both.rows] == [4] * len(SYSTEM_NAMES)
+    assert run_papers(request, None, silent(), str) == [both]
+    later = cell_of([row("DDP", 300, [200]), row("CGX", 50, [50])])
+    pooled = later.pooled(cell_of([row("CGX", 80, [90, 100]), row("DDP", 150, [100, 110])]))
+    assert [each.predicted_us for each in pooled.rows] == pytest.approx([200e3, 70e3])
+    assert [each.blocks_us for each in pooled.rows] == [(100e3, 110e3, 200e3), (90e3, 100e3, 50e3)]
+    assert "### mlp, 4 x 1 ranks, 100mbit, 2 runs" in side_by_side_page([pooled])
+
+
+def test_a_slow_turn_of_the_machine_does_not_change_who_is_fastest():
+    turns = row("CGX", 60, [100, 101, 300, 303]), row(JOINT, 59, [98, 300, 301, 310])
+    assert papers_verdict([cell_of([*turns, row("DDP", 900, [900] * 4)])])[2].startswith("yes")
+
+
 def test_parts_of_cd_sgds_period_are_refused(tmp_path):
     with pytest.raises(FormatError, match="steps is 12, but CD-SGD sends everything in one of 5 steps"):
         PapersRequest(tmp_path, SPECS, steps=12)

@@ -88,6 +88,7 @@ gradwire plan
   --restrict
   --memory-mb
   --exempt-vectors = True
+  --schedule = backward
   --decode-calls
   --out
   --inter

@@ -1,19 +1,23 @@
 """What the planner promises of any job, and that its searches plan with the prices of the simulator."""
 
 import random
+from functools import partial
 
 import pytest
 
 from benchmarks.papers.oracle import pareto
 from benchmarks.random_jobs import check_many
-from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
+from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Identity, Link, Pipelined, Profile, TensorProfile
 from gradwire.costs.prices import CurveCost
-from gradwire.planner.drafts import Draft, Limits, Part, PlanningJob
+from gradwire.errors import PlanError
+from gradwire.plan.schemes import SYSTEMS
+from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
 from gradwire.planner.methods import make_plan
 from gradwire.planner.pareto import improved
 from gradwire.planner.partition import Fusion, FusionCosts, evaluate
-from gradwire.planner.starts import by_lines
+from gradwire.planner.starts import by_lines, close_before, fused
 from gradwire.sim.simulator import FS_PER_US
+from gradwire.sim.timeline import simulate
 
 CODEC = CodecCosts(
     spec=QSGD(),
@@ -35,7 +39,7 @@ def test_promises_hold_of_many_random_jobs(first):
     assert not check_many(first, 100)["counterexamples"]
 
 
-def cpu_job(launch_us, limits=None):
+def cpu_job(launch_us, limits=None, specs=None):
     rng = random.Random(0)
     rows = [
         TensorProfile(
@@ -49,7 +53,7 @@ def cpu_job(launch_us, limits=None):
     ]
     profile = Profile(model="made up", batch=1, device="cpu", tensors=rows)
     cluster = Cluster(nodes=4, ranks_per_node=1, intra=Link(5.0, 10.0), inter=Link(100.0, 0.19), launch_us=launch_us)
-    return PlanningJob(profile, cluster, Costs(codecs=[CODEC]), [QSGD()], limits)
+    return PlanningJob(profile, cluster, Costs(codecs=[CODEC]), [QSGD()] if specs is None else specs, limits)
 
 
 def test_fusion_knows_of_launches():
@@ -100,3 +104,29 @@ def test_fusion_by_curves_stops_after_so_many_buckets():
     found, certain = improved(times, sizes, costs, start, most=10)
     assert (found, certain) == (start, False)
     assert improved(times, sizes, costs, start)[0].step_us < start.step_us
+
+
+@pytest.mark.parametrize("specs", [[], [QSGD()]])
+def test_a_pipelined_plan_is_no_slower_than_dears_buckets_nor_than_its_bound(specs):
+    job = cpu_job(50.0, Limits(schedule="pipelined"), specs)
+    made = make_plan(job)
+    assert made.plan.schedule == Pipelined()
+    assert made.plan.prediction.step_us == simulate(made.plan, job.profile, job.cluster, job.simulator.prices.costs).step_us
+    in_two_phases = Choice(Identity(), SYSTEMS["DeAR"][0])
+    for mib in (5, 8, 16, 32):
+        assert job.step(made.draft) <= job.step(fused(job, partial(close_before, limit=mib * 2**20), in_two_phases))
+    assert job.lower_bound_us() <= made.plan.prediction.step_us
+
+
+def test_a_plan_of_sums_is_faster_where_gathers_hide_in_the_forward():
+    pipelined, backward = (make_plan(cpu_job(50.0, Limits(schedule=word), [])).plan for word in ("pipelined", "backward"))
+    assert pipelined.prediction.step_us < 0.99 * backward.prediction.step_us
+    assert pipelined.prediction.baseline_step_us == backward.prediction.baseline_step_us
+    assert any(bucket.gathers for bucket in pipelined.buckets)
+
+
+def test_the_schedule_of_a_plan_must_fit():
+    with pytest.raises(PlanError, match="schedule is 'delayed'"):
+        Limits(schedule="delayed")
+    with pytest.raises(PlanError, match="plain DDP, which exchanges in backward alone"):
+        make_plan(cpu_job(50.0, Limits(schedule="pipelined")), "ddp")
