@@ -213,7 +213,7 @@ def test_runs_of_a_cell_are_pooled(tmp_path, monkeypatch):
     monkeypatch.setattr(papers_run, "run_bench", lambda request, problem, watch: made_run(request))
     monkeypatch.setattr(papers_run, "profiled", lambda asked, *others: found_of(asked.nodes, asked.ranks_per_node))
     request = PapersRequest(tmp_path, SPECS, jobs=["mlp"], links=["100mbit"], shapes=[(4, 1)], steps=10)
-    (first,) = run_papers(request, None, silent(), str)
+    run_papers(request, None, silent(), str)
     (both,) = run_papers(dataclasses.replace(request, again=True), None, silent(), str)
     assert (both.runs, both.steps) == (2, 20) and [len(row.blocks_us) for row in both.rows] == [4] * len(SYSTEM_NAMES)
     assert run_papers(request, None, silent(), str) == [both]
