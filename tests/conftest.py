@@ -78,10 +78,10 @@ SLOW_CASES = 12
 """How many of the others `make test-slow` runs at most, where a case starts ranks; `make test-all` runs all."""
 
 CI_CASES = {
-    "ranks": 3,
-    "integrations": 3,
-    "scripts": 4,
-    "kernels": 12,
+    "ranks": 2,
+    "integrations": 2,
+    "scripts": 3,
+    "kernels": 8,
     "compressors": 60,
     "costs": 60,
     "planner": 55,
