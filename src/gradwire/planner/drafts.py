@@ -56,9 +56,8 @@ _MOST_ENCODES = 4
 """Most encodes of an element, where `Limits.max_encodes` is None. No option of the tree has more."""
 BYTECOMP_ONLY = ("all-compressed", "myopic")
 """Restricted searches that have the whole tree, and restrict how options are chosen."""
-
-
 PLANNED_SCHEDULES = ("backward", "pipelined")
+"""Schedules that cost no accuracy, for which whole plans are searched."""
 
 
 class Choice(NamedTuple):
