@@ -117,6 +117,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         if self.restrict is not None:
             word("restrict", self.restrict, (*RESTRICTED, "myopic"), error=PlanError)
 
+    def in_backward(self) -> "Limits":
+        """Return these limits with plain DDP's schedule."""
+        return msgspec.structs.replace(self, schedule="backward")
+
 
 class PlanningJob:
     """One planning job. Raises PlanError if the cluster has one rank, or if no option is left.

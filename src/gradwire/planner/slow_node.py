@@ -155,7 +155,8 @@ def plans_for_slow_node(
     """
     given = PlanningJob(profile, cluster, costs, specs, limits, rules)
     baseline = ddp_draft(given)
-    plans = {"plain DDP": PlanningJob(profile, cluster, costs, rules=rules).plan(baseline, baseline)}
+    plain = PlanningJob(profile, cluster, costs, specs, (limits or Limits()).in_backward(), rules)
+    plans = {"plain DDP": plain.plan(baseline, baseline)}
     for done, factor in enumerate(slower, 1):
         case = min(slow_cases(cluster, factor), key=lambda case: _slowest(case.cluster)).cluster
         draft = make_plan(PlanningJob(profile, case, costs, specs, limits, rules), method).draft

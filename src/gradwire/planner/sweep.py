@@ -188,8 +188,7 @@ def sweep_methods(
                 step_us = profile.compute_us
             else:
                 allowed = limits or Limits()
-                if method == "ddp":
-                    allowed = msgspec.structs.replace(allowed, schedule="backward")
+                allowed = allowed.in_backward() if method == "ddp" else allowed
                 job = PlanningJob(profile, point, costs, specs, allowed, rules)
                 prediction = None if method == "bound" else make_plan(job, method).plan.prediction
                 if prediction is None:

@@ -271,3 +271,16 @@ def test_pictures_can_be_told_apart_without_colours(tmp_path):
     with pytest.raises(FormatError, match="10 panels"):
         draw_bars(tmp_path / "a.png", "", [Panel("", ["a"], {"b": [1.0]})] * 10, "y")
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_plain_ddp_is_the_same_beside_pipelined_plans(files):
+    pipelined = ("--schedule", "pipelined")
+    own, beside = (ask(files, "plan", "--slow-node", "1,4", *more).stdout.splitlines() for more in ((), pipelined))
+    assert [line for line in own if line.startswith("plain DDP")] == [line for line in beside if line.startswith("plain DDP")]
+    swept = [
+        json.loads(ask(files, "plan", "--inter", "1,10", "--methods", "ddp,joint", "--json", *m).stdout) for m in ((), pipelined)
+    ]
+    ddp, ddp_beside = ([row for row in each["rows"] if row["method"] == "ddp"] for each in swept)
+    assert ddp and ddp == ddp_beside
+    assert "pipelined" in ask(files, "plan", "--json", *pipelined).stdout
+    assert "'ddp' is plain DDP" in str(ask(files, "plan", "--method", "ddp", *pipelined).exception)
