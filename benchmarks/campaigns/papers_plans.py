@@ -99,8 +99,8 @@ def planning(found: Profiled, specs: Sequence[Spec], schedule: str = "backward")
 def joint(found: Profiled, specs: Sequence[Spec]) -> Plan:
     """Return gradwire's joint plan. Without compression it may pipeline as DeAR does, where that is predicted to be faster."""
     schedules = ("backward",) if any(spec.encodes for spec in specs) else PLANNED_SCHEDULES
-    plans = [make_plan(planning(found, specs, schedule)).plan for schedule in schedules]
-    return min(plans, key=planning(found, specs).simulator.step_us)
+    jobs = [planning(found, specs, schedule) for schedule in schedules]
+    return min((make_plan(job).plan for job in jobs), key=jobs[0].simulator.step_us)
 
 
 def exact(job: PlanningJob, strategy: Strategy) -> Plan:
