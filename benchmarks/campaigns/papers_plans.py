@@ -57,12 +57,12 @@ SHARED_SPECS = ("QSGD(bits=4)", "TwoBit()", "ErrorFeedback(TopK(0.01))")
 compressor that the joint plan may not use."""
 PAPERS_SPECS = {
     "randk": "ErrorFeedback(RandomK(0.01, indices='own'))",
-    "dgc": "DGC(ratio=0.01)",
+    "dgc": "DGC(ratio=0.01, momentum=0.0)",
     "efsignsgd": "EFSignSGD()",
     "onebit": "OneBit()",
     "identity": "Identity()",
 }
-"""The compressors of Cupcake and ByteComp, and none, by the word in a cell's name."""
+"""The compressors of Cupcake and ByteComp, and none, by the word in a cell's name. DGC leaves momentum to the jobs' optimizers."""
 OWN_SPECS: tuple[Spec, ...] = (QSGD(bits=4), TwoBit())
 """The compressors of CGX and CD-SGD."""
 _DEAR_MIB = (1, 2, 5, 10, 25, 50, 100)
