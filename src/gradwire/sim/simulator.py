@@ -77,6 +77,8 @@ class SimulatedSteps(NamedTuple):
     """Number of simulated steps."""
     window: tuple[int, int]
     """Start and end of the last cycle of steps, in femtoseconds."""
+    computes_from: int
+    """Where the computation of these steps begins. Later than the window, if exchanges will let it wait longer than they did."""
     cycle: int
     """Number of steps in a cycle."""
     steady: bool
@@ -127,7 +129,7 @@ class Simulator:
             steps = cycle * cycles
             done = EventLoop(works, steps, lag=lag, lanes=lanes, workers=workers, record=record).run()
             if not overlaps:
-                return SimulatedSteps(layouts, done, steps, (0, max(done.computed[-1], done.exchanged[-1])), cycle, True)
+                return SimulatedSteps(layouts, done, steps, (0, max(done.computed[-1], done.exchanged[-1])), 0, cycle, True)
             ends, exchanged = done.computed[cycle - 1 :: cycle], done.exchanged[cycle - 1 :: cycle]
             # exchanges must repeat too: they may fall behind for many steps before the computation has to wait. The last
             # exchange differs from the others, as no further step runs during it
@@ -139,7 +141,7 @@ class Simulator:
                 spanned = cycle * (len(ends) - 1 - first)
                 # an exchange that falls behind by little at a time lets the computation wait much later than here
                 window = (min(ends[first], ends[-1] - least * (spanned // cycle)), ends[-1])
-                return SimulatedSteps(layouts, done, steps, window, spanned, steady)
+                return SimulatedSteps(layouts, done, steps, window, ends[first], spanned, steady)
             cycles *= 2
 
     def _layouts(self, plan: Plan | LightPlan) -> list[Layout]:

@@ -203,7 +203,8 @@ class _Reader:
         busy: dict[str, list[Interval]] = {name: [] for name in RESOURCES}
         events: list[Event] = []
         for span in self.outcome.run.spans:
-            clipped = (max(span.start, self.begin), min(span.end, self.end))
+            begin = self.begin if span.row >= 0 else self.outcome.computes_from
+            clipped = (max(span.start, begin), min(span.end, self.end))
             resource, codec, free = self._resource(span)
             if clipped[0] < clipped[1]:
                 busy[resource].append((clipped[0], max(clipped[0], min(clipped[1], span.end - free))))

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slow_step import slow_step
 from small_steps import BYTE_A_US, GATHERED, SPLIT, TWO_PHASE, cluster, codec, plan_of, profile
@@ -129,9 +129,18 @@ def overlapping(draw):
     return model, plan, codec(float(draw(number)), float(draw(number))), rules
 
 
+def link_that_falls_behind():
+    """A case that is not steady after the most steps, and whose link has more to do than the observed steps are long."""
+    model = profile((28, 1, 1), (36, 1, 1), (4, 1, 28))
+    launch = [*((index, "reducescatter") for index in range(3)), *((index, "allgather") for index in reversed(range(3)))]
+    plan = plan_of(model, [SPLIT] * 3, Cast(), launch, schedule=Delayed(k=None))
+    return model, plan, codec(1.0, 1.0), Rules(lanes=2)
+
+
 class TestLawsOfOverlappingSteps:
     @settings(max_examples=80, deadline=None)
     @given(overlapping())
+    @example(link_that_falls_behind())
     def test_of_every_timeline(self, case):
         model, plan, costs, rules = case
         timeline = simulate(plan, model, cluster(), costs, rules)
