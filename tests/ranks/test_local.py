@@ -15,6 +15,7 @@ from torch import nn
 from worlds import Given, World, digest
 
 import gradwire as gw
+from gradwire.engine.schedules.local import OuterOptimizer
 
 STEPS = 13
 EXACT, TWO_BITS = gw.Identity(), gw.ErrorFeedback(gw.QSGD(bits=2))
@@ -61,6 +62,9 @@ SCHEDULES = {
     "mixed": gw.LocalSteps(every=3, delay=1, mixing=0.5),
     "two fragments": gw.LocalSteps(every=3, outer=gw.Nesterov(), fragments=2),
     "streaming": gw.LocalSteps(every=5, outer=gw.Nesterov(0.4, 0.9), fragments=4, delay=1, mixing=0.5),
+    "a trust region": gw.LocalSteps(every=3, outer=gw.Nesterov(radius=0.25)),
+    "a trust region for each fragment": gw.LocalSteps(every=4, outer=gw.Nesterov(0.5, 0.5, radius=0.1), fragments=2),
+    "a trust region without momentum": gw.LocalSteps(every=3, outer=gw.Nesterov(2.0, 0.0, radius=0.3)),
 }
 
 
@@ -77,7 +81,7 @@ def test_steps_are_those_of_plain_diloco(threads: Threads, name: str, ranks: int
     expected.run(STEPS)
     looked = threads.run(ranks, engine, EXACT, SCHEDULES[name], make_optimizer, True)
     for seen, _ in looked:
-        if ranks == 2:
+        if ranks == 2 and SCHEDULES[name].outer.radius is None:
             assert [digest(weights) for weights in seen] == [digest(weights) for weights in expected.history]
         for found, weights in zip(seen, expected.history, strict=True):
             assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-6) for a, b in zip(found, weights, strict=True))
@@ -92,6 +96,36 @@ def test_global_weights_are_the_same_on_all_ranks(threads: Threads, spec: gw.Spe
     ends = threads.run(ranks, engine, spec, gw.LocalSteps(every=3), adam, True)
     assert len({tuple(digest(weights) for weights in seen) for seen, _ in ends}) == 1
     assert len({own[-1] for _, own in ends}) == ranks, "ranks did not train alone"
+
+
+@pytest.mark.parametrize("radius", [0.01, 0.3, 1e9])
+def test_a_trust_region_bounds_the_way_from_the_mean(radius: float) -> None:
+    """Also where the ranks changed nothing: then nothing moves, whatever the momentum is."""
+    torch.manual_seed(0)
+    weights = {name: torch.randn(size) for name, size in (("a", 7), ("b", 300), ("c", 1))}
+    outer = OuterOptimizer(gw.Nesterov(lr=0.7, momentum=0.9, radius=radius), weights)
+    free = {name: weight.clone() for name, weight in weights.items()}
+    outer_free = OuterOptimizer(gw.Nesterov(lr=0.7, momentum=0.9), free)
+    for step in range(6):
+        gradients = {name: torch.randn_like(weight) * (step != 4) for name, weight in weights.items()}
+        before = {name: weight.clone() for name, weight in weights.items()}
+        outer.step(gradients)
+        outer_free.step(gradients)
+        ways = torch.cat([(weights[name] - (before[name] - gradients[name])).flatten() for name in weights])
+        own = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        assert ways.norm() <= radius * own.norm() + 1e-4
+        if radius == 0.01:
+            assert ways.norm() >= 0.9 * radius * own.norm(), "it could have gone further"
+        if step == 3:
+            assert all(torch.equal(weights[name], free[name]) for name in weights) == (radius == 1e9)
+    assert not any(torch.equal(weights[name], free[name]) for name in weights)
+
+
+def test_a_trust_region_lets_what_is_not_finite_through() -> None:
+    """A step that overflowed must be seen, and not be replaced by the mean."""
+    weights = {"a": torch.ones(3)}
+    OuterOptimizer(gw.Nesterov(radius=0.5), weights).step({"a": torch.tensor([1.0, float("nan"), 1.0])})
+    assert weights["a"].isnan().any()
 
 
 def test_residuals_decay(threads: Threads) -> None:

@@ -53,7 +53,20 @@ class LocalReference:
         self.outer.zero_grad()
         for weight, *local in (columns[place] for place in fragment):
             weight.grad = torch.stack([(weight - own) / len(local) for own in local]).sum(0)
+        before = torch.cat([columns[place][0].flatten() for place in fragment])
         self.outer.step()
+        if self.data.outer.radius is not None:
+            self._keep_near([columns[place] for place in fragment], before, self.data.outer.radius)
+
+    def _keep_near(self, columns: list[tuple[torch.Tensor, ...]], before: torch.Tensor, radius: float) -> None:
+        """A trust region: at most this part of the mean's own step away from the mean, in 1024ths of what the step was."""
+        mean = torch.cat([torch.stack(local).mean(0).flatten() for _, *local in columns])
+        stepped = torch.cat([weight.flatten() for weight, *_ in columns])
+        kept = radius * (mean - before).norm() / (stepped - mean).norm()
+        if kept < 1:
+            stepped = mean + (stepped - mean) * torch.floor(kept * 1024) / 1024
+        for (weight, *_), own in zip(columns, stepped.split([weight.numel() for weight, *_ in columns]), strict=True):
+            weight.copy_(own.view_as(weight))
 
     @torch.no_grad()
     def _mix(self) -> None:

@@ -136,7 +136,7 @@ schedules = st.one_of(
     st.builds(
         LocalSteps,
         every=st.integers(9, 500),
-        outer=st.builds(Nesterov, lr=st.floats(0.1, 2), momentum=st.floats(0, 0.99)),
+        outer=st.builds(Nesterov, lr=st.floats(0.1, 2), momentum=st.floats(0, 0.99), radius=st.none() | st.floats(0.01, 9)),
         fragments=st.integers(1, 3),
         delay=st.integers(0, 3),
         mixing=st.floats(0.1, 1),
@@ -305,6 +305,7 @@ WRONG: list[tuple[type[Document], tuple[str | int, ...], object, list[str]]] = [
     (Plan, ("schedule",), {"kind": "local", "every": 4, "fragments": 5}, ["schedule.fragments is 5", "from 1 to 4"]),
     (Plan, ("schedule",), {"kind": "local", "mixing": 1.5}, ["schedule.mixing is 1.5", "at most 1"]),
     (Plan, ("schedule",), {"kind": "local", "outer": {"lr": 0}}, ["schedule.outer.lr is 0", "above 0"]),
+    (Plan, ("schedule",), {"kind": "local", "outer": {"radius": -1}}, ["schedule.outer.radius is -1", "above 0"]),
     (Plan, ("schedule",), {"kind": "local", "outer": {"rate": 1}}, ["schedule.outer.rate is not a field"]),
     (Plan, ("buckets",), [], ["buckets is []"]),
     (Plan, (*BUCKET, "tensors"), [], ["buckets[0].tensors is []"]),

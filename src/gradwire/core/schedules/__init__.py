@@ -69,16 +69,30 @@ class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     >>> Nesterov()
     Nesterov(lr=0.7, momentum=0.9)
+    >>> Nesterov(radius=0.25)
+    Nesterov(lr=0.7, momentum=0.9, radius=0.25)
     """
+
+    omit_at_default: ClassVar[tuple[str, ...]] = ("radius",)
 
     lr: float = 0.7
     """Learning rate of the outer step. 1 with no momentum: the new global weights are the mean of the local ones."""
     momentum: float = 0.9
     """Momentum of the outer step. 0: plain SGD."""
+    radius: float | None = None
+    """A trust region: the most that a step ends away from the mean of the local weights, as a part of the way from the global
+    weights to that mean. Less: nearer to the mean. None: as far as rate and momentum say. The length is that of all elements
+    that a rank exchanges at a time."""
 
     def __post_init__(self) -> None:
         number("lr", self.lr, "the learning rate of the outer step", positive=True)
         number("momentum", self.momentum, "the momentum of the outer step")
+        if self.radius is not None:
+            number("radius", self.radius, "the distance from the mean, as a part of the mean's own step", positive=True)
+
+    def __repr__(self) -> str:
+        region = "" if self.radius is None else f", radius={self.radius}"
+        return f"Nesterov(lr={self.lr}, momentum={self.momentum}{region})"
 
 
 _MEAN = Nesterov(lr=1.0, momentum=0.0)
@@ -127,7 +141,7 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     def __post_init__(self) -> None:
         whole("every", self.every, "the local steps from one exchange to the next", low=1)
         if not isinstance(self.outer, Nesterov):
-            raise FormatError(f"outer is {show(self.outer)}: it must be gw.Nesterov(lr=..., momentum=...).")
+            raise FormatError(f"outer is {show(self.outer)}: it must be gw.Nesterov(lr=..., momentum=..., radius=...).")
         if self.outer == _MEAN:  # repr() leaves out a default by its identity
             msgspec.structs.force_setattr(self, "outer", _MEAN)
         freeze(self, "steps_of_ranks")

@@ -13,6 +13,7 @@ Compared with the `backward` schedule it needs one more copy of the weights (two
 gradients, and the outer optimizer's momentum.
 """
 
+import math
 import time
 import warnings
 import weakref
@@ -387,11 +388,16 @@ _BUFFER = "momentum_buffer"
 """The key under which torch's SGD keeps momentum."""
 
 
+def length_of(tensors: Iterable[torch.Tensor]) -> float:
+    """The Euclidean length of all elements together, added up in float64."""
+    return float(torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]).norm())
+
+
 class OuterOptimizer:
-    """Torch's SGD over tensors that are no parameters of the model."""
+    """Torch's SGD over tensors that are no parameters of the model, inside a trust region if there is one."""
 
     def __init__(self, data: Nesterov, weights: Mapping[str, torch.Tensor]) -> None:
-        self._weights = dict(weights)
+        self._weights, self._data = dict(weights), data
         self._sgd = torch.optim.SGD(list(self._weights.values()), lr=data.lr, momentum=data.momentum, nesterov=data.momentum > 0)
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -403,6 +409,24 @@ class OuterOptimizer:
             self._sgd.step()
         for weight in chosen:
             weight.grad = None
+        if self._data.radius is not None and chosen:
+            self._keep_near(chosen, list(gradients.values()), self._data.radius)
+
+    @torch.no_grad()
+    def _keep_near(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], radius: float) -> None:
+        """Shorten the way from the mean of the local weights to these ones, which a step has just made.
+
+        The mean is the weights before less the gradient g, and SGD took lr * (g + momentum * m) off. So the way is
+        (1 - lr) * g - lr * momentum * m, and no copy of the weights before is needed.
+        """
+        rate, ways = self._data.lr, [gradient * (1 - self._data.lr) for gradient in gradients]
+        for weight, way in zip(weights, ways, strict=True):
+            if (momentum := self._sgd.state[weight].get(_BUFFER)) is not None:
+                way.sub_(momentum, alpha=rate * self._data.momentum)
+        kept = radius * length_of(gradients) / (length_of(ways) or math.inf)
+        if kept < 1:
+            # in few digits, so that kernels that add up in another order give the same on every rank
+            torch._foreach_add_(weights, ways, alpha=math.floor(kept * 1024) / 1024 - 1)
 
     @property
     def momenta(self) -> dict[str, torch.Tensor]:
