@@ -130,14 +130,17 @@ def with_embeddings(specs: Iterable[Spec]) -> tuple[Spec, ...]:
 def all_specs(accuracy: str | float, ranks: int) -> tuple[Spec, ...]:
     """The specs that the class allows in addition to no compression on this number of ranks, the most accurate first.
 
-    >>> all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED), all_specs("safe", ranks=16) == (FOUR_BITS,)
+    Eight levels are left out where four are allowed: these take as long, and fewer bytes.
+
+    >>> all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED), all_specs("safe", ranks=16) == (FOUR_BITS, WEIGHTED_8)
     (True, True)
     >>> all_specs(0.004, ranks=2)
     (QSGD(bits=4, block=128),)
     """
     if accuracy == "aggressive":
         return (FOUR_BITS, WEIGHTED, *_AGGRESSIVE)
-    return tuple(spec for spec in _MEASURED if allowed(spec, ranks, most_loss(accuracy)))
+    found = tuple(spec for spec in _MEASURED if allowed(spec, ranks, most_loss(accuracy)))
+    return tuple(spec for spec in found if spec != WEIGHTED_8 or WEIGHTED not in found)
 
 
 def later_specs(accuracy: str | float, words: Sequence[str], ranks: int) -> tuple[Spec, ...]:

@@ -34,7 +34,10 @@ ROWS: Mapping[Spec, Mapping[int, Mapping[str, LossRow]]] = {
         2: {"transformer": LossRow(0.0032, 0.0047), "tied": LossRow(0.005, 0.0064)},
         4: {"transformer": LossRow(0.0032, 0.004), "tied": LossRow(0.006, 0.0067)},
     },
-    WEIGHTED_8: {},
+    WEIGHTED_8: {
+        8: {"transformer": LossRow(0.0025, 0.0052), "tied": LossRow(0.0046, 0.006)},
+        16: {"transformer": LossRow(0.0014, 0.0017), "tied": LossRow(0.0078, 0.0115)},
+    },
 }
 
 

@@ -171,7 +171,7 @@ def plan_spec(plan, name: str) -> Spec:
 
 def test_safe_is_what_the_rows_of_that_number_of_ranks_say() -> None:
     assert specs_of("safe", TENSORS, 2) == specs_of("safe", TENSORS, 3) == specs_of("safe", TENSORS, 4) == (FOUR_BITS, WEIGHTED)
-    assert specs_of("safe", TENSORS, 16) == (FOUR_BITS,)
+    assert specs_of("safe", TENSORS, 5) == specs_of("safe", TENSORS, 16) == (FOUR_BITS, WEIGHTED_8)
     assert specs_of(0.004, TENSORS, 2) == (FOUR_BITS,) and specs_of(0.001, TENSORS, 2) == specs_of("exact", TENSORS, 2) == ()
     assert set(specs_of("safe", TENSORS, 2)) < set(specs_of("aggressive", TENSORS, 2))
     assert all(spec.law.kind == "unbiased" or spec.feedback for spec in specs_of("aggressive", TENSORS, 2))
