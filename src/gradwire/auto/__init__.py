@@ -1,6 +1,6 @@
 """Drivers that choose a handle's plan: they measure the job, try plans, keep the fastest, and decide again after a change."""
 
-from gradwire.auto.accuracy import is_auto
+from gradwire.auto.accuracy import all_specs, is_auto
 from gradwire.auto.adaptive_bits import AdaptiveBitsDriver
 from gradwire.auto.alone import ChosenSpecs, choose_alone, counted
 from gradwire.auto.correcting import CorrectionPeriods
@@ -17,6 +17,7 @@ __all__ = [
     "ChosenSpecs",
     "CorrectionPeriods",
     "Tuning",
+    "all_specs",
     "choose_alone",
     "counted",
     "is_auto",

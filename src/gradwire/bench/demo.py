@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 from rich.table import Table
 
+from gradwire.auto import all_specs
 from gradwire.bench.jobs import make_job
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.progress import View
@@ -22,7 +23,7 @@ from gradwire.bench.recorded import method_folder, with_rivals
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.runner import BenchRequest, run_bench, run_profile
 from gradwire.bench.table import milliseconds
-from gradwire.core import QSGD, Document, ErrorFeedback, make_folder
+from gradwire.core import Document, make_folder
 from gradwire.errors import GradwireError, TestbedError
 from gradwire.record import Run
 from gradwire.report.page import write_report
@@ -30,11 +31,11 @@ from gradwire.report.pictures import save
 
 JOB = "transformer"
 LINK = "100mbit"
-SECONDS = 45.0
+SECONDS = 30.0
 NODES = 2
 METHODS = {"floor": "floor", "ddp": "ddp", "gradwire": "gradwire:auto"}
 """The name of each method on the command line, by its name in the summary."""
-SPECS = [QSGD(bits=4), ErrorFeedback(QSGD(bits=2))]
+SPECS = all_specs("safe", NODES)
 """The specs that auto may choose. The profile times their codecs for the page's prediction."""
 FLOOR_STEPS, PROFILE_STEPS = 10, 8
 GIVEN = "4 bits for all tensors, a given plan: over loopback, which is fast, auto would send gradients as they are"
