@@ -22,6 +22,7 @@ import torch
 
 from benchmarks import markdown
 from benchmarks.accuracy.forms import OPTIONS, SPECS, form_of
+from benchmarks.accuracy.frontier import over_exact, write_frontier
 from benchmarks.accuracy.jobs import JOBS, job_of
 from benchmarks.accuracy.rivals import RIVALS
 from benchmarks.accuracy.training import train
@@ -52,7 +53,11 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, required=True, help="a file of lines of JSON, to which trainings are added")
     parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument("--frontier", action="store_true", help="train nothing; write docs/compressors.md")
     options = parser.parse_args(arguments)
+    if options.frontier:
+        write_frontier(read(options.out))
+        return 0
     forms = list(dict.fromkeys([REFERENCE, *_split(options.specs)]))
     cells = [
         dict(zip(KEYS, (job, int(ranks), form, seed, options.steps), strict=True))
@@ -99,15 +104,15 @@ def table(trainings: Sequence[dict[str, Any]]) -> list[str]:
     rows = []
     for job, ranks in dict.fromkeys((each["job"], each["ranks"]) for each in trainings):
         found = [each for each in trainings if (each["job"], each["ranks"]) == (job, ranks)]
-        exact = {each["seed"]: each["loss"] for each in found if each["form"] == REFERENCE}
         for form in dict.fromkeys(each["form"] for each in found):
-            own = [each for each in found if each["form"] == form and each["seed"] in exact]
-            if not own or form == REFERENCE:
+            percent = over_exact(found, form)
+            if not percent or form == REFERENCE:
                 continue
-            mean, width = interval([100 * (each["loss"] / exact[each["seed"]] - 1) for each in own])
-            loss = f"{mean:+.2f} ± {width:.2f}" if len(own) > 1 else f"{mean:+.2f}"
+            mean, width = interval(percent)
+            loss = f"{mean:+.2f} ± {width:.2f}" if len(percent) > 1 else f"{mean:+.2f}"
+            own = [each for each in found if each["form"] == form]
             witness = [_mean(each[name] for each in own) for name in ("sent_energy", "residual_norm", "error_norm")]
-            rows.append((mean, [job, ranks, form, f"{form_of(form).bytes_an_element():.3f}", len(own), loss, *witness]))
+            rows.append((mean, [job, ranks, form, f"{form_of(form).bytes_an_element():.3f}", len(percent), loss, *witness]))
         rows.sort(key=lambda row: (list(JOBS).index(row[1][0]), row[1][1], row[0]))
     head = ["job", "ranks", "form", "bytes", "seeds", "loss over exact, %", "sent energy", "residual", "error"]
     return markdown.table(head, [row for _, row in rows], left=3)

@@ -7,6 +7,7 @@ ErrorFeedback(QSGD(bits=3, block=128, rounding='nearest'))
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -57,6 +58,11 @@ OPTIONS = {
     "nudged": "the first weights are a millionth larger: chance alone",
 }
 """What a training may do around its exchange, and how it is written."""
+
+STEADY = 10**6
+"""A step after any warm-up."""
+SQUARE = ElementRun(2**20, 0, (1024, 1024))
+"""The tensor whose bytes are told where no job is."""
 
 
 class Warming(Spec, frozen=True):
@@ -110,14 +116,15 @@ class Form(NamedTuple):
         """The spec of the exchange's plan."""
         return Warming(self.first, self.spec, self.warm_up_steps) if self.warm_up_steps else self.spec
 
-    def bytes_an_element(self) -> float:
-        """Mean bytes of an element in the two encodes, after any warm-up."""
+    def bytes_an_element(self, runs: Sequence[ElementRun] = (SQUARE,)) -> float:
+        """Mean bytes of an element in the two encodes, after any warm-up. runs: the tensors, for specs that need their shapes."""
         if self.rival:
             return RIVALS[self.rival][1]
-        inner, count = innermost(self.spec), 2**20
+        inner = innermost(self.spec)
         if isinstance(inner, Levels):
             return sum(inner.bytes_of_blocks()) / (2 * inner.block)
-        return self.spec.payload_bytes([ElementRun(count, self.spec.element_bits)], 4) / count
+        runs = [each._replace(bits=self.spec.element_bits) for each in runs]
+        return self.spec.at_step(STEADY).payload_bytes(runs, 4) / sum(each.numel for each in runs)
 
 
 def form_of(text: str) -> Form:

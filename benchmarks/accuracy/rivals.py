@@ -4,7 +4,9 @@ A form that begins with the name of a rival (`benchmarks.accuracy.forms`) has th
 PyTorch's PowerSGD hook has its like in `gw.PowerSGD`, whose forms are specs.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -18,6 +20,8 @@ __all__ = ["RIVALS", "Rival"]
 Gradients = Sequence[dict[str, Tensor]]
 """The gradients of each rank by name."""
 BLOCK = 128
+RANKS = 4
+"""The ranks for which the bytes of a system that gathers are counted."""
 
 
 class Rival(Protocol):
@@ -131,9 +135,90 @@ def signs_of(values: Tensor, errors: dict[str, Tensor], name: str) -> Tensor:
     return decoded
 
 
+class SignDescent(torch.optim.Optimizer):
+    """Steps of one size in the direction of the gradient's signs, at another optimizer's rates and weight decay."""
+
+    def __init__(self, of: torch.optim.Optimizer) -> None:
+        super().__init__([{**group, "params": [*group["params"]]} for group in of.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+
+class DeMo:
+    """DeMo (Peng et al. 2024): each rank sends the largest cosine components of its momentum, and takes them out of it.
+
+    The optimizer is DeMo's, which steps by signs, with the job's rates. Vectors travel whole. Momentum fades by 0.999 a step, and
+    tiles have at most 64 x 64 elements, as in the paper. Values have 4 bytes and places 2.
+    """
+
+    fade, edge = 0.999, 64
+
+    def __init__(self, training: "Training", components: int) -> None:
+        training.optimizer = SignDescent(training.optimizer)
+        self._encoded, self._components = set(training.encoded), components
+        self._momenta: list[dict[str, Tensor]] = [{} for _ in training.exchanges]
+
+    def means(self, number: int, gradients: Gradients) -> dict[str, Tensor]:
+        sent: list[dict[str, Tensor]] = []
+        for momenta, own in zip(self._momenta, gradients, strict=True):
+            for name in self._encoded:
+                momenta[name] = self.fade * momenta[name] + own[name] if name in momenta else own[name].clone()
+            sent.append(own | {name: self._taken(momentum) for name, momentum in momenta.items()})
+        return {name: mean_of(sent, name) for name in gradients[0]}
+
+    def _taken(self, momentum: Tensor) -> Tensor:
+        """Take the largest components of every tile out of a momentum, and return them as a tensor of its shape."""
+        matrix = momentum.view(momentum.shape[0], -1)
+        (across, rows), (along, columns) = (tiles_of(size, self.edge) for size in matrix.shape)
+        tiles = matrix.view(across, rows, along, columns).transpose(1, 2)
+        components = cosines(rows) @ tiles @ cosines(columns).T
+        flat = components.reshape(across, along, -1)
+        places = flat.abs().topk(min(self._components, rows * columns)).indices
+        kept = torch.zeros_like(flat).scatter_(-1, places, flat.gather(-1, places)).view_as(components)
+        taken = (cosines(rows).T @ kept @ cosines(columns)).transpose(1, 2).reshape(momentum.shape)
+        momentum.sub_(taken)
+        return taken
+
+
+def tiles_of(size: int, most: int) -> tuple[int, int]:
+    """How many tiles a dimension has, and their edge: its largest divisor up to `most`.
+
+    >>> tiles_of(384, 64), tiles_of(97, 64)
+    ((6, 64), (97, 1))
+    """
+    edge = max(each for each in range(1, most + 1) if size % each == 0)
+    return size // edge, edge
+
+
+@cache
+def cosines(size: int) -> Tensor:
+    """The orthonormal matrix of the discrete cosine transform (type II), of shape (size, size).
+
+    >>> torch.allclose(cosines(8) @ cosines(8).T, torch.eye(8), atol=1e-6)
+    True
+    """
+    angles = torch.outer(torch.arange(size, dtype=torch.float64), torch.arange(size, dtype=torch.float64) + 0.5) * math.pi / size
+    matrix = angles.cos() * math.sqrt(2 / size)
+    matrix[0] /= math.sqrt(2)
+    return matrix.float()
+
+
+def demo(components: int) -> tuple[Callable[["Training"], Rival], float]:
+    """DeMo with so many components of a tile. A rank receives what each other one sends: as much as from two encodes of
+    `RANKS` / 2 times the size."""
+    return partial(DeMo, components=components), RANKS / 2 * 6 * components / DeMo.edge**2
+
+
 RIVALS: dict[str, tuple[Callable[["Training"], Rival], float]] = {
     "loco": (LoCo, (0.5 + 2 / BLOCK + 2.0) / 2),
     "onebit-adam": (OneBitAdam, 0.125),
+    "demo32": demo(32),
+    "demo128": demo(128),
 }
 """Each rival by its name, and the mean bytes of an element in its two encodes, after any exact steps. LoCo gathers weights of 16
 bits."""

@@ -31,9 +31,10 @@ def test_notebooks_are_made_from_their_pages(maker: ModuleType, name: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.network
 @pytest.mark.skipif(permission_problem() is not None, reason="clusters cannot be emulated here")
-@pytest.mark.parametrize("name", [pytest.param("language-model", marks=pytest.mark.thorough), "image-model"])
+@pytest.mark.parametrize("name", NAMES)
 def test_notebooks_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from gradwire.auto.measured_losses import FOUR_BITS, WEIGHTED, WEIGHTED_8, allowed
+from gradwire.auto.measured_losses import EIGHT_BITS, FOUR_BITS, WEIGHTED, WEIGHTED_8, allowed
 from gradwire.core import (
     QSGD,
     Delayed,
@@ -34,18 +34,17 @@ SAFE_LOSS = 0.01
 SCHEDULES = ("backward", "pipelined", "delayed", "local")
 
 # ordered by the loss in docs/compressors.md, the most accurate first; so are schedules below
-_MEASURED: tuple[Spec, ...] = (FOUR_BITS, WEIGHTED_8, WEIGHTED)
+_MEASURED: tuple[Spec, ...] = (EIGHT_BITS, FOUR_BITS, WEIGHTED_8, WEIGHTED)
 """The specs that have rows for some number of ranks."""
 _AGGRESSIVE: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=2)), PowerSGD(rank=4), EFSignSGD(), ErrorFeedback(TopK(0.01)))
 STEPS_FOR_ONE = {PowerSGD(rank=4): 1.2, EFSignSGD(): 1.6, ErrorFeedback(TopK(0.01)): 2.0}
 """Steps needed for the progress of one step of plain DDP: the geometric mean over the bench's three jobs, each at least 1, by
 `python -m benchmarks losses`. Other specs need 1."""
-_EIGHT_BITS = QSGD(bits=8)
 _DELAYED_SPECS: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=4)),)
 """The specs whose losses under `delayed` are in docs/schedules_measured.md (`python -m benchmarks convergence`)."""
 _DELAYED_RANKS = 2
 """The largest number of ranks with such rows."""
-_SAFE_DELAYED = tuple(Delayed(k, correction, stagger=correction is None) for k in (2, 5) for correction in (None, _EIGHT_BITS))
+_SAFE_DELAYED = tuple(Delayed(k, correction, stagger=correction is None) for k in (2, 5) for correction in (None, EIGHT_BITS))
 """The delayed schedules with measured losses in that file. It has no losses of staggered corrections in 8 bits."""
 SPARSELOCO: Spec = ErrorFeedback(TopK(0.02, values=QSGD(bits=2)), decay=0.95)
 LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)), SPARSELOCO)
@@ -130,17 +129,17 @@ def with_embeddings(specs: Iterable[Spec]) -> tuple[Spec, ...]:
 def all_specs(accuracy: str | float, ranks: int) -> tuple[Spec, ...]:
     """The specs that the class allows in addition to no compression on this number of ranks, the most accurate first.
 
-    Eight levels are left out where four are allowed: these take as long, and fewer bytes.
+    Of those with feedback, and of those without, it is the smallest: others take as long, and more bytes.
 
     >>> all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED), all_specs("safe", ranks=16) == (FOUR_BITS, WEIGHTED_8)
     (True, True)
-    >>> all_specs(0.004, ranks=2)
-    (QSGD(bits=4, block=128),)
+    >>> all_specs("safe", ranks=100), all_specs(0.004, ranks=2)
+    ((QSGD(bits=8, block=128),), (QSGD(bits=4, block=128),))
     """
     if accuracy == "aggressive":
         return (FOUR_BITS, WEIGHTED, *_AGGRESSIVE)
-    found = tuple(spec for spec in _MEASURED if allowed(spec, ranks, most_loss(accuracy)))
-    return tuple(spec for spec in found if spec != WEIGHTED_8 or WEIGHTED not in found)
+    smallest = {spec.feedback: spec for spec in _MEASURED if allowed(spec, ranks, most_loss(accuracy))}
+    return tuple(smallest.values())
 
 
 def later_specs(accuracy: str | float, words: Sequence[str], ranks: int) -> tuple[Spec, ...]:

@@ -19,6 +19,7 @@ class LossRow(NamedTuple):
     upper: float
 
 
+EIGHT_BITS: Spec = QSGD(bits=8)
 FOUR_BITS: Spec = QSGD(bits=4)
 WEIGHTED: Spec = ErrorFeedback(QSGD(bits=2, scale="ls", levels="lloyd"), weights=0.98, warm_up_steps=20)
 WEIGHTED_8: Spec = ErrorFeedback(QSGD(bits=3, scale="ls", levels="lloyd"), weights=0.98, warm_up_steps=20)
