@@ -32,17 +32,18 @@ FORMS = {
     "today3": "3 bits, feedback",
     "feedback4": "4 bits, feedback",
     "EFSignSGD()": "EF-SignSGD",
-    "PowerSGD(rank=1)": "PowerSGD, rank 1",
-    "PowerSGD(rank=4)": "PowerSGD, rank 4",
-    "PowerSGD(rank=16)": "PowerSGD, rank 16",
+    "PowerSGD(rank=1)": "PowerSGD, rank 1, as PyTorch's hook",
+    "PowerSGD(rank=4)": "PowerSGD, rank 4, as PyTorch's hook",
+    "PowerSGD(rank=16)": "PowerSGD, rank 16, as PyTorch's hook",
     "loco": "LoCo",
     "onebit-adam": "one-bit Adam",
     "demo32": "DeMo, 32 components",
     "demo128": "DeMo, 128 components",
+    "demo4096": "DeMo, all components",
 }
 """The forms and their names in the page."""
-RIVALS = ("PowerSGD", "loco", "onebit-adam", "demo")
-"""How the forms of other systems begin."""
+RIVALS = ("loco", "onebit-adam", "demo")
+"""How the forms of other systems begin. PyTorch's PowerSGD hook has its like in gradwire."""
 ABOUT = (
     f"Held-out loss after {STEPS} steps over that of exact sums, {RANKS} ranks, in percent with 95 % intervals by Student's t; "
     "the seeds are in brackets. Bytes are those of an element of a matrix, in the mean of the two encodes. A system that gathers "

@@ -216,9 +216,10 @@ def demo(components: int) -> tuple[Callable[["Training"], Rival], float]:
 
 RIVALS: dict[str, tuple[Callable[["Training"], Rival], float]] = {
     "loco": (LoCo, (0.5 + 2 / BLOCK + 2.0) / 2),
-    "onebit-adam": (OneBitAdam, 0.125),
+    "onebit-adam": (OneBitAdam, OneBitAdam.exact_part * 4 + (1 - OneBitAdam.exact_part) / 8),
     "demo32": demo(32),
     "demo128": demo(128),
+    "demo4096": demo(4096),
 }
-"""Each rival by its name, and the mean bytes of an element in its two encodes, after any exact steps. LoCo gathers weights of 16
-bits."""
+"""Each rival by its name, and the mean bytes of an element in its two encodes. LoCo gathers weights of 16 bits. One-bit Adam has
+its exact steps in the number, since they are a part of any run. DeMo with all components shows what its optimizer alone does."""

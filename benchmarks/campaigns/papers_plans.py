@@ -62,7 +62,7 @@ PAPERS_SPECS = {
     "onebit": "OneBit()",
     "identity": "Identity()",
 }
-"""The compressors of Cupcake and ByteComp, and none, by the word in a cell's name. DGC leaves momentum to the jobs' optimizers."""
+"""The compressors of Cupcake and ByteComp, and none, by the word in a cell's name. DGC leaves momentum to the optimizer."""
 OWN_SPECS: tuple[Spec, ...] = (QSGD(bits=4), TwoBit())
 """The compressors of CGX and CD-SGD."""
 _DEAR_MIB = (1, 2, 5, 10, 25, 50, 100)
