@@ -67,6 +67,12 @@ ENTRIES: list[Entry] = [
         "eight levels: a third of the error of four",
         QUANTISER,
     ),
+    Entry(
+        gw.ErrorFeedback(gw.QSGD(bits=3, scale="ls", levels="lloyd"), weights=0.98, warm_up_steps=20),
+        "weights of elements ([decision 50](decisions/050-weights-of-elements.md))",
+        "eight levels, for elements of unlike sizes: what auto sends on 5 to 16 ranks",
+        QUANTISER,
+    ),
     Entry(gw.TernGrad(), "Wen et al. 2017", "2 bits, unbiased, noisy", QUANTISER),
     Entry(gw.TwoBit(), "MXNet; CD-SGD section 3", "2 bits with a residual of its own", QUANTISER),
     Entry(gw.SignSGD(), "Bernstein et al. 2018", "with learning rates for steps of size one", SIGN, trains=False),

@@ -1,26 +1,37 @@
 """Times encode and decode-and-add of every compressor as the engine calls them, compared with `copy_`; one thread.
 
     python -m benchmarks compressors [--megabytes 1 4 64] [--pairs 15] [--only TopK]
+    python -m benchmarks compressors --beside "ErrorFeedback(QSGD(bits=2))" --only scale='ls' --pairs 101
 
 Each is timed in turn with `copy_` between two warm float32 tensors of the same size, A B A B; the ratio is the median over
 the pairs of copy time / codec time. GB/s count float32 elements at 4 bytes. PowerSGD's matrices are as square as the size
-allows, its "encode" is both rounds and its "decode" what follows them.
+allows, its "encode" is both rounds and its "decode" what follows them. With --beside specs are timed in turn with another spec in
+place of the copy, and docs/compressors.md gets the table.
 """
 
 import argparse
+import datetime
 import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import markdown
 from benchmarks.catalogue import ENTRIES, Entry
 from benchmarks.codec_calls import codec_calls
-from benchmarks.common import RESULTS, write
+from benchmarks.common import RESULTS, write, write_between
 from benchmarks.kernels import seconds
+from gradwire.bench.names import parse_spec
+from gradwire.core import Spec
 from gradwire.core.provenance import processor_name
 from gradwire.kernels import cpu
+
+PAGE = Path(__file__).parents[1] / "docs" / "compressors.md"
+BEGIN, END = "<!-- pairs: made by `python -m benchmarks compressors --beside` -->", "<!-- end of pairs -->"
 
 
 class Row(NamedTuple):
@@ -42,9 +53,10 @@ class Row(NamedTuple):
 def measure(entry: Entry, megabytes: int, pairs: int) -> Row:
     numel = megabytes * 2**18
     source, target = torch.randn(numel), torch.zeros(numel)
-    encode, decode, size, _ = codec_calls(entry.spec, numel)
+    calls = codec_calls(entry.spec, numel)
+    encode, size = calls.encode, calls.payload_bytes
     found: list[float] = []
-    for call in (encode, decode):
+    for call in (encode, calls.decode):
         copy = lambda: target.copy_(source)  # noqa: E731
         for warm_up in (encode, copy, call, copy, call):
             warm_up()
@@ -59,16 +71,49 @@ def measure(entry: Entry, megabytes: int, pairs: int) -> Row:
     return Row(repr(entry.spec), megabytes, *found, size, wanted, entry.gbps, ok)
 
 
+def beside(other: Spec, entries: Sequence[Entry], sizes: Sequence[int], pairs: int) -> list[str]:
+    """Markdown: how many times as fast encodes and decodes are as those of another spec. Both are timed in turn."""
+    rows = []
+    for entry in entries:
+        for megabytes in sizes:
+            own, base = (codec_calls(spec, megabytes * 2**18) for spec in (entry.spec, other))
+            with_learning = lambda own=own: (own.encode(), own.learn and own.learn())  # noqa: E731
+            both = [(base.encode, own.encode), (base.encode, with_learning), (base.decode, own.decode)]
+            ratios = [_times_as_fast(*each, pairs) if own.learn or each[1] is not with_learning else "" for each in both]
+            rows.append((f"`{entry.spec!r}`", megabytes, *ratios))
+    about = (
+        f"Times as fast as `{other!r}`: the median of {pairs} pairs in turn, and where 80 % of them lie. One thread, "
+        f"{processor_name()}, {datetime.date.today()}. Energies are those of elements with weights: once a step, for two encodes."
+    )
+    head = ("spec", "MB", "encode", "encode and energies", "decode and add")
+    return [about, "", *markdown.table(head, rows, left=1)]
+
+
+def _times_as_fast(base: Callable[[], object], own: Callable[[], object], pairs: int) -> str:
+    for _ in range(3):
+        base(), own()
+    ratios = sorted(seconds(base) / seconds(own) for _ in range(pairs))
+    low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
+    return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
+
+
 def run(arguments: list[str]) -> int:
     """Measure, print and write benchmarks/results/compressors.json; 1 if one is slower than promised."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks compressors")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 64])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--only", default="", help="a part of the spec's name")
+    parser.add_argument("--beside", type=parse_spec, help="a spec, with which others are timed in turn")
     options = parser.parse_args(arguments)
     if problem := cpu.available():
         print(f"the plain-torch reference is measured: {problem}")
     torch.set_num_threads(1)
+    if options.beside is not None:
+        chosen = [entry for entry in ENTRIES if options.only in repr(entry.spec)]
+        lines = beside(options.beside, chosen, options.megabytes, options.pairs)
+        print("\n".join(lines))
+        write_between(PAGE, BEGIN, END, lines)
+        return 0
     rows, console = [], Console(width=150)
     for megabytes in options.megabytes:
         table = Table(title=f"{megabytes} MB of float32, one thread: GB/s (ratio to copy_)", title_justify="left")

@@ -319,7 +319,7 @@ def started_lighthouse(interpreters: Interpreters, bind: str) -> tuple[Any, str]
     """A lighthouse of the command line, and its address."""
     command = [sys.executable, "-u", "-m", "gradwire", "lighthouse", "--bind", bind]
     lighthouse = interpreters.start(command, stdout=subprocess.PIPE, text=True)
-    return lighthouse, "127.0.0.1:" + lighthouse.stdout.readline().rstrip().rpartition(":")[2]
+    return lighthouse, lighthouse.stdout.readline().rstrip().rpartition("//")[2]
 
 
 def until_decided(crowd: Crowd, members: list[Member]) -> None:

@@ -31,7 +31,6 @@ from gradwire.report.pictures import save
 
 JOB = "transformer"
 LINK = "100mbit"
-SECONDS = 30.0
 NODES = 2
 METHODS = {"floor": "floor", "ddp": "ddp", "gradwire": "gradwire:auto"}
 """The name of each method on the command line, by its name in the summary."""

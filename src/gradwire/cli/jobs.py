@@ -5,6 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
 
 import typer
 
@@ -18,7 +19,7 @@ _JOBS = "transformer,mlp,resnet"
 @app.command()
 def demo(
     link: Annotated[str, typer.Option(help="Rate of the link between the nodes.")] = "100mbit",
-    seconds: Annotated[float, typer.Option(help="Seconds of training, for each of the two methods.", min=1.0)] = 45.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of training, for each of the two methods.", min=1.0)] = 30.0,
     out: Annotated[Path, typer.Option(help="Folder for the page, the picture and the numbers.")] = Path("runs/demo"),
     json: Json = False,
 ) -> None:
@@ -248,7 +249,9 @@ def lighthouse(
         quorum_tick_ms=20,
         heartbeat_timeout_ms=round(1e3 * silence),
     )
-    typer.echo(f"the lighthouse listens at {server.address()}")
+    host, port = bind.rpartition(":")[0], urlsplit(server.address()).port
+    everywhere = host in ("", "0.0.0.0", "[::]")  # members reach it by this machine's name
+    typer.echo(f"the lighthouse listens at {server.address() if everywhere else f'http://{host}:{port}'}")
     try:
         Event().wait()
     except KeyboardInterrupt:

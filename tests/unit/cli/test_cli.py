@@ -31,7 +31,7 @@ gradwire compressors
   --json
 gradwire demo
   --link = 100mbit
-  --seconds = 45.0
+  --seconds = 30.0
   --out = runs/demo
   --json
 gradwire doctor
