@@ -1,7 +1,7 @@
 """Times encode and decode-and-add of every compressor as the engine calls them, compared with `copy_`; one thread.
 
     python -m benchmarks compressors [--megabytes 1 4 64] [--pairs 15] [--only TopK]
-    python -m benchmarks compressors --beside "ErrorFeedback(QSGD(bits=2))" --only scale='ls' --pairs 101
+    python -m benchmarks compressors --beside "ErrorFeedback(QSGD(bits=2))" --only "scale='ls'" --pairs 101
 
 Each is timed in turn with `copy_` between two warm float32 tensors of the same size, A B A B; the ratio is the median over
 the pairs of copy time / codec time. GB/s count float32 elements at 4 bytes. PowerSGD's matrices are as square as the size
@@ -110,6 +110,8 @@ def run(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     if options.beside is not None:
         chosen = [entry for entry in ENTRIES if options.only in repr(entry.spec)]
+        if not chosen:
+            parser.error(f"--only {options.only!r} is in the name of no spec, such as {ENTRIES[-1].spec!r}")
         lines = beside(options.beside, chosen, options.megabytes, options.pairs)
         print("\n".join(lines))
         write_between(PAGE, BEGIN, END, lines)

@@ -142,6 +142,7 @@ ARMS = {
     "Nesterov, rate 0.5, momentum 0.5": Arm(lambda cell, weights: Nesterov(cell, weights, 0.5, 0.5)),
     "trust region, 0.25 of the mean's step": Arm(lambda cell, weights: TrustRegion(cell, weights, 0.25)),
     "trust region, 0.5 of the mean's step": Arm(lambda cell, weights: TrustRegion(cell, weights, 0.5)),
+    "trust region, all of the mean's step": Arm(lambda cell, weights: TrustRegion(cell, weights, 1.0)),
     "SNOO: Nesterov, rate 0.75, momentum 0.5": Arm(lambda cell, weights: Nesterov(cell, weights, 0.75, 0.5)),
     "schedule-free": Arm(ScheduleFree),
     "mean, inner states averaged": Arm(OuterStep, "averaged"),

@@ -32,7 +32,7 @@ JOBS = {"transformer": "transformer", "resnet": "CNN"}
 
 HEAD = """# Compressors
 
-Made by `python -m benchmarks page`; do not edit. The numbers are for the settings shown. [The
+The list and this text are made by `python -m benchmarks page`; do not edit them. The numbers are for the settings shown. [The
 API](reference/api.md#compressors) explains every field, [compression and error feedback](concepts/compression.md) the
 ideas, and [extending](extending.md) how to add a compressor of your own.
 

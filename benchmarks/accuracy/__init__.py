@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, required=True, help="a file of lines of JSON, to which trainings are added")
     parser.add_argument("--table", action="store_true", help="train nothing")
-    parser.add_argument("--frontier", action="store_true", help="train nothing; write docs/compressors.md")
+    parser.add_argument("--frontier", action="store_true", help="only write loss and bytes into docs/compressors.md")
     options = parser.parse_args(arguments)
     if options.frontier:
         write_frontier(read(options.out))
@@ -110,7 +110,8 @@ def table(trainings: Sequence[dict[str, Any]]) -> list[str]:
                 continue
             mean, width = interval(percent)
             loss = f"{mean:+.2f} ± {width:.2f}" if len(percent) > 1 else f"{mean:+.2f}"
-            own = [each for each in found if each["form"] == form]
+            seeds = {each["seed"] for each in found if each["form"] == REFERENCE}
+            own = [each for each in found if each["form"] == form and each["seed"] in seeds]
             witness = [_mean(each[name] for each in own) for name in ("sent_energy", "residual_norm", "error_norm")]
             rows.append((mean, [job, ranks, form, f"{form_of(form).bytes_an_element():.3f}", len(percent), loss, *witness]))
         rows.sort(key=lambda row: (list(JOBS).index(row[1][0]), row[1][1], row[0]))

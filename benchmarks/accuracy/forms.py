@@ -118,13 +118,14 @@ class Form(NamedTuple):
 
     def bytes_an_element(self, runs: Sequence[ElementRun] = (SQUARE,)) -> float:
         """Mean bytes of an element in the two encodes, after any warm-up. runs: the tensors, for specs that need their shapes."""
+        numel = sum(each.numel for each in runs)
         if self.rival:
-            return RIVALS[self.rival][1]
+            return RIVALS[self.rival][1](runs) / numel
         inner = innermost(self.spec)
         if isinstance(inner, Levels):
             return sum(inner.bytes_of_blocks()) / (2 * inner.block)
         runs = [each._replace(bits=self.spec.element_bits) for each in runs]
-        return self.spec.at_step(STEADY).payload_bytes(runs, 4) / sum(each.numel for each in runs)
+        return self.spec.at_step(STEADY).payload_bytes(runs, 4) / numel
 
 
 def form_of(text: str) -> Form:

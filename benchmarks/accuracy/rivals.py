@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from gradwire.core import ElementRun
+
 if TYPE_CHECKING:
     from benchmarks.accuracy.training import Training
 
@@ -208,18 +210,30 @@ def cosines(size: int) -> Tensor:
     return matrix.float()
 
 
-def demo(components: int) -> tuple[Callable[["Training"], Rival], float]:
+def demo(components: int) -> tuple[Callable[["Training"], Rival], "BytesOf"]:
     """DeMo with so many components of a tile. A rank receives what each other one sends: as much as from two encodes of
     `RANKS` / 2 times the size."""
-    return partial(DeMo, components=components), RANKS / 2 * 6 * components / DeMo.edge**2
+
+    def bytes_of(run: ElementRun) -> int:
+        (across, rows), (along, columns) = (tiles_of(size, DeMo.edge) for size in (run.shape[0], run.numel // run.shape[0]))
+        return across * along * 6 * min(components, rows * columns)
+
+    return partial(DeMo, components=components), lambda runs: RANKS / 2 * sum(map(bytes_of, runs))
 
 
-RIVALS: dict[str, tuple[Callable[["Training"], Rival], float]] = {
-    "loco": (LoCo, (0.5 + 2 / BLOCK + 2.0) / 2),
-    "onebit-adam": (OneBitAdam, OneBitAdam.exact_part * 4 + (1 - OneBitAdam.exact_part) / 8),
+def constant(bytes_an_element: float) -> "BytesOf":
+    """The same bytes for all elements."""
+    return lambda runs: bytes_an_element * sum(run.numel for run in runs)
+
+
+BytesOf = Callable[[Sequence[ElementRun]], float]
+"""The bytes of some tensors."""
+RIVALS: dict[str, tuple[Callable[["Training"], Rival], BytesOf]] = {
+    "loco": (LoCo, constant((0.5 + 2 / BLOCK + 2.0) / 2)),
+    "onebit-adam": (OneBitAdam, constant(OneBitAdam.exact_part * 4 + (1 - OneBitAdam.exact_part) / 8)),
     "demo32": demo(32),
     "demo128": demo(128),
     "demo4096": demo(4096),
 }
-"""Each rival by its name, and the mean bytes of an element in its two encodes. LoCo gathers weights of 16 bits. One-bit Adam has
-its exact steps in the number, since they are a part of any run. DeMo with all components shows what its optimizer alone does."""
+"""Each rival by its name, and the mean bytes of its two encodes of some tensors. LoCo gathers weights of 16 bits. One-bit Adam
+has its exact steps in the number, since they are a part of any run. DeMo with all components shows what its optimizer does."""

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -99,18 +100,24 @@ def test_global_weights_are_the_same_on_all_ranks(threads: Threads, spec: gw.Spe
 
 
 @pytest.mark.parametrize("radius", [0.01, 0.3, 1e9])
-def test_a_trust_region_bounds_the_way_from_the_mean(radius: float) -> None:
+@pytest.mark.parametrize("foreach", [False, True], ids=["", "by lists of tensors, as on GPUs"])
+def test_a_trust_region_bounds_the_way_from_the_mean(radius: float, foreach: bool) -> None:
     """Also where the ranks changed nothing: then nothing moves, whatever the momentum is."""
     torch.manual_seed(0)
     weights = {name: torch.randn(size) for name, size in (("a", 7), ("b", 300), ("c", 1))}
-    outer = OuterOptimizer(gw.Nesterov(lr=0.7, momentum=0.9, radius=radius), weights)
+    with mock.patch("torch.optim.sgd._default_to_fused_or_foreach", lambda *_, **__: (False, foreach)):
+        outer = OuterOptimizer(gw.Nesterov(lr=0.7, momentum=0.9, radius=radius), weights)
+        check_trust_region(radius, outer, weights)
+
+
+def check_trust_region(radius: float, outer: OuterOptimizer, weights: dict[str, torch.Tensor]) -> None:
     free = {name: weight.clone() for name, weight in weights.items()}
     outer_free = OuterOptimizer(gw.Nesterov(lr=0.7, momentum=0.9), free)
     for step in range(6):
         gradients = {name: torch.randn_like(weight) * (step != 4) for name, weight in weights.items()}
         before = {name: weight.clone() for name, weight in weights.items()}
-        outer.step(gradients)
-        outer_free.step(gradients)
+        outer.step({name: gradient.clone() for name, gradient in gradients.items()})
+        outer_free.step({name: gradient.clone() for name, gradient in gradients.items()})
         ways = torch.cat([(weights[name] - (before[name] - gradients[name])).flatten() for name in weights])
         own = torch.cat([gradient.flatten() for gradient in gradients.values()])
         assert ways.norm() <= radius * own.norm() + 1e-4
@@ -192,8 +199,12 @@ def resumed(schedule: gw.LocalSteps, at: int, saved: Any, handle_first: bool) ->
         (gw.LocalSteps(every=4, outer=gw.Nesterov(), delay=3, mixing=0.5), 5),
         (gw.LocalSteps(every=4, delay=2), 4),
         (gw.LocalSteps(every=6, outer=gw.Nesterov(), fragments=2, delay=3, mixing=0.5), 8),
+        (gw.LocalSteps(every=3, outer=gw.Nesterov(radius=0.3)), 7),
     ],
-    ids=["in a period", "between two", "while an exchange runs", "as an exchange begins", "while a fragment is sent"],
+    ids=[
+        *("in a period", "between two", "while an exchange runs", "as an exchange begins", "while a fragment is sent"),
+        "with a trust region",
+    ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(threads: Threads, schedule: Any, at: int, handle_first: bool) -> None:
     saved = threads.run(2, saved_at, schedule, at)

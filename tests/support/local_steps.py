@@ -59,12 +59,13 @@ class LocalReference:
             self._keep_near([columns[place] for place in fragment], before, self.data.outer.radius)
 
     def _keep_near(self, columns: list[tuple[torch.Tensor, ...]], before: torch.Tensor, radius: float) -> None:
-        """A trust region: at most this part of the mean's own step away from the mean, in 1024ths of what the step was."""
+        """A trust region: at most this part of the mean's own step away from the mean, in ten binary digits of what it was."""
         mean = torch.cat([torch.stack(local).mean(0).flatten() for _, *local in columns])
         stepped = torch.cat([weight.flatten() for weight, *_ in columns])
         kept = radius * (mean - before).norm() / (stepped - mean).norm()
         if kept < 1:
-            stepped = mean + (stepped - mean) * torch.floor(kept * 1024) / 1024
+            unit = 2.0 ** (torch.floor(torch.log2(kept)) - 9)
+            stepped = mean + (stepped - mean) * torch.floor(kept / unit) * unit
         for (weight, *_), own in zip(columns, stepped.split([weight.numel() for weight, *_ in columns]), strict=True):
             weight.copy_(own.view_as(weight))
 

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from gradwire.auto.measured_losses import EIGHT_BITS, FOUR_BITS, WEIGHTED, WEIGHTED_8, allowed
+from gradwire.auto.measured_losses import COUNTS, EIGHT_BITS, FOUR_BITS, WEIGHTED, WEIGHTED_8, allowed
 from gradwire.core import (
     QSGD,
     Delayed,
     EFSignSGD,
+    ElementRun,
     ErrorFeedback,
     Identity,
     LocalSteps,
@@ -33,8 +34,8 @@ SAFE_LOSS = 0.01
 
 SCHEDULES = ("backward", "pipelined", "delayed", "local")
 
-# ordered by the loss in docs/compressors.md, the most accurate first; so are schedules below
-_MEASURED: tuple[Spec, ...] = (EIGHT_BITS, FOUR_BITS, WEIGHTED_8, WEIGHTED)
+# ordered by the rows of docs/measured.md, the most accurate first; so are schedules below
+_MEASURED: tuple[Spec, ...] = (EIGHT_BITS, WEIGHTED_8, FOUR_BITS, WEIGHTED)
 """The specs that have rows for some number of ranks."""
 _AGGRESSIVE: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=2)), PowerSGD(rank=4), EFSignSGD(), ErrorFeedback(TopK(0.01)))
 STEPS_FOR_ONE = {PowerSGD(rank=4): 1.2, EFSignSGD(): 1.6, ErrorFeedback(TopK(0.01)): 2.0}
@@ -129,17 +130,28 @@ def with_embeddings(specs: Iterable[Spec]) -> tuple[Spec, ...]:
 def all_specs(accuracy: str | float, ranks: int) -> tuple[Spec, ...]:
     """The specs that the class allows in addition to no compression on this number of ranks, the most accurate first.
 
-    Of those with feedback, and of those without, it is the smallest: others take as long, and more bytes.
+    Of those with feedback, and of those without, it is the smallest.
 
-    >>> all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED), all_specs("safe", ranks=16) == (FOUR_BITS, WEIGHTED_8)
+    >>> all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED), all_specs("safe", ranks=16) == (WEIGHTED_8, FOUR_BITS)
     (True, True)
     >>> all_specs("safe", ranks=100), all_specs(0.004, ranks=2)
     ((QSGD(bits=8, block=128),), (QSGD(bits=4, block=128),))
     """
     if accuracy == "aggressive":
         return (FOUR_BITS, WEIGHTED, *_AGGRESSIVE)
-    smallest = {spec.feedback: spec for spec in _MEASURED if allowed(spec, ranks, most_loss(accuracy))}
-    return tuple(smallest.values())
+    found = [spec for spec in _MEASURED if allowed(spec, ranks, most_loss(accuracy))]
+    smallest = [min((spec for spec in found if spec.feedback == kind), key=_size, default=None) for kind in (False, True)]
+    return tuple(spec for spec in found if spec in smallest)
+
+
+def _size(spec: Spec) -> int:
+    """The bytes of a large tensor."""
+    return spec.payload_bytes([ElementRun(2**20, spec.element_bits)], 4)
+
+
+def ever_allowed(accuracy: str | float) -> tuple[Spec, ...]:
+    """The specs that the class allows on some number of ranks."""
+    return tuple(dict.fromkeys(spec for ranks in COUNTS for spec in all_specs(accuracy, ranks)))
 
 
 def later_specs(accuracy: str | float, words: Sequence[str], ranks: int) -> tuple[Spec, ...]:
@@ -184,4 +196,4 @@ def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
 def first_policy(accuracy: str | float, tensors: Sequence[TensorInfo], ranks: int) -> Policy:
     """The policy until the first decision: the smallest spec of the class that has rows of losses."""
     safe = [spec for spec in specs_of(accuracy, tensors, ranks) if spec in _MEASURED]
-    return policy_of(safe[-1] if safe else Identity(), tensors)
+    return policy_of(min(safe, key=_size, default=Identity()), tensors)

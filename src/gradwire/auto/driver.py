@@ -35,6 +35,7 @@ from gradwire.auto.accuracy import (
     all_specs,
     check_accuracy,
     check_schedules,
+    ever_allowed,
     first_policy,
     later_specs,
     schedules_of,
@@ -50,7 +51,7 @@ from gradwire.auto.local import EXPOSED, local_offer, worth
 from gradwire.auto.measuring import CODECS_SECONDS, LONG_STEP_US, LOOK_STEPS, Look, cluster_of, codecs_of, scaled
 from gradwire.auto.planning import Offer, Seen, foreseen, offers, on_trial, words_of
 from gradwire.auto.trial import Candidate, Trial
-from gradwire.core import Backward, Costs, Document, Identity, Latest, LocalSteps, Plan, Profile, TensorInfo
+from gradwire.core import Backward, Costs, Document, Identity, Latest, LocalSteps, Plan, Profile, Spec, TensorInfo
 from gradwire.engine import Driver
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
@@ -134,9 +135,7 @@ class Auto(Driver):
         kind = plan.schedule.word
         if kind not in self.schedules:
             return f"schedules={self.schedules!r} does not contain {kind!r}, the saved plan's schedule. Add {kind!r}."
-        specs = {bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
-        allowed = with_embeddings(specs_under(plan.schedule, all_specs(self.accuracy, self._ranks)))
-        lossy = sorted(map(repr, specs - {Identity(), *allowed, *(spec.settled for spec in allowed)}))
+        lossy = _beyond(plan, ever_allowed(self.accuracy))
         delayed = kind == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules, self._ranks)
         if delayed or (kind == "local" and self.accuracy == "exact"):
             lossy = [repr(plan.schedule)]
@@ -145,11 +144,12 @@ class Auto(Driver):
 
     def resumed(self, session: DrivenJob, saved: Saved) -> None:
         """Go on from a saved state with the saved plan. If other ranks saved the plan, decide anew with this plan as
-        the current one. If the plan was only on trial, decide anew without it."""
+        the current one. If the plan was only on trial, or loses too much on so many ranks, decide anew without it."""
         live = Live(session)
         self._begin(live)
-        self._current = None if saved.searching else live.plan
-        if saved.own and not saved.searching:
+        stays = not saved.searching and not _beyond(live.plan, all_specs(self.accuracy, self._ranks))
+        self._current = live.plan if stays else None
+        if saved.own and stays:
             self._phase = self._settle_resumed
 
     def pause(self) -> None:
@@ -444,6 +444,13 @@ class Auto(Driver):
         self._profile = scaled(self._profile, computes)
         self._speeds = self._watch.speeds or self._speeds
         self._offer(live, step_us)
+
+
+def _beyond(plan: Plan, specs: Sequence[Spec]) -> list[str]:
+    """Return the specs of a plan that are not among these, and not what these come to under the plan's schedule."""
+    allowed = with_embeddings(specs_under(plan.schedule, specs))
+    own = {bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
+    return sorted(map(repr, own - {Identity(), *allowed, *(spec.settled for spec in allowed)}))
 
 
 def _foreseen(candidate: Candidate) -> Tried:

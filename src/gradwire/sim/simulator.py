@@ -78,7 +78,7 @@ class SimulatedSteps(NamedTuple):
     window: tuple[int, int]
     """Start and end of the last cycle of steps, in femtoseconds."""
     computes_from: int
-    """Where the computation of these steps begins. Later than the window, if exchanges will let it wait longer than they did."""
+    """Where the computation of these steps begins. Later than the window's start where exchanges fall behind."""
     cycle: int
     """Number of steps in a cycle."""
     steady: bool

@@ -10,9 +10,10 @@ from benchmarks import convergence
 from benchmarks.accuracy import read
 from benchmarks.common import RESULTS
 from benchmarks.paired import interval
-from gradwire.auto.accuracy import STEPS_FOR_ONE, check_accuracy, first_policy, schedules_of, specs_of
+from gradwire.auto.accuracy import STEPS_FOR_ONE, all_specs, check_accuracy, first_policy, schedules_of, specs_of
 from gradwire.auto.adaptive_bits import with_bits
-from gradwire.auto.measured_losses import FOUR_BITS, ROWS, WEIGHTED, WEIGHTED_8, LossRow
+from gradwire.auto.driver import Auto, _beyond
+from gradwire.auto.measured_losses import EIGHT_BITS, FOUR_BITS, ROWS, WEIGHTED, WEIGHTED_8, LossRow
 from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, on_trial, words_of
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.costs import CodecCosts
@@ -171,10 +172,26 @@ def plan_spec(plan, name: str) -> Spec:
 
 def test_safe_is_what_the_rows_of_that_number_of_ranks_say() -> None:
     assert specs_of("safe", TENSORS, 2) == specs_of("safe", TENSORS, 3) == specs_of("safe", TENSORS, 4) == (FOUR_BITS, WEIGHTED)
-    assert specs_of("safe", TENSORS, 5) == specs_of("safe", TENSORS, 16) == (FOUR_BITS, WEIGHTED_8)
-    assert specs_of(0.004, TENSORS, 2) == (FOUR_BITS,) and specs_of(0.001, TENSORS, 2) == specs_of("exact", TENSORS, 2) == ()
+    assert specs_of("safe", TENSORS, 5) == specs_of("safe", TENSORS, 16) == (WEIGHTED_8, FOUR_BITS)
+    assert specs_of("safe", TENSORS, 17) == specs_of("safe", TENSORS, 1024) == (EIGHT_BITS,)
+    assert specs_of(0.004, TENSORS, 2) == (FOUR_BITS,) and specs_of(0.001, TENSORS, 2) == (EIGHT_BITS,)
+    assert specs_of("exact", TENSORS, 2) == specs_of("safe", TENSORS, 10_000) == ()
     assert set(specs_of("safe", TENSORS, 2)) < set(specs_of("aggressive", TENSORS, 2))
     assert all(spec.law.kind == "unbiased" or spec.feedback for spec in specs_of("aggressive", TENSORS, 2))
+
+
+@pytest.mark.parametrize("ranks", [2, 16, 32])
+def test_the_first_plan_sends_the_fewest_bytes(ranks: int) -> None:
+    plan = first_policy("safe", TENSORS, ranks).plan(TENSORS, ranks)
+    assert plan_spec(plan, "w0") == {2: WEIGHTED, 16: WEIGHTED_8, 32: EIGHT_BITS}[ranks]
+
+
+@pytest.mark.parametrize(("saved", "ranks"), [(16, 4), (4, 16), (32, 8), (8, 32)])
+def test_a_plan_that_loses_too_much_here_is_taken_up_from_other_ranks_and_not_kept(saved: int, ranks: int) -> None:
+    plan = first_policy("safe", TENSORS, saved).plan(TENSORS, saved)
+    assert Auto("safe", ("backward",), ranks).refuses(plan, plan) == ""
+    assert "does not allow" in Auto("exact", ("backward",), ranks).refuses(plan, plan)
+    assert _beyond(plan, all_specs("safe", ranks)) and not _beyond(plan, all_specs("safe", saved))
 
 
 @pytest.mark.parametrize("wrong", [0.0, -0.1, 1.0, "save", True, float("nan")])
@@ -196,7 +213,7 @@ def test_what_has_no_rows_for_so_many_ranks_is_left_out(ranks: int) -> None:
 def test_rows_are_those_of_the_trainings() -> None:
     """The table of losses says what the file of trainings says."""
     trainings = read(RESULTS / "accuracy.jsonl")
-    for form, spec in (("today4", FOUR_BITS), ("weighted4", WEIGHTED), ("weighted8", WEIGHTED_8)):
+    for form, spec in (("QSGD(bits=8)", EIGHT_BITS), ("today4", FOUR_BITS), ("weighted4", WEIGHTED), ("weighted8", WEIGHTED_8)):
         for ranks, jobs in ROWS[spec].items():
             for job, row in jobs.items():
                 own = [each for each in trainings if (each["job"], each["ranks"]) == (job, ranks)]

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from benchmarks.accuracy.frontier import Point, below, over_exact, points_of
-from benchmarks.accuracy.rivals import DeMo, cosines, tiles_of
+from benchmarks.accuracy.rivals import RIVALS, DeMo, SignDescent, cosines, tiles_of
+from gradwire.core import ElementRun
 
 
-def trainings(**losses: float) -> list[dict[str, Any]]:
-    """Three seeds of each form on `tied`, with the same loss."""
-    base = {"job": "tied", "ranks": 4, "steps": 200}
+def trainings(job: str = "tied", **losses: float) -> list[dict[str, Any]]:
+    """Three seeds of each form, with the same loss."""
+    base = {"job": job, "ranks": 4, "steps": 200}
     return [base | {"form": form, "seed": seed, "loss": loss} for form, loss in losses.items() for seed in range(3)]
 
 
@@ -34,6 +35,29 @@ def test_factors_of_matrices_have_the_bytes_of_the_job() -> None:
     """At rank 16 PowerSGD's factors of small matrices are no small part of them."""
     found = points_of(trainings(**{"exact": 2.0, "PowerSGD(rank=1)": 2.0, "PowerSGD(rank=16)": 2.0}))["tied"]
     assert 0.02 < found["PowerSGD(rank=1)"].bytes_an_element < found["PowerSGD(rank=16)"].bytes_an_element < 4
+
+
+def test_demo_has_the_bytes_of_its_tiles() -> None:
+    """On four ranks a rank receives three payloads, as much as from two encodes of twice the size. A component has 6 bytes."""
+    whole = ElementRun(128 * 64, 0, (128, 64))
+    assert RIVALS["demo32"][1]([whole]) == 2 * 2 * 32 * 6
+    assert RIVALS["demo4096"][1]([whole, ElementRun(36 * 72, 0, (72, 36))]) == 2 * 6 * (whole.numel + 36 * 72)
+
+
+def test_embeddings_count_with_the_bits_that_they_are_sent_with() -> None:
+    plain, weighted = (points_of(trainings(**{"exact": 2.0, form: 2.0}))["tied"][form] for form in ("today2", "weighted4"))
+    assert plain.bytes_an_element == pytest.approx(0.219, abs=1e-3)
+    assert 0.266 < weighted.bytes_an_element < 0.35
+    for form, least in (("weighted8", 0.391), ("EFSignSGD()", 0.127)):
+        (point,) = points_of(trainings("transformer", **{"exact": 2.0, form: 2.0}))["transformer"].values()
+        assert least < point.bytes_an_element < least + 0.1
+
+
+def test_steps_by_signs_have_one_size() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, 1.0, 1.0]))
+    weight.grad = torch.tensor([5.0, -0.1, 0.0])
+    SignDescent(torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)).step()
+    assert torch.allclose(weight, torch.tensor([0.85, 1.05, 0.95]))
 
 
 @pytest.mark.parametrize(

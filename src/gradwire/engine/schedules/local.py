@@ -388,9 +388,11 @@ _BUFFER = "momentum_buffer"
 """The key under which torch's SGD keeps momentum."""
 
 
-def length_of(tensors: Iterable[torch.Tensor]) -> float:
+def length_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The Euclidean length of all elements together, added up in float64."""
-    return float(torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]).norm())
+    lengths: list[torch.Tensor] = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
+    length: torch.Tensor = torch.linalg.vector_norm(torch.stack(lengths))
+    return length
 
 
 class OuterOptimizer:
@@ -399,6 +401,8 @@ class OuterOptimizer:
     def __init__(self, data: Nesterov, weights: Mapping[str, torch.Tensor]) -> None:
         self._weights, self._data = dict(weights), data
         self._sgd = torch.optim.SGD(list(self._weights.values()), lr=data.lr, momentum=data.momentum, nesterov=data.momentum > 0)
+        if data.radius is not None:  # torch's other form adds momentum to the gradients themselves
+            self._sgd.param_groups[0]["foreach"] = False
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Step these weights, in place."""
@@ -423,10 +427,12 @@ class OuterOptimizer:
         for weight, way in zip(weights, ways, strict=True):
             if (momentum := self._sgd.state[weight].get(_BUFFER)) is not None:
                 way.sub_(momentum, alpha=rate * self._data.momentum)
-        kept = radius * length_of(gradients) / (length_of(ways) or math.inf)
+        whole, away = torch.stack([length_of(gradients), length_of(ways)]).tolist()
+        kept = radius * whole / (away or math.inf)
         if kept < 1:
-            # in few digits, so that kernels that add up in another order give the same on every rank
-            torch._foreach_add_(weights, ways, alpha=math.floor(kept * 1024) / 1024 - 1)
+            # in few digits, so that processors that add up in another order nearly always find the same
+            digits, exponent = math.frexp(kept)
+            torch._foreach_add_(weights, ways, alpha=math.ldexp(math.floor(digits * 1024) / 1024, exponent) - 1)
 
     @property
     def momenta(self) -> dict[str, torch.Tensor]:
