@@ -377,22 +377,32 @@ struct FittedCodec {
 
 // ---- the levels of Lloyd and Max, back
 
+// The level of a code, chosen bit by bit: whole vectors do that sooner than they look it up.
+template <int Bits>
+GW_INLINE float level_of(u32 code, const float* value) {
+  const float low = code & 1u ? value[1] : value[0];
+  float level = low;
+  if (Bits > 2) {
+    const float high = code & 1u ? value[3] : value[2];
+    level = code & 2u ? high : low;
+  }
+  if (Bits > 3) {
+    const float below = code & 1u ? value[5] : value[4], above = code & 1u ? value[7] : value[6];
+    level = code & 4u ? (code & 2u ? above : below) : level;
+  }
+  return float_of(bits_of(level) ^ ((code & (1u << (Bits - 1))) << (32 - Bits)));
+}
+
 // The n codes of one block, one to a byte.
 template <class T, bool Add, int Bits, int N>
 GW_INLINE void lloyd_values(const u8* __restrict codes, i64 n, float scale, T* __restrict to) {
   using M = Magnitudes<Bits, true>;
-  alignas(64) float value[1 << Bits];
-  for (int k = 0; k <= M::count; ++k) {
-    value[k] = scale * M::of(k);
-    value[k + M::count + 1] = float_of(bits_of(value[k]) ^ 0x80000000u);
-  }
-  const float low = value[0], high = value[1];
+  float value[8] = {};
+  for (int k = 0; k <= M::count; ++k) value[k] = scale * M::of(k);
   const i64 count = N ? N : n;
   if (N) for (int line = 0; line < N; line += 16) __builtin_prefetch(to + kAhead + line, 1);
   for (i64 i = 0; i < count; ++i) {
-    const u32 code = codes[i];
-    // two levels are chosen by whole vectors, more are looked up
-    const float sent = Bits == 2 ? float_of(bits_of(code & 1u ? high : low) ^ ((code & 2u) << 30)) : value[code];
+    const float sent = level_of<Bits>(codes[i], value);
     from_float(Add ? to_float(to[i]) + sent : sent, to[i]);
   }
 }
