@@ -132,9 +132,10 @@ class Course:
         if "saved" in found:
             self.saved.append(found)
             return
-        if "began" in found:
-            self._began_s = found["began"]
-            self._thread.start()
+        if "began" in found:  # once more where all members ended and began anew
+            if not self._began_s:
+                self._began_s = found["began"]
+                self._thread.start()
             return
         self._pids[found["ready"]] = found["pid"]
         self.starts += 1
