@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import markdown
 from benchmarks.accuracy.forms import OPTIONS, SPECS, form_of
-from benchmarks.accuracy.frontier import over_exact, write_frontier
+from benchmarks.accuracy.frontier import beside_exact, write_frontier
 from benchmarks.accuracy.jobs import JOBS, job_of
 from benchmarks.accuracy.rivals import RIVALS
 from benchmarks.accuracy.training import train
@@ -105,15 +105,13 @@ def table(trainings: Sequence[dict[str, Any]]) -> list[str]:
     for job, ranks in dict.fromkeys((each["job"], each["ranks"]) for each in trainings):
         found = [each for each in trainings if (each["job"], each["ranks"]) == (job, ranks)]
         for form in dict.fromkeys(each["form"] for each in found):
-            percent = over_exact(found, form)
-            if not percent or form == REFERENCE:
+            both = beside_exact(found, form)
+            if not both or form == REFERENCE:
                 continue
-            mean, width = interval(percent)
-            loss = f"{mean:+.2f} ± {width:.2f}" if len(percent) > 1 else f"{mean:+.2f}"
-            seeds = {each["seed"] for each in found if each["form"] == REFERENCE}
-            own = [each for each in found if each["form"] == form and each["seed"] in seeds]
-            witness = [_mean(each[name] for each in own) for name in ("sent_energy", "residual_norm", "error_norm")]
-            rows.append((mean, [job, ranks, form, f"{form_of(form).bytes_an_element():.3f}", len(percent), loss, *witness]))
+            mean, width = interval([percent for _, percent in both])
+            loss = f"{mean:+.2f} ± {width:.2f}" if len(both) > 1 else f"{mean:+.2f}"
+            witness = [_mean(each[name] for each, _ in both) for name in ("sent_energy", "residual_norm", "error_norm")]
+            rows.append((mean, [job, ranks, form, f"{form_of(form).bytes_an_element():.3f}", len(both), loss, *witness]))
         rows.sort(key=lambda row: (list(JOBS).index(row[1][0]), row[1][1], row[0]))
     head = ["job", "ranks", "form", "bytes", "seeds", "loss over exact, %", "sent energy", "residual", "error"]
     return markdown.table(head, [row for _, row in rows], left=3)

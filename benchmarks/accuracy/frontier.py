@@ -1,7 +1,9 @@
 """The frontier of loss and bytes: gradwire's specs beside other systems on four ranks, in docs/compressors.md.
 
-python -m benchmarks accuracy --jobs transformer,tied --ranks 4 --seeds 3 --specs FORMS --out benchmarks/results/accuracy.jsonl
-python -m benchmarks accuracy --frontier --out benchmarks/results/accuracy.jsonl
+    python -m benchmarks accuracy --jobs transformer,tied --ranks 4 --seeds 3 --specs FORMS --out FILE
+    python -m benchmarks accuracy --frontier --out FILE
+
+The first command trains what FILE lacks. The second one writes the table and the picture.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,9 +98,14 @@ def _size(form: str, runs: Sequence[ElementRun], embeddings: Sequence[ElementRun
 
 def over_exact(trainings: Sequence[Mapping[str, Any]], form: str) -> list[float]:
     """The loss of a form over that of exact sums in percent, for each seed, from the trainings of one job and number of ranks."""
+    return [percent for _, percent in beside_exact(trainings, form)]
+
+
+def beside_exact(trainings: Sequence[Mapping[str, Any]], form: str) -> list[tuple[Mapping[str, Any], float]]:
+    """The trainings of a form whose seed has one with exact sums, each with its loss over that one in percent."""
     exact = {each["seed"]: each["loss"] for each in trainings if each["form"] == "exact"}
     own = [each for each in trainings if each["form"] == form and each["seed"] in exact]
-    return [100 * (each["loss"] / exact[each["seed"]] - 1) for each in own]
+    return [(each, 100 * (each["loss"] / exact[each["seed"]] - 1)) for each in own]
 
 
 def below(points: Mapping[str, Point], rival: str) -> bool:
@@ -138,8 +145,8 @@ def _verdict(points: Mapping[str, Mapping[str, Point]]) -> str:
         if 0.1 <= points[job][form].bytes_an_element <= 1 and below(points[job], form)
     ]
     return (
-        "Between 0.1 and 1 byte an element another system is below gradwire's curve if the best spec of gradwire with at most "
-        f"its bytes loses more, beyond both intervals: {', '.join(lower) or 'none is'}."
+        "Another system is below gradwire's curve if the best spec of gradwire with at most its bytes loses more, beyond both "
+        f"intervals. Between 0.1 and 1 byte an element these are: {', '.join(lower) or 'none'}."
     )
 
 

@@ -66,7 +66,7 @@ def bound(spec: Spec, ranks: int) -> LossRow | None:
     fitting = [count for count in counts if count >= ranks]
     if not fitting and (not counts or isinstance(spec, ErrorFeedback)):
         return None
-    last = min(fitting, default=max(counts, default=1))
+    last = min(fitting, default=max(counts))
     grown = GROWTH ** math.ceil(math.log2(max(1.0, ranks / last)))
     rows = counts[last].values()
     return LossRow(*(round(grown * max(each), 5) for each in zip(*rows, strict=True)))

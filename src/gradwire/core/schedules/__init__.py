@@ -82,7 +82,7 @@ class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     radius: float | None = None
     """A trust region: the most that a step ends away from the mean of the local weights, as a part of the way from the global
     weights to that mean. Less: nearer to the mean. None: as far as rate and momentum say. The length is that of all elements
-    that a rank exchanges at a time."""
+    that a rank exchanges at a time. A step needs a copy of these gradients."""
 
     def __post_init__(self) -> None:
         number("lr", self.lr, "the learning rate of the outer step", positive=True)

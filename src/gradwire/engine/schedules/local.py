@@ -423,10 +423,11 @@ class OuterOptimizer:
         The mean is the weights before less the gradient g, and SGD took lr * (g + momentum * m) off. So the way is
         (1 - lr) * g - lr * momentum * m, and no copy of the weights before is needed.
         """
-        rate, ways = self._data.lr, [gradient * (1 - self._data.lr) for gradient in gradients]
-        for weight, way in zip(weights, ways, strict=True):
+        rate, ways = self._data.lr, []
+        for weight, gradient in zip(weights, gradients, strict=True):
+            ways.append(gradient * (1 - rate))
             if (momentum := self._sgd.state[weight].get(_BUFFER)) is not None:
-                way.sub_(momentum, alpha=rate * self._data.momentum)
+                ways[-1].sub_(momentum, alpha=rate * self._data.momentum)
         whole, away = torch.stack([length_of(gradients), length_of(ways)]).tolist()
         kept = radius * whole / (away or math.inf)
         if kept < 1:
