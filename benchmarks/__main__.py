@@ -64,6 +64,7 @@ PARTS = {
     "outer": "held-out loss of outer steps of local steps beside the mean of weights, in one process: docs/local_steps.md",
     "unequal": "ranks that are not equally fast: samples a second, and losses at equal samples: docs/how-to/unequal.md",
     "members": "members that are killed and come again: torchft beside gw.elastic over slow links, samples and losses",
+    "islands": "what the exchange between two islands of FSDP2 adds to a step, over a slow link",
     "slow_links": "how slow a link may be for each way to train, in simulation: writes docs/slow_links.md",
     "page": "writes docs/compressors.md from the results",
     "learning": "loss of the transformer with gradwire and with plain DDP, several seeds",

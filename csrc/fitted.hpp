@@ -3,7 +3,7 @@
 // has to give the same bytes.
 
 constexpr double kTooLarge = 0x1p110;  // from here on the sums of a block could overflow
-constexpr i64 kFitted = 2048;          // elements of a batch, or one block if that is larger: they stay in the nearest cache
+constexpr i64 kFitted = 1024;          // elements of a batch, or one block if that is larger: with the next in the nearest cache
 constexpr i64 kFits = kFitted / 32;    // blocks of a batch, at most
 constexpr int kSumLanes = 64;          // partial sums of a block
 
@@ -28,7 +28,7 @@ struct Magnitudes {
 
 // Stored weights are exponents of float32.
 GW_INLINE float weight_of(u8 stored) { return float_of(u32(stored) << 23); }
-GW_INLINE float over_weight(float x, u8 stored) { return x * float_of((254u - stored) << 23); }  // a power of two: exact
+GW_INLINE float over_weight(float x, float weight) { return x * float_of((254u << 23) - bits_of(weight)); }  // exact
 
 GW_INLINE float size_of(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
 
@@ -220,16 +220,24 @@ GW_ROLLED
       partial[s][j] = (lanes[s][j] + lanes[s][j + 32]) + (lanes[s][j + 16] + lanes[s][j + 48]);
 }
 
+// Asks for lines of memory that are read soon.
+template <int Block, int Line, bool Written, class T>
+GW_INLINE void prefetch_block(const T* from) {
+  for (int at = 0; at < Block; at += Line) __builtin_prefetch(from + at, Written);
+}
+
 // Encodes whole blocks, a power of two from 32 elements on. Returns how many: all, or those before a batch that holds something
 // not finite. The passes over a batch find in turn the first units, the scales, and the codes. What is found for each block
 // is found for as many blocks as a batch may have, by whole vectors: a loop of another length would be one of single numbers.
+// While a batch is computed the next one is asked for.
 template <int Bits, bool Lloyd, bool Residual, bool Weighted, int Block>
 static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, float* __restrict left, const Task& t,
                                                  const u8* __restrict weights) {
   using M = Magnitudes<Bits, Lloyd>;
   constexpr i64 room = Block ? kFitted : kMaxBlock;
   constexpr int fits = int(Block ? kFitted / Block : kFits), run = Block ? Block / 2 : 16;
-  alignas(64) float tile[Residual ? room : 1], partial[2][kFold * fits] = {}, sums[2][fits] = {}, unit[fits], scale[fits];
+  alignas(64) float tile[Residual ? room : 1], by[Weighted ? room : 1];
+  alignas(64) float partial[2][kFold * fits] = {}, sums[2][fits] = {}, unit[fits], scale[fits];
   alignas(64) u8 pairs[room / 2];
   alignas(64) u16 raw[fits];
   const i64 block = Block ? Block : t.q.block, half = block / 2, most = block < kFitted ? kFitted / block : 1;
@@ -240,9 +248,13 @@ static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, f
     const float* const v = Residual ? tile : from;
     for (i64 c = 0; c < count; ++c) {
       const i64 first = c * block;
+      if (Weighted) {  // a loop of its own, since the next one would be one of short vectors
+        for (i64 i = 0; i < block; ++i) by[first + i] = weight_of(weights[first + i]);
+        GW_SETTLE(by);
+      }
       const auto given_size = [&](i64 i) {
         float x = Residual ? from[first + i] + left[first + i] : from[first + i];
-        if (Weighted) x = over_weight(x, weights[first + i]);
+        if (Weighted) x = over_weight(x, by[first + i]);
         if (Residual) tile[first + i] = x;
         return size_of(x);
       };
@@ -270,6 +282,7 @@ static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, f
     for (int c = 0; c < fits; ++c) unit[c] = first_unit<M>(double(sums[0][c]), block);
     GW_SETTLE(unit);
     for (i64 c = 0; c < count; ++c) {
+      prefetch_block<Block, 16, false>(from + (count + c) * block);
       const Bounds<M> at(unit[c]);
       const float* const x = v + c * block;
       float* const to[2] = {partial[0] + kFold * c, partial[1] + kFold * c};
@@ -293,7 +306,9 @@ static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, f
       const Values<M> to(scale[c]);
       const float *const x = v + c * block, *const y = x + half;
       float* const rest = left + (Residual ? c * block : 0);
-      const u8* const w = weights + (Weighted ? c * block : 0);
+      const float* const w = by + (Weighted ? c * block : 0);
+      if (Residual) prefetch_block<Block, 16, true>(left + (count + c) * block);
+      if (Weighted) prefetch_block<Block, 64, false>(weights + (count + c) * block);
       for (i64 j = 0; j < half; j += run) {
         alignas(64) u32 both[run];
 #pragma GCC ivdep
@@ -303,8 +318,8 @@ static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, f
           const u32 b = code_and_rest<Bits, Lloyd, M>(y[j + l], at, to, other);
           both[l] = a | b << 4;
           if (Residual) {
-            rest[j + l] = Weighted ? lost * weight_of(w[j + l]) : lost;
-            rest[j + l + half] = Weighted ? other * weight_of(w[j + l + half]) : other;
+            rest[j + l] = Weighted ? lost * w[j + l] : lost;
+            rest[j + l + half] = Weighted ? other * w[j + l + half] : other;
           }
         }
         GW_SETTLE(both);
@@ -358,7 +373,7 @@ struct FittedCodec {
     alignas(64) float over[kMaxBlock];
     const u8* const weights = Residual ? weights_at(left, t.q) : nullptr;
     if (!weights) return encode_fitted<Bits, Lloyd, Residual>(v, n, t, left, nullptr);
-    for (i64 i = 0; i < n; ++i) over[i] = over_weight(v[i], weights[i]);
+    for (i64 i = 0; i < n; ++i) over[i] = over_weight(v[i], weight_of(weights[i]));
     return encode_fitted<Bits, Lloyd, Residual>(over, n, t, left, weights);
   }
 
@@ -394,22 +409,23 @@ GW_INLINE float level_of(u32 code, const float* value) {
 }
 
 // The n codes of one block, one to a byte.
-template <class T, bool Add, int Bits, int N>
-GW_INLINE void lloyd_values(const u8* __restrict codes, i64 n, float scale, T* __restrict to) {
+template <class T, bool Add, bool Weighted, int Bits, int N>
+GW_INLINE void lloyd_values(const u8* __restrict codes, i64 n, float scale, const u8* __restrict weights, T* __restrict to) {
   using M = Magnitudes<Bits, true>;
   float value[8] = {};
   for (int k = 0; k <= M::count; ++k) value[k] = scale * M::of(k);
   const i64 count = N ? N : n;
   if (N) for (int line = 0; line < N; line += 16) __builtin_prefetch(to + kAhead + line, 1);
   for (i64 i = 0; i < count; ++i) {
-    const float sent = level_of<Bits>(codes[i], value);
+    const float level = level_of<Bits>(codes[i], value), sent = Weighted ? level * weight_of(weights[i]) : level;
     from_float(Add ? to_float(to[i]) + sent : sent, to[i]);
   }
 }
 
-// Moves `scales` and `in` on.
-template <class T, bool Add, int Bits>
-static __attribute__((noinline)) void lloyd_decode_run(const u8*& scales, const u8*& in, T* to, i64 numel, i64 block) {
+// Moves `scales` and `in` on. The weights are those of the elements.
+template <class T, bool Add, bool Weighted, int Bits>
+static __attribute__((noinline)) void lloyd_decode_run(const u8*& scales, const u8*& in, const u8* weights, T* to, i64 numel,
+                                                       i64 block) {
   alignas(64) u8 codes[kMaxBlock];
   const auto next_scale = [&] {
     u16 raw;
@@ -422,10 +438,10 @@ static __attribute__((noinline)) void lloyd_decode_run(const u8*& scales, const 
     const i64 count = left < most ? left : most;
     unpack_batch(in, block, count, Bits, false, codes);
     GW_SETTLE(codes);
-    for (i64 c = 0; c < count; ++c, to += block) {
+    for (i64 c = 0; c < count; ++c, to += block, weights += Weighted ? block : 0) {
       const float scale = next_scale();
-      if (block == kUnit) lloyd_values<T, Add, Bits, kUnit>(codes + c * kUnit, kUnit, scale, to);
-      else lloyd_values<T, Add, Bits, 0>(codes + c * block, block, scale, to);
+      if (block == kUnit) lloyd_values<T, Add, Weighted, Bits, kUnit>(codes + c * kUnit, kUnit, scale, weights, to);
+      else lloyd_values<T, Add, Weighted, Bits, 0>(codes + c * block, block, scale, weights, to);
     }
     in += count * code_bytes(block, block, Bits, false);
     left -= count;
@@ -434,23 +450,27 @@ static __attribute__((noinline)) void lloyd_decode_run(const u8*& scales, const 
     const i64 n = numel - at < block ? numel - at : block;
     unpack(in, (n + 7) / 8 * 8, Bits, codes);
     GW_SETTLE(codes);
-    lloyd_values<T, Add, Bits, 0>(codes, n, next_scale(), to);
+    lloyd_values<T, Add, Weighted, Bits, 0>(codes, n, next_scale(), weights, to);
     to += n;
+    weights += Weighted ? n : 0;
     in += code_bytes(n, block, Bits, false);
   }
 }
 
-template <class T, bool Add>
-GW_INLINE void lloyd_decode_bits(const u8*& scales, const u8*& in, T* to, i64 numel, i64 block, int bits) {
-  if (bits == 2) lloyd_decode_run<T, Add, 2>(scales, in, to, numel, block);
-  else if (bits == 3) lloyd_decode_run<T, Add, 3>(scales, in, to, numel, block);
-  else lloyd_decode_run<T, Add, 4>(scales, in, to, numel, block);
+template <class T, bool Add, bool Weighted>
+GW_INLINE void lloyd_decode_bits(const u8*& scales, const u8*& in, const u8* weights, T* to, i64 numel, i64 block, int bits) {
+  if (bits == 2) lloyd_decode_run<T, Add, Weighted, 2>(scales, in, weights, to, numel, block);
+  else if (bits == 3) lloyd_decode_run<T, Add, Weighted, 3>(scales, in, weights, to, numel, block);
+  else lloyd_decode_run<T, Add, Weighted, 4>(scales, in, weights, to, numel, block);
 }
 
-template <class T, bool Add>
-static void lloyd_decode_to(const u8* payload, T* dst, const Segment* segments, i64 count, i64 block) {
+// `rows`: the segments with the offsets of the weights.
+template <class T, bool Add, bool Weighted>
+static void lloyd_decode_to(const u8* payload, T* dst, const Segment* segments, const Segment* rows, i64 count, i64 block,
+                            const u8* weights) {
   const u8* scales = payload;
   const u8* in = payload + coded_size(segments, count, block, 1, 0).scales;
   for (i64 s = 0; s < count; ++s)
-    lloyd_decode_bits<T, Add>(scales, in, dst + segments[s].offset, segments[s].numel, block, int(segments[s].bits));
+    lloyd_decode_bits<T, Add, Weighted>(scales, in, Weighted ? weights + rows[s].offset : nullptr, dst + segments[s].offset,
+                                        segments[s].numel, block, int(segments[s].bits));
 }

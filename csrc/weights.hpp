@@ -42,10 +42,10 @@ static __attribute__((noinline)) void weigh_into(const float* __restrict values,
   }
 }
 
-// `rows`: the segments with the offsets of the weights.
+// Uniform levels. `rows`: the segments with the offsets of the weights.
 template <class T, bool Add>
 static void weighted_decode_to(const u8* payload, T* dst, const Segment* segments, const Segment* rows, i64 count, i64 block,
-                               bool lloyd, const u8* weights) {
+                               const u8* weights) {
   alignas(64) float tile[kMaxBlock];
   const Quantiser q{block, Scale::max, Rounding::nearest};
   const i64 each = block < kFitted ? kFitted / block * block : block;
@@ -55,8 +55,7 @@ static void weighted_decode_to(const u8* payload, T* dst, const Segment* segment
     const Segment& seg = segments[s];
     for (i64 at = 0; at < seg.numel; at += each) {
       const i64 n = seg.numel - at < each ? seg.numel - at : each;
-      if (lloyd) lloyd_decode_bits<float, false>(scales, in, tile, n, block, int(seg.bits));
-      else decode_run<float, false>(scales, in, tile, n, q, int(seg.bits));
+      decode_run<float, false>(scales, in, tile, n, q, int(seg.bits));
       weigh_into<T, Add>(tile, weights + rows[s].offset + at, n, dst + seg.offset + at);
     }
   }
@@ -65,7 +64,8 @@ static void weighted_decode_to(const u8* payload, T* dst, const Segment* segment
 template <class T, bool Add>
 static void fitted_decode_to(const u8* payload, T* dst, const Segment* segments, const Segment* rows, i64 count, i64 block,
                              bool lloyd, const u8* weights) {
-  if (weights) return weighted_decode_to<T, Add>(payload, dst, segments, rows, count, block, lloyd, weights);
-  if (lloyd) return lloyd_decode_to<T, Add>(payload, dst, segments, count, block);
+  if (lloyd && weights) return lloyd_decode_to<T, Add, true>(payload, dst, segments, rows, count, block, weights);
+  if (lloyd) return lloyd_decode_to<T, Add, false>(payload, dst, segments, rows, count, block, nullptr);
+  if (weights) return weighted_decode_to<T, Add>(payload, dst, segments, rows, count, block, weights);
   decode_segments<T, Add>(payload, dst, segments, count, {block, Scale::max, Rounding::nearest});
 }
