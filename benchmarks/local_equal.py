@@ -1,10 +1,11 @@
 """Compares local steps at equal samples with synchronous SGD: held-out loss, for 5 to 100 steps between exchanges,
 paired by seed.
 
-    python -m benchmarks local --equal [--jobs transformer] [--seeds 0 1 2] [--steps 300] [--only WORD ...] [--again]
+    python -m benchmarks local --equal [--jobs transformer] [--ranks 2] [--seeds 0 1 2] [--steps 300] [--only WORD ...] [--again]
 
 Trained as `benchmarks.paired` says, and evaluated once, at the end: then all ways have just exchanged. What is measured goes to
-benchmarks/results/local-equal.json at once, and is not measured again while it stands there (--again does). `python -m benchmarks
+benchmarks/results/local-equal.json at once (of 4 ranks local-equal-4.json), and is not measured again while it stands there
+(--again does). `python -m benchmarks
 page` writes the table into docs/local_steps.md.
 """
 
@@ -13,6 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gradwire as gw
@@ -24,18 +26,24 @@ from gradwire.auto.accuracy import SPARSELOCO
 from gradwire.auto.local_losses import EVERY, averaged, streamed
 from gradwire.core.schedules import Schedule
 
-PATH = RESULTS / "local-equal.json"
 LOOKS = 1
 FOUR, TWO = gw.QSGD(bits=4), gw.QSGD(bits=2)
+NEAR = gw.Nesterov(radius=1.0)
 WAYS: Mapping[str, tuple[gw.Spec, Callable[[int], Schedule]]] = {
     "4 bits": (FOUR, averaged),
     "4 bits, streaming": (FOUR, streamed),
     "2 bits with feedback": (gw.ErrorFeedback(TWO), averaged),
+    "4 bits, near the mean": (FOUR, lambda every: gw.LocalSteps(every, NEAR)),
     "4 bits, outer momentum": (FOUR, gw.LocalSteps.diloco),
     "SparseLoCo": (SPARSELOCO, gw.LocalSteps.sparseloco),
     "nothing encoded": (gw.Identity(), averaged),
 }
 """The most wanted first, for runs that are cut short."""
+
+
+def path_of(ranks: int) -> Path:
+    """The file of the results on so many ranks."""
+    return RESULTS / ("local-equal.json" if ranks == 2 else f"local-equal-{ranks}.json")
 
 
 def arm_of(way: str, every: int) -> str:
@@ -54,13 +62,15 @@ def run(arguments: list[str]) -> int:
     """Measure what is missing, print the table."""
     parser = paired.parser_of("local --equal", seeds=3)
     parser.set_defaults(jobs=["transformer"])
+    parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args(arguments)
     if uneven := [every for every in EVERY if options.steps % every]:
         parser.error(f"--steps {options.steps} must be a multiple of {uneven[0]}: all ways are to end with an exchange")
     chosen = paired.chosen(ARMS, options.only)
-    train = partial(paired.on_ranks, "benchmarks.local_equal")
-    finals = paired.measure(PATH, options, chosen, train, DESIGN | {"looks": LOOKS, "fused": True}, together=2)
-    print(equal_table({"finals": finals, "steps": options.steps}))
+    train = partial(paired.on_ranks, "benchmarks.local_equal", world=options.ranks)
+    about = DESIGN | {"looks": LOOKS, "fused": True, "ranks": options.ranks}
+    finals = paired.measure(path_of(options.ranks), options, chosen, train, about, together=2)
+    print(equal_table({"finals": finals, "steps": options.steps, "ranks": options.ranks}))
     return 0
 
 
@@ -79,9 +89,10 @@ def equal_table(result: Mapping[str, Any]) -> str:
         ]
     head = ("held-out loss against S-SGD", *(f"every {every} steps" for every in EVERY))
     about = (
-        f"Two ranks on loopback, {result['steps']} steps each, {len(seeds)} seeds: the mean of the differences paired by seed, "
+        f"{result['ranks']} ranks on loopback, {result['steps']} steps each, {len(seeds)} seeds: the mean of the differences paired by seed, "
         "with its 95 % interval by Student's t. The learning rate falls to 0 in the last half. Global weights are "
-        "the mean of local ones, but for the arm with outer momentum. A dash was not measured."
+        "the mean of local ones, but for the arms with outer momentum and near the mean (`gw.Nesterov(radius=1.0)`). A dash was "
+        "not measured."
     )
     return "\n".join([about, "", *table(head, rows, left=1)]) + "\n"
 

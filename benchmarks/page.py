@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.catalogue import ENTRIES, Entry
 from benchmarks.common import RESULTS
-from benchmarks.local_equal import equal_table
+from benchmarks.local_equal import equal_table, path_of
 from benchmarks.losses import above_ddp
 from benchmarks.markdown import table
 from benchmarks.soak_page import soak_figures
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
     write_whole(PAGE, whole_page() + END + PAGE.read_text().partition(END)[2])
     figures = soak_figures(_read("soak.json"))
     parts = {OPTIONS: collectives_table(), SCHEDULES: schedules_table(), RELIABILITY: figures}
-    for path, made in (parts | {LOCAL: equal_table(_read("local-equal.json"))}).items():
+    for path, made in (parts | {LOCAL: "\n".join(equal_table(_read(path_of(ranks).name)) for ranks in (2, 4))}).items():
         before, _, rest = path.read_text().partition(BEGIN)
         write_whole(path, before + BEGIN + made + END + rest.partition(END)[2])
     print(f"written to {PAGE}, {OPTIONS}, {SCHEDULES}, {LOCAL} and {RELIABILITY}")

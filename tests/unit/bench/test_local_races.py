@@ -146,7 +146,7 @@ def test_the_table_at_equal_samples() -> None:
     arm = local_equal.arm_of("4 bits", 30)
     losses = {REFERENCE: (2.0, 2.2, 2.1), arm: (2.1, 2.31, 2.205)}
     finals = {name: {str(seed): {"loss": loss, "accuracy": 0.5} for seed, loss in enumerate(of)} for name, of in losses.items()}
-    made = local_equal.equal_table({"steps": 300, "finals": {"transformer": finals}})
+    made = local_equal.equal_table({"steps": 300, "ranks": 4, "finals": {"transformer": finals}})
     assert "300 steps each, 3 seeds" in made
     assert "| transformer, 4 bits | - | - | +5.0% ± 0.0% | - |" in made
     assert local_equal.equal_table({}) == "Not measured yet.\n"
