@@ -93,6 +93,30 @@ def test_an_answer_of_the_store_while_the_interpreter_ends_ends_nothing_else(tmp
     assert (ended.stdout, ended.returncode) == ("False\n", 0), ended.stderr
 
 
+BUSY_THREAD = """
+import hashlib, threading, time
+from gradwire.transport import waits_for_store
+
+def ask():
+    with waits_for_store():
+        data, until = bytes(20_000_000), time.monotonic() + 2.0
+        while time.monotonic() < until:
+            hashlib.sha256(data)  # runs without the interpreter's lock
+        print("answered", flush=True)
+
+threading.Thread(target=ask, daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+def test_a_thread_that_computes_for_the_store_is_awaited(tmp_path: Path) -> None:
+    """A busy machine makes connecting to the store slow. A thread that is still at it may not be ended in C++."""
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY_THREAD)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.returncode) == ("answered\n", 0), ended.stderr
+
+
 @contextmanager
 def two_ranks(interpreters: Interpreters, folder: Path, ending: str) -> Iterator[list[subprocess.Popen[str]]]:
     """The script as torchrun would start it; whatever is left at the end is killed."""

@@ -18,6 +18,8 @@ __all__ = ["waits_for_store"]
 
 _PATIENCE_S = 1.0
 """For all threads together, at the exit of the interpreter."""
+_MORE_PATIENCE_S = 4.0
+"""For threads that compute then: on a busy machine they take a while until they are done, or wait in the kernel."""
 _FUTEX = {"202", "98"}
 """The numbers of the system call with which threads wait for locks, on x86-64 and aarch64."""
 _waiting: set[threading.Thread] = set()
@@ -44,19 +46,22 @@ def _end_waits() -> None:
     until = time.monotonic() + _PATIENCE_S
     while _waiting and time.monotonic() < until:
         time.sleep(0.01)
-    for thread in list(_waiting):
-        _hold(thread)
+    held: set[threading.Thread] = set()
+    while (others := _waiting - held) and time.monotonic() < until + _MORE_PATIENCE_S:
+        held.update(thread for thread in others if _hold(thread))
+        time.sleep(0.01)
 
 
-def _hold(thread: threading.Thread) -> None:
-    """Let a thread that waits in the kernel wait for ever, in a signal handler that never returns. A thread that does anything
-    else may hold a lock, and is left alone."""
+def _hold(thread: threading.Thread) -> bool:
+    """Let a thread that waits in the kernel wait for ever, in a signal handler that never returns. Returns False for a thread
+    that does anything else: it may hold a lock."""
     with suppress(OSError, AttributeError, StopIteration):  # it has ended; another system; no signal is free
         library = ctypes.CDLL(None)
         free = next(each for each in range(signal.SIGRTMAX, signal.SIGRTMIN, -1) if signal.getsignal(each) == signal.SIG_DFL)
         doing = Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split()
         if thread.ident is None or doing[0] in {"running", *_FUTEX}:
-            return
+            return False
         library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
         library.signal(free, ctypes.cast(library.pause, ctypes.c_void_p))
         signal.pthread_kill(thread.ident, free)
+    return True
