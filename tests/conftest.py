@@ -67,10 +67,11 @@ QUICK_CASES = {
     "ranks": 2,
     "integrations": 2,
     "scripts": 2,
-    "kernels": 8,
+    "kernels": 6,
     "compressors": 30,
     "costs": 30,
     "planner": 30,
+    "exchange": 16,
 }
 """How many cases of a parametrized test `make test` runs at most, by folder. Other folders run all cases."""
 
@@ -81,10 +82,11 @@ CI_CASES = {
     "ranks": 2,
     "integrations": 2,
     "scripts": 3,
-    "kernels": 8,
-    "compressors": 60,
-    "costs": 60,
-    "planner": 55,
+    "kernels": 6,
+    "compressors": 45,
+    "costs": 45,
+    "planner": 40,
+    "exchange": 27,
 }
 """How many cases of a parametrized test `make test-ci` runs at most: those of `make test`, and some of the others."""
 

@@ -54,6 +54,7 @@ def processes_of(file: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_on_a_cpu_writes_the_findings_of_every_section(tmp_path: Path) -> None:
     done = subprocess.run(
         command(tmp_path, "--minutes", "8"),

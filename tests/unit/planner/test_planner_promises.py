@@ -27,7 +27,7 @@ CODEC = CodecCosts(
 )
 
 
-@pytest.mark.parametrize("first", range(0, 200, 10))
+@pytest.mark.parametrize("first", [*range(0, 60, 10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(60, 200, 10))])
 def test_promises_hold_of_random_jobs(first):
     assert not check_many(first, 10)["counterexamples"]
 
