@@ -90,9 +90,9 @@ def equal_table(result: Mapping[str, Any]) -> str:
     head = ("held-out loss against S-SGD", *(f"every {every} steps" for every in EVERY))
     about = (
         f"{result['ranks']} ranks on loopback, {result['steps']} steps each, {len(seeds)} seeds: the mean of the differences "
-        "paired by seed, with its 95 % interval by Student's t. The learning rate falls to 0 in the last half. Global weights are "
-        "the mean of local ones, but for the arms with outer momentum and near the mean (`gw.Nesterov(radius=1.0)`). A dash was "
-        "not measured."
+        "paired by seed, with its 95 % interval by Student's t. The learning rate falls to 0 in the last half. Global weights "
+        "are the mean of local ones, but for the arms with outer momentum and near the mean (`gw.Nesterov(radius=1.0)`). A dash "
+        "was not measured."
     )
     return "\n".join([about, "", *table(head, rows, left=1)]) + "\n"
 
