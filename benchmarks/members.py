@@ -178,17 +178,31 @@ def loss_of(path: Path) -> float:
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: each arm beside the arm of torchft with the same link, seed, seconds and kills."""
     keys = ("link", "seed", "seconds", "kills")
-    by_arm = {(*(row[key] for key in keys), row["arm"]): row["curve"] for row in rows}
+    by_arm = {(*(row[key] for key in keys), row["arm"]): row for row in rows}
     cells = []
-    for (*about, arm), curve in by_arm.items():
-        last = curve[-1]
+    for (*about, arm), row in by_arm.items():
+        last = row["curve"][-1]
         other = by_arm.get((*about, AGAINST.get(arm, "")))
-        ratios = ["", "", ""]
-        if other is not None:
-            goal = other[-1]
-            sooner = reached([(each["s"], each["loss"]) for each in curve], goal["loss"])
-            ratios = [AGAINST[arm], f"{last['samples'] / goal['samples']:.1f}"] if goal["samples"] else [AGAINST[arm], "-"]
-            ratios.append("never" if sooner is None else f"{goal['s'] / sooner:.1f}")
+        ratios = [""] * 4 if other is None else [AGAINST[arm], *_ratios(row, other)]
         cells.append((about[0], arm, last["steps"], f"{last['samples']:,}", f"{last['loss']:.3f}", *ratios))
-    heads = ("link", "arm", "steps", "samples", "held-out loss", "against", "times the samples", "times sooner at its last loss")
-    return markdown.table(heads, cells, left=2)
+    heads = ("link", "arm", "steps", "samples", "held-out loss", "against", "times the samples a second before a kill")
+    return markdown.table((*heads, "times the samples", "times sooner at its last loss"), cells, left=2)
+
+
+def _ratios(row: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Samples a second until the last evaluation before a kill, all samples, and the time to the last loss of the other arm."""
+    before = [_rate_before(each) for each in (row, other)]
+    own, goal = row["curve"][-1]["samples"], other["curve"][-1]
+    times = [reached([(each["s"], each["loss"]) for each in arm["curve"]], goal["loss"]) for arm in (row, other)]
+    return [
+        f"{before[0] / before[1]:.1f}" if all(before) else "-",
+        f"{own / goal['samples']:.1f}" if goal["samples"] else "-",
+        f"{times[1] / times[0]:.1f}" if all(times) else "never",
+    ]
+
+
+def _rate_before(row: dict[str, Any]) -> float:
+    """Samples a second until the last evaluation before the first kill; 0 where there is none."""
+    first = min(row["killed"], default=row["seconds"])
+    last = max((each for each in row["curve"] if each["s"] <= first), key=lambda each: each["s"], default=None)
+    return last["samples"] / last["s"] if last else 0.0

@@ -8,6 +8,9 @@ import subprocess
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +24,7 @@ from interpreters import Interpreters
 import gradwire as gw
 from gradwire.engine import REGISTRY, Keeps
 from gradwire.exchange import Exchange
-from gradwire.integrations import handover, torchft
+from gradwire.integrations import handover, quorum, torchft
 from gradwire.integrations.gradient_means import GradientMeans
 from gradwire.integrations.quorum import load_torchft
 
@@ -177,6 +180,31 @@ def test_a_wait_for_members_that_do_not_come_ends() -> None:
         job.leave()
     finally:
         lighthouse.shutdown()
+
+
+def test_members_that_start_together_begin_together_and_nobody_settles_for_a_joiner(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordination = pytest.importorskip("torchft.coordination")
+    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=60_000, quorum_tick_ms=20)
+    address = f"127.0.0.1:{urlsplit(lighthouse.address()).port}"
+    members = [quorum.Lighthouse(address, 2, timedelta(seconds=30), 60.0) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            asked = [pool.submit(member.ask, 0, 0) for member in members[:2]]
+            time.sleep(0.3 * quorum._SETTLE_S)
+            asked.append(pool.submit(members[2].ask, 0, 0))
+            first = [each.result(60) for each in asked]
+            assert [each.replica_world_size for each in first] == [3, 3, 3] and len({each.quorum_id for each in first}) == 1
+            monkeypatch.setattr(quorum, "_SETTLE_S", 1000.0)
+            joins = pool.submit(members[3].ask, 0, 0)
+            for step in count(1):  # until the lighthouse has heard of the joiner
+                asked = [pool.submit(member.ask, step, 0) for member in members[:3]]
+                if [each.result(60).replica_world_size for each in asked] == [4, 4, 4]:
+                    break
+            assert (joins.result(60).replica_world_size, joins.result().max_step) == (4, step)
+        finally:
+            for member in members:
+                member.leave()
+            lighthouse.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -109,12 +109,37 @@ time.sleep(0.2)
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/syscall").exists(), reason="nobody knows here what a thread does")
 def test_a_thread_that_computes_for_the_store_is_awaited(tmp_path: Path) -> None:
     """A busy machine makes connecting to the store slow. A thread that is still at it may not be ended in C++."""
     script = tmp_path / "busy.py"
     script.write_text(BUSY_THREAD)
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert (ended.stdout, ended.returncode) == ("answered\n", 0), ended.stderr
+
+
+FREED_IN_A_THREAD = """
+import threading, time
+from functools import partial
+from gradwire.transport.exits import start_store_thread
+
+class Held:
+    def __del__(self):
+        time.sleep(0.5)
+        print("freed", flush=True)
+
+begun = threading.Event()
+start_store_thread(partial(lambda held: begun.set(), Held()), "asks")
+begun.wait()
+"""
+
+
+def test_what_only_a_thread_for_the_store_holds_is_freed_before_the_interpreter_ends(tmp_path: Path) -> None:
+    """A process group that such a thread freed while the interpreter ended ended the process with SIGABRT."""
+    script = tmp_path / "freed.py"
+    script.write_text(FREED_IN_A_THREAD)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.returncode) == ("freed\n", 0), ended.stderr
 
 
 @contextmanager

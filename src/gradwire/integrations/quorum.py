@@ -19,6 +19,9 @@ __all__ = ["Lighthouse", "NoQuorumError", "load_torchft"]
 
 _AGAIN_S = 0.2
 """Between two questions for a quorum of too few members."""
+_SETTLE_S = 1.0
+"""Between two questions before the first step. Members begin once nobody new has come between them: all have the weights of the
+script then, and whoever comes later needs the state of another member."""
 _HEARTBEAT = timedelta(milliseconds=100)
 _LOOK_S = 4.0
 _ASK_S = 10.0
@@ -67,6 +70,7 @@ class Lighthouse:
         and meetings that failed since the last step that counts. looks_up: end soon after `leave`, which ends no request.
         Raises NoQuorumError."""
         until, most_s = time.monotonic() + self._patience_s, _LOOK_S if looks_up else _ASK_S
+        known: set[str] = set()
         while True:
             left_s = until - time.monotonic()
             try:
@@ -90,9 +94,13 @@ class Lighthouse:
                     f"Or fewer than {self._min_replicas} members are left, since the others ended: then end this one too. Or a "
                     "member is slower than `patience_s`."
                 ) from error
-            if quorum.replica_world_size >= self._min_replicas:
+            before, known = known, set(quorum.replica_ids)
+            if quorum.replica_world_size < self._min_replicas:
+                time.sleep(_AGAIN_S)
+            elif quorum.max_step or known == before:
                 return quorum
-            time.sleep(_AGAIN_S)
+            else:
+                time.sleep(_SETTLE_S)
 
     def group_of(self, quorum: Any) -> Group:
         """The group of the members of a quorum. Raises LinkError, also later where one of them ends before all have met."""

@@ -26,7 +26,7 @@ from gradwire.errors import CommunicationError, GradwireError, StepStateError
 from gradwire.transport.adapters import SLOW_GBPS
 from gradwire.transport.agreement import agree
 from gradwire.transport.devices import kind_of, offload_lanes
-from gradwire.transport.exits import waits_for_store
+from gradwire.transport.exits import start_store_thread
 from gradwire.transport.flight import Flight
 from gradwire.transport.heartbeats import Heartbeats, SilenceNews, usual_silence_s
 from gradwire.transport.link import Group, Link
@@ -712,11 +712,10 @@ class RollCall:
         self._group, self._signed, self._key = group, _HERE, group.met.key
         self._store: Any = None
         self._is_closed = False
-        self._connecting = threading.Thread(target=self._connect, args=(name,), name="gradwire-roll-call", daemon=True)
-        self._connecting.start()
+        self._connecting = start_store_thread(partial(self._connect, name), "gradwire-roll-call")
 
     def _connect(self, name: str) -> None:
-        with suppress(Exception), waits_for_store():
+        with suppress(Exception):
             store = self._group.store(f"{name}/failed")
             # a group's own store has a connection of its own; its host may be gone, so that a clone would wait in C++
             store = store.clone() if self._group.process_group is not None else store
@@ -782,11 +781,9 @@ class RollCall:
             with suppress(Exception):
                 self._connecting.join(patience_s)
                 if self._store is not None:
-                    with waits_for_store():
-                        call(self._store)
+                    call(self._store)
 
-        caller = threading.Thread(target=ask, name="gradwire-roll-call", daemon=True)
-        caller.start()
+        caller = start_store_thread(ask, "gradwire-roll-call")
         caller.join(patience_s + 0.5)
         while caller.is_alive() and asked and time.monotonic() < asked[-1] + patience_s:
             caller.join(0.1)

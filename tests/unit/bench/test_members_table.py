@@ -16,18 +16,18 @@ def row(arm: str, samples: list[int], losses: list[float]) -> dict[str, object]:
         {"s": 10.0 * (number + 1), "steps": each // 16, "samples": each, "loss": loss}
         for number, (each, loss) in enumerate(zip(samples, losses, strict=True))
     ]
-    return {"link": "100mbit", "arm": arm, "seed": 0, "seconds": 30.0, "kills": 1, "curve": curve}
+    return {"link": "100mbit", "arm": arm, "seed": 0, "seconds": 30.0, "kills": 1, "killed": [25.0], "curve": curve}
 
 
 def test_arms_are_compared_with_torchft_in_samples_and_in_seconds() -> None:
-    lines = table([row("torchft ddp", [16, 32, 48], [4.0, 3.0, 2.0]), row("elastic 2 bits", [96, 192, 288], [2.0, 1.5, 1.0])])
-    assert lines[2].split("|")[-4:-1] == ["  "] * 3
-    assert lines[3] == "| 100mbit | elastic 2 bits | 18 | 288 | 1.000 | torchft ddp | 6.0 | 3.0 |"
+    lines = table([row("torchft ddp", [16, 64, 64], [4.0, 2.0, 2.0]), row("elastic 2 bits", [96, 192, 384], [2.0, 1.5, 1.0])])
+    assert lines[2].split("|")[-5:-1] == ["  "] * 4
+    assert lines[3] == "| 100mbit | elastic 2 bits | 24 | 384 | 1.000 | torchft ddp | 3.0 | 6.0 | 2.0 |"
 
 
 def test_an_arm_that_never_reaches_the_loss_is_said_to() -> None:
     lines = table([row("torchft diloco", [16], [2.0]), row("elastic local", [160], [2.5])])
-    assert lines[3].endswith("| torchft diloco | 10.0 | never |")
+    assert lines[3].endswith("| torchft diloco | 10.0 | 10.0 | never |")
 
 
 def test_node_0_is_never_killed() -> None:
