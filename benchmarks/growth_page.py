@@ -32,8 +32,8 @@ PARTS = {
     "ranks": (
         "Ranks",
         "24 tensors of equal size, together {elements:,} elements. Up to 16 ranks each sends a message to each other rank for\n"
-        "every piece and phase, and more ranks form a grid. All ranks share {cores} cores, so the step and the start take as\n"
-        "much longer as there are more ranks for a core.",
+        "every piece and phase, and more ranks form a grid. All ranks share {cores} cores, so the step and the start take\n"
+        "longer as there are more ranks for a core. The start grows faster than that, and most where the grid begins.",
     ),
 }
 COLUMNS = ("floor, ms", "step, ms", "beyond, ms", "CPU, ms", "a rank sends, MB", "messages", "sockets of a lane", "start, ms")

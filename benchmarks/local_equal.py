@@ -5,8 +5,7 @@ paired by seed.
 
 Trained as `benchmarks.paired` says, and evaluated once, at the end: then all ways have just exchanged. What is measured goes to
 benchmarks/results/local-equal.json at once (of 4 ranks local-equal-4.json), and is not measured again while it stands there
-(--again does). `python -m benchmarks
-page` writes the table into docs/local_steps.md.
+(--again does). `python -m benchmarks page` writes the tables into docs/local_steps.md.
 """
 
 import json

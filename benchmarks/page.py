@@ -4,8 +4,8 @@ reliability.md.
     python -m benchmarks page
 
 Compressors come from the catalogue and from installed packages, collectives from `gradwire.core.collectives` and from installed
-packages. Numbers come from compressors.json, losses.json, local-equal.json and soak.json in benchmarks/results; a dash was not
-measured yet.
+packages. Numbers come from compressors.json, losses.json, local-equal.json, local-equal-4.json and soak.json in
+benchmarks/results; a dash was not measured yet.
 """
 
 import json

@@ -3,7 +3,7 @@
 // has to give the same bytes.
 
 constexpr double kTooLarge = 0x1p110;  // from here on the sums of a block could overflow
-constexpr i64 kFitted = 1024;          // elements of a batch, or one block if that is larger: with the next in the nearest cache
+constexpr i64 kFitted = 1024;          // elements of a batch, or one block if that is larger; two batches fit into the nearest cache
 constexpr i64 kFits = kFitted / 32;    // blocks of a batch, at most
 constexpr int kSumLanes = 64;          // partial sums of a block
 
@@ -229,7 +229,7 @@ GW_INLINE void prefetch_block(const T* from) {
 // Encodes whole blocks, a power of two from 32 elements on. Returns how many: all, or those before a batch that holds something
 // not finite. The passes over a batch find in turn the first units, the scales, and the codes. What is found for each block
 // is found for as many blocks as a batch may have, by whole vectors: a loop of another length would be one of single numbers.
-// While a batch is computed the next one is asked for.
+// While a batch of blocks of 128 is computed the next one is asked for.
 template <int Bits, bool Lloyd, bool Residual, bool Weighted, int Block>
 static __attribute__((noinline)) i64 fit_batches(const float* __restrict from, float* __restrict left, const Task& t,
                                                  const u8* __restrict weights) {

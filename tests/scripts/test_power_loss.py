@@ -87,6 +87,7 @@ def test_a_machine_without_power_is_found_in_an_exchange(cluster: EmulatedCluste
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "victims",
     [{"gloo": 0, "alone": 2, "pipelined": 1}, {"sharded": 2, "delayed": 0, "local": 1}],
