@@ -97,7 +97,7 @@ def _end_waits() -> None:
 def _call_of(thread: threading.Thread) -> list[str]:
     """The system call in which a thread waits, with its arguments and place; "running" if it computes, and "" if nobody knows."""
     try:
-        return Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split()
+        return Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split() or [""]
     except OSError:
         return [""]
 
