@@ -85,12 +85,17 @@ print(call.missing(0.2).is_known, flush=True)
 """
 
 
+def ended(folder: Path, text: str) -> "subprocess.CompletedProcess[str]":
+    """A script with this text, at its end."""
+    script = folder / "script.py"
+    script.write_text(text)
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+
+
 def test_an_answer_of_the_store_while_the_interpreter_ends_ends_nothing_else(tmp_path: Path) -> None:
     """The rank that hosts the store is stopped when a survivor asks who failed, and is killed while the survivor exits."""
-    script = tmp_path / "survivor.py"
-    script.write_text(STOPPED_STORE)
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    assert (ended.stdout, ended.returncode) == ("False\n", 0), ended.stderr
+    found = ended(tmp_path, STOPPED_STORE)
+    assert (found.stdout, found.returncode) == ("False\n", 0), found.stderr
 
 
 BUSY_THREAD = """
@@ -112,10 +117,8 @@ time.sleep(0.2)
 @pytest.mark.skipif(not Path("/proc/self/syscall").exists(), reason="nobody knows here what a thread does")
 def test_a_thread_that_computes_for_the_store_is_awaited(tmp_path: Path) -> None:
     """A busy machine makes connecting to the store slow. A thread that is still at it may not be ended in C++."""
-    script = tmp_path / "busy.py"
-    script.write_text(BUSY_THREAD)
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    assert (ended.stdout, ended.returncode) == ("answered\n", 0), ended.stderr
+    found = ended(tmp_path, BUSY_THREAD)
+    assert (found.stdout, found.returncode) == ("answered\n", 0), found.stderr
 
 
 FREED_IN_A_THREAD = """
@@ -136,10 +139,8 @@ begun.wait()
 
 def test_what_only_a_thread_for_the_store_holds_is_freed_before_the_interpreter_ends(tmp_path: Path) -> None:
     """A process group that such a thread freed while the interpreter ended ended the process with SIGABRT."""
-    script = tmp_path / "freed.py"
-    script.write_text(FREED_IN_A_THREAD)
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    assert (ended.stdout, ended.returncode) == ("freed\n", 0), ended.stderr
+    found = ended(tmp_path, FREED_IN_A_THREAD)
+    assert (found.stdout, found.returncode) == ("freed\n", 0), found.stderr
 
 
 @contextmanager

@@ -20,8 +20,8 @@ __all__ = ["Lighthouse", "NoQuorumError", "load_torchft"]
 _AGAIN_S = 0.2
 """Between two questions for a quorum of too few members."""
 _SETTLE_S = 1.0
-"""Between two questions before the first step. Members begin once nobody new has come between them: all have the weights of the
-script then, and whoever comes later needs the state of another member."""
+"""Between two questions before the first step. Members begin once nobody new has come between them: whoever comes later has
+to catch up."""
 _HEARTBEAT = timedelta(milliseconds=100)
 _LOOK_S = 4.0
 _ASK_S = 10.0

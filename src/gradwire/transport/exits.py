@@ -81,15 +81,16 @@ def _end_waits() -> None:
     held: set[threading.Thread] = set()
     seen: dict[threading.Thread, tuple[list[str], int]] = {}
     while (others := _waiting - held) and time.monotonic() < until + _MORE_PATIENCE_S:
+        are_stuck = True
         for thread in others:
             call, (before, looks) = _call_of(thread), seen.get(thread, ([], 0))
-            seen[thread] = call, looks + 1 if call == before else 1
-        for thread in others:
-            call, looks = seen[thread]
+            looks = looks + 1 if call == before else 1
+            seen[thread] = call, looks
             if looks >= _SAME and call[0] in _WAITS.get(platform.machine(), ()):
                 _hold(thread)
                 held.add(thread)
-        if all(looks >= _STUCK and call[0] in {"", *_FUTEX} for call, looks in (seen[thread] for thread in others)):
+            are_stuck = are_stuck and looks >= _STUCK and call[0] in {"", *_FUTEX}
+        if are_stuck:
             return
         time.sleep(0.01)
 
