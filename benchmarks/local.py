@@ -15,23 +15,16 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from itertools import accumulate
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks import local_equal, local_step
-from benchmarks.campaigns.requests import RepositoryRequest
 from benchmarks.campaigns.rivals import RIVAL_PREFIX, TORCHFT, TORCHFT_MEAN, absent
 from benchmarks.common import RESULTS, write, write_between
 from benchmarks.markdown import table
-from gradwire.bench.jobs import make_job
-from gradwire.bench.progress import RaceView, View
-from gradwire.bench.results import Cell, StepEvent
-from gradwire.bench.runner import emulation_problem, gbps_of, run_bench
+from benchmarks.race import Race, is_whole, reached
+from gradwire.bench.runner import emulation_problem, gbps_of
 
 JOB = "transformer"
 FOLDER = RESULTS / "local"
@@ -109,7 +102,9 @@ def run(arguments: list[str]) -> int:
         path = FOLDER / f"{link}-{options.nodes}-{options.every}.json"
         if options.again or not is_whole(path):
             racing = {name: method for name, method in methods.items() if name not in left_out}
-            race = Race(racing, link, options.nodes, options.every, options.seconds, left_out)
+            about = {"link": link, "nodes": options.nodes, "every": options.every, "seconds": options.seconds}
+            about |= {"left_out": left_out} if left_out else {}
+            race = Race(racing, about, JOB, link, nodes=options.nodes, race_s=options.seconds)
             race.run(lambda result, path=path: write(path, result, quiet=True))
             failed += [f"{link}: {name} failed: {why}" for name, why in race.failed.items()]
     results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
@@ -119,98 +114,6 @@ def run(arguments: list[str]) -> int:
     write_between(PAGE, BEGIN, END, lines)
     print("\n".join(failed), file=sys.stderr)
     return 1 if failed else 0
-
-
-def is_whole(path: Path) -> bool:
-    """Whether these results are of a run that came to its end, in which no method failed."""
-    return path.exists() and not {"failed", "unfinished"} & json.loads(path.read_text()).keys()
-
-
-class Race:
-    """The results of each method so far, by its name: pairs of seconds and held-out loss, and the times of its steps.
-
-    During the race seconds are those of rank 0's clock; at its end, the mean over ranks.
-    """
-
-    def __init__(
-        self,
-        methods: Mapping[str, str],
-        link: str,
-        nodes: int,
-        every: int,
-        seconds: float,
-        left_out: Mapping[str, str] | None = None,
-    ) -> None:
-        self.failed: dict[str, str] = {}
-        self._methods = dict(methods)
-        self._about = {"link": link, "nodes": nodes, "every": every, "seconds": seconds}
-        self._about |= {"left_out": dict(left_out)} if left_out else {}
-        self._batch = make_job(JOB).batch_size * nodes
-        self._step_us: dict[str, list[float]] = {name: [] for name in methods}
-        self._held_out: dict[str, list[tuple[int, float]]] = {name: [] for name in methods}
-        self._unfinished = True
-
-    def run(self, keep: Callable[[dict[str, Any]], None]) -> None:
-        """Measure. `keep` is given the results after each turn."""
-        view = RaceView(Console(stderr=True), self._batch)
-        link, nodes, seconds = (self._about[name] for name in ("link", "nodes", "seconds"))
-        methods = list(self._methods.values())
-        request = RepositoryRequest([JOB], [link], methods, nodes=nodes, race_s=seconds, alone_steps=0)
-        done = run_bench(request, None, Told(view, self, keep))
-        self.ended(done.cells)
-        keep(self.result())
-
-    def told(self, event: StepEvent) -> bool:
-        """Add a step, or the evaluation after a turn. Returns whether the event is an evaluation."""
-        name = next(name for name, method in self._methods.items() if method == event.method)
-        if event.held_out is None:
-            self._step_us[name].append(event.us)
-        else:
-            self._held_out[name].append((len(self._step_us[name]), event.held_out))
-        return event.held_out is not None
-
-    def ended(self, cells: Iterable[Cell]) -> None:
-        """The run is over, by itself or not."""
-        by_method = {cell.method: cell for cell in cells}
-        for name, method in self._methods.items():
-            cell = by_method[method]
-            if cell.failure is not None:
-                self.failed[name] = cell.failure
-            else:
-                self._step_us[name], self._held_out[name] = list(cell.step_us), list(cell.held_out)
-        self._unfinished = False
-
-    def result(self) -> dict[str, Any]:
-        """Return the results to write. Methods that failed have their results from before the failure."""
-        found = {name: self._found(name) for name in self._methods if self._held_out[name] and self._step_us[name]}
-        result = self._about | {"methods": found}
-        result |= {"failed": self.failed} if self.failed else {}
-        return result | ({"unfinished": True} if self._unfinished else {})
-
-    def _found(self, name: str) -> dict[str, Any]:
-        ends = [0.0, *accumulate(us / 1e6 for us in self._step_us[name])]
-        steps = len(ends) - 1
-        return {
-            "steps": steps,
-            "samples": steps * self._batch,
-            "step_ms": 1e3 * ends[-1] / steps,
-            "held_out": [(ends[at], loss) for at, loss in self._held_out[name]],
-        }
-
-
-class Told:
-    """The view of a race, which also records its events."""
-
-    def __init__(self, view: View, race: Race, keep: Callable[[dict[str, Any]], None]) -> None:
-        self._view, self._race, self._keep = view, race, keep
-
-    def group(self, title: str, methods: Sequence[str], steps: int) -> AbstractContextManager[None]:
-        return self._view.group(title, methods, steps)
-
-    def step(self, event: StepEvent) -> None:
-        self._view.step(event)
-        if self._race.told(event):
-            self._keep(self._race.result())
 
 
 def table_of(result: Mapping[str, Any]) -> list[str]:
@@ -230,19 +133,3 @@ def table_of(result: Mapping[str, Any]) -> list[str]:
     head += f"{result['seconds']:g} s of training for each method:"
     head = head.replace(":", ", not to its end:") if "unfinished" in result else head
     return ["", head, "", *table(COLUMNS, rows, left=1), ""]
-
-
-def reached(held_out: list[tuple[float, float]], goal: float) -> float | None:
-    """Seconds of training after which the loss was at most the goal, on the line between two evaluations; None: it never was.
-
-    >>> reached([(0.0, 4.0), (10.0, 3.0), (20.0, 2.0)], 2.5)
-    15.0
-    """
-    last: tuple[float, float] | None = None
-    for seconds, loss in held_out:
-        if loss <= goal:
-            if last is None:
-                return seconds
-            return last[0] + (seconds - last[0]) * (last[1] - goal) / (last[1] - loss)
-        last = seconds, loss
-    return None

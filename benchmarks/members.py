@@ -31,10 +31,10 @@ import torch
 
 from benchmarks import markdown
 from benchmarks.common import RESULTS
-from benchmarks.local import reached
 from benchmarks.members_node import MEMBERS
 from benchmarks.members_worker import ARMS, JOB
 from benchmarks.outer import read
+from benchmarks.race import reached
 from gradwire.bench.jobs import make_job
 from gradwire.bench.runner import emulation_problem
 from gradwire.testbed import EmulatedCluster

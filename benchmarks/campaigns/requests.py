@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from benchmarks.campaigns.parts import WRONG_PREFIX, check_part
-from benchmarks.campaigns.rivals import RIVAL_PREFIX, check_rival
+from benchmarks.campaigns.rivals import ISLANDS_PREFIX, RIVAL_PREFIX, check_rival, every_of
 from gradwire.bench.runner import BenchRequest
 
 __all__ = ["RepositoryRequest"]
@@ -11,7 +11,7 @@ __all__ = ["RepositoryRequest"]
 
 @dataclass(frozen=True)
 class RepositoryRequest(BenchRequest):
-    """A request whose methods may be `wrong-on-purpose:PART:POLICY` (`left_out`) and `rival:NAME` (`rivals`) too."""
+    """A request with methods `wrong-on-purpose:PART:POLICY` (`left_out`), `rival:NAME` (`rivals`) and `islands@30` too."""
 
     worker: str = "benchmarks.campaigns.worker"
 
@@ -21,5 +21,7 @@ class RepositoryRequest(BenchRequest):
             check_part(name)
         elif name.startswith(RIVAL_PREFIX):
             check_rival(name)
+        elif name.startswith(ISLANDS_PREFIX):
+            every_of(name)
         else:
             super().check_method(name)

@@ -1,4 +1,4 @@
-"""Names of the bench's methods that other libraries have. No torch, and none of these libraries.
+"""Names of the bench's methods that other libraries have, and of `gw.islands`. No torch, and none of these libraries.
 
 They are no dependencies of gradwire, so that each says how to get it.
 """
@@ -7,10 +7,12 @@ from importlib.util import find_spec
 
 from gradwire.errors import FormatError
 
-__all__ = ["OUTER", "RIVAL_PREFIX", "TORCHFT", "TORCHFT_MEAN", "absent", "check_rival", "outer_of"]
+__all__ = ["ISLANDS_PREFIX", "OUTER", "RIVAL_PREFIX", "TORCHFT", "TORCHFT_MEAN", "absent", "check_rival", "every_of", "outer_of"]
 
 RIVAL_PREFIX = "rival:"
 """The prefix of methods of other libraries."""
+ISLANDS_PREFIX = "islands@"
+"""islands@30: two islands that exchange every 30 steps."""
 TORCHFT, TORCHFT_MEAN = "torchft-diloco", "torchft-diloco-mean"
 """torchft's DiLoCo, float32 on gloo: rival:torchft-diloco@30 exchanges every 30 steps. The second one has an outer optimizer that
 makes the global weights the mean of the local ones."""
@@ -25,10 +27,22 @@ def outer_of(name: str) -> tuple[int, float, float]:
     >>> outer_of("rival:torchft-diloco@30")
     (30, 0.7, 0.9)
     """
-    library, _, every = name.removeprefix(RIVAL_PREFIX).partition("@")
-    if library not in OUTER or not (every.isascii() and every.isdigit() and int(every) > 0):
+    library = name.removeprefix(RIVAL_PREFIX).partition("@")[0]
+    if library not in OUTER:
         raise FormatError(f"there is no method {name[:300]!r}. Write {RIVAL_PREFIX}{TORCHFT}@30 to exchange every 30 steps.")
-    return int(every), *OUTER[library]
+    return every_of(name), *OUTER[library]
+
+
+def every_of(name: str) -> int:
+    """The steps from one exchange to the next. Raises FormatError for a name without them.
+
+    >>> every_of("islands@30")
+    30
+    """
+    kind, _, every = name.partition("@")
+    if not (every.isascii() and every.isdigit() and int(every) > 0):
+        raise FormatError(f"there is no method {name[:300]!r}. Write {kind[:300]}@30 to exchange every 30 steps.")
+    return int(every)
 
 
 def absent() -> str:

@@ -7,9 +7,10 @@ import sys
 
 import torch.distributed as dist
 
+from benchmarks.campaigns.islands_method import IslandsMethod
 from benchmarks.campaigns.left_out import PartOfStep
 from benchmarks.campaigns.parts import WRONG_PREFIX
-from benchmarks.campaigns.rivals import RIVAL_PREFIX
+from benchmarks.campaigns.rivals import ISLANDS_PREFIX, RIVAL_PREFIX
 from benchmarks.campaigns.torchft_diloco import TorchftDiLoCo
 from gradwire.bench import methods, worker
 from gradwire.bench.jobs import Job
@@ -23,6 +24,8 @@ def build(name: str, job: Job, seed: int, process_group: dist.ProcessGroup | Non
         return PartOfStep(job, seed, process_group, name)
     if name.startswith(RIVAL_PREFIX):
         return TorchftDiLoCo(job, seed, process_group, name)
+    if name.startswith(ISLANDS_PREFIX):
+        return IslandsMethod(job, seed, process_group, name)
     return methods.build(name, job, seed, process_group)
 
 

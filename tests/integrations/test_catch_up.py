@@ -72,7 +72,7 @@ def test_steps_that_others_made_are_made_again_in_their_order() -> None:
     waits.join(30)
     assert after == [13] and not catch_up.is_behind, "the next step is made with the others"
     assert catch_up.next() is None
-    catch_up.join(30)
+    catch_up.join()
 
 
 def test_a_joiner_that_is_slow_is_followed_for_as_many_steps_as_its_state_took() -> None:
@@ -82,7 +82,7 @@ def test_a_joiner_that_is_slow_is_followed_for_as_many_steps_as_its_state_took()
     catch_up.state_came()
     others.go_on(2)
     others.allowed.release()
-    catch_up.join(30)
+    catch_up.join()
     assert [number(catch_up.next()) for _ in range(6)] == [10, 11, 12, 13, 14, None]
 
 
@@ -92,7 +92,7 @@ def test_a_step_that_fails_ends_it() -> None:
     catch_up = others.catch_up()
     others.go_on(1)
     others.allowed.release()
-    catch_up.join(30)
+    catch_up.join()
     for look in (catch_up.next, catch_up.check):
         with pytest.raises(LinkError, match="before this one had caught up"):
             look()
@@ -104,7 +104,7 @@ def test_another_quorum_ends_it_and_is_kept() -> None:
     catch_up = others.catch_up()
     others.quorum_id = 2
     others.allowed.release()
-    catch_up.join(30)
+    catch_up.join()
     with pytest.raises(LinkError):
         catch_up.next()
     assert catch_up.named.quorum_id == 2 and catch_up.named.max_step == 11

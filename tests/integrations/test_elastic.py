@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -204,6 +206,44 @@ def test_members_that_start_together_begin_together_and_nobody_settles_for_a_joi
         finally:
             for member in members:
                 member.leave()
+            lighthouse.shutdown()
+
+
+class SlowClient:
+    """A manager's client whose lighthouse waits for a slow member: a request of less than 30 seconds ends without an answer."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+    def _quorum(self, timeout: timedelta, **_: Any) -> Any:
+        self.requests += 1
+        if timeout < timedelta(seconds=30):
+            raise TimeoutError
+        return SimpleNamespace(replica_ids=["a", "b"], replica_world_size=2, max_step=7)
+
+
+def test_one_request_waits_as_long_as_a_member_may_be_slower() -> None:
+    """The answer to a request that ends may be on its way: then the others wait for this member."""
+    member = quorum.Lighthouse("127.0.0.1:1", 2, timedelta(seconds=30), 900.0)
+    client = member._client = SlowClient()
+    assert member.ask(7, 0).max_step == 7 and client.requests == 1
+    member.leave()
+
+
+def test_who_leaves_ends_its_request() -> None:
+    coordination = pytest.importorskip("torchft.coordination")
+    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=60_000)
+    member = quorum.Lighthouse(f"127.0.0.1:{urlsplit(lighthouse.address()).port}", 2, timedelta(seconds=30), 900.0)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            asked = pool.submit(member.ask, 0, 0)
+            while not any(each.name == "gradwire-quorum" for each in threading.enumerate()):
+                time.sleep(0.01)
+            member.leave()
+            with pytest.raises(gw.CommunicationError):
+                asked.result(5.0)
+            assert not any(each.name == "gradwire-quorum" for each in threading.enumerate())
+        finally:
             lighthouse.shutdown()
 
 

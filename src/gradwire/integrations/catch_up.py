@@ -73,9 +73,9 @@ class CatchUp:
         with self._changed:
             return bool(self._means) or not self._is_over
 
-    def join(self, timeout_s: float | None = None) -> None:
+    def join(self) -> None:
         """Wait for the end of the thread, whose steps fail."""
-        self._thread.join(timeout_s)
+        self._thread.join()
 
     def _follow(self, quorum: Any) -> None:
         try:

@@ -47,11 +47,11 @@ class IslandLighthouse(Lighthouse):
         self._island = island
         self.place = island.rank()
 
-    def ask(self, step: int, failures: int, looks_up: bool = False) -> Any:
+    def ask(self, step: int, failures: int) -> Any:
         answer: Quorum | str = ""
         if self.place == 0:
             try:
-                quorum = super().ask(step, failures, looks_up)
+                quorum = super().ask(step, failures)
                 answer = Quorum(*(getattr(quorum, name) for name in Quorum._fields))
             except NoQuorumError as error:
                 answer = str(error)

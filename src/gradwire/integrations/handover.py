@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gradwire.errors import DisagreementError
 from gradwire.integrations.member_watch import host_and_port
-from gradwire.transport import Link, LinkError, transfer
+from gradwire.transport import Link, LinkError, start_store_thread, transfer
 
 __all__ = ["MemberCard", "MemberState", "StateOffer", "copied", "fetch", "hand_over", "reach", "state_of"]
 
@@ -99,7 +100,7 @@ class StateOffer:
         """Offer these bytes, and no others. make: called in a thread, so that no step waits for it."""
         self.withdraw()
         put: list[str] = []
-        thread = threading.Thread(target=self._put, args=(store, key, make, put), name="gradwire-offer", daemon=True)
+        thread = start_store_thread(partial(self._put, store, key, make, put), "gradwire-offer")
 
         def end() -> None:
             self._ends.set()
@@ -110,7 +111,6 @@ class StateOffer:
                     store.delete_key(each)
 
         self._end = end
-        thread.start()
 
     def withdraw(self) -> None:
         """Offer the state no more."""

@@ -29,8 +29,6 @@ from gradwire.transport import LinkError
 __all__ = ["Members"]
 
 log = logging.getLogger(__name__)
-_LEAVE_S = 2.0
-"""For a thread that waits for the lighthouse while this member leaves."""
 
 
 class Members:
@@ -146,7 +144,7 @@ class Members:
         self._part()
         self._lighthouse.leave()
         if catch_up is not None:
-            catch_up.join(_LEAVE_S)
+            catch_up.join()
 
     def _part(self, put_back: Callable[[], None] = lambda: None) -> None:
         """Leave the group, at once, and keep the residuals."""
@@ -188,9 +186,7 @@ class Members:
             exchange.go_on(state.pop("alike"), quorum.max_step, group.world_size)
             if not waits:
                 donor = next(each for each in cards if group.rank in each.sends)
-                catch_up = self._catch_up = CatchUp(
-                    exchange, self._tensors, quorum, partial(self._lighthouse.ask, self.step, 0, True)
-                )
+                catch_up = self._catch_up = CatchUp(exchange, self._tensors, quorum, partial(self._lighthouse.ask, self.step, 0))
                 state = from_bytes(fetch(donor.store, key, self._lighthouse.timeout, catch_up.check))
             self._state.load(state)
             if self._catch_up is not None:

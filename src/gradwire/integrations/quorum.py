@@ -4,6 +4,8 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from gradwire.errors import CommunicationError, PlanError
 from gradwire.integrations.handover import reach
 from gradwire.integrations.member_watch import MemberWatch
-from gradwire.transport import Group, own_address
+from gradwire.transport import Group, LinkError, own_address, start_store_thread
 
 __all__ = ["Lighthouse", "NoQuorumError", "load_torchft"]
 
@@ -23,9 +25,11 @@ _SETTLE_S = 1.0
 """Between two questions before the first step. Members begin once nobody new has come between them: whoever comes later has
 to catch up."""
 _HEARTBEAT = timedelta(milliseconds=100)
-_LOOK_S = 4.0
-_ASK_S = 10.0
-"""For one request; then the next. A request that a lighthouse had when it ended is never answered."""
+_ASK_S = 60.0
+"""For one request; then the next. It is long, since the answer to a request that ends may be on its way: then the others count on
+this member, which does not know it."""
+_LOOK_S = 1.0
+"""Between two looks whether the lighthouse ended: it never answers the requests that it had."""
 
 
 class NoQuorumError(CommunicationError):
@@ -62,31 +66,22 @@ class Lighthouse:
         self._server: Any = None
         self._watch = MemberWatch(())
         """Finds other members that end before all have met."""
+        self._line = MemberWatch(())
+        """A connection with the lighthouse, which ends when the lighthouse does."""
         self._left = False
         self._client: Any = None
 
-    def ask(self, step: int, failures: int, looks_up: bool = False) -> Any:
+    def ask(self, step: int, failures: int) -> Any:
         """The quorum of the next step, once there are enough members. step: the steps that this member has made. failures: steps
-        and meetings that failed since the last step that counts. looks_up: end soon after `leave`, which ends no request.
-        Raises NoQuorumError."""
-        until, most_s = time.monotonic() + self._patience_s, _LOOK_S if looks_up else _ASK_S
+        and meetings that failed since the last step that counts. Raises NoQuorumError, also where `leave` is called meanwhile."""
+        until = time.monotonic() + self._patience_s
         known: set[str] = set()
         while True:
             left_s = until - time.monotonic()
             try:
-                if self._client is None:
-                    self._enter()
-                quorum = self._client._quorum(
-                    group_rank=0,
-                    step=step,
-                    checkpoint_metadata="",
-                    shrink_only=False,
-                    timeout=timedelta(seconds=max(min(left_s, most_s), 0.001)),
-                    init_sync=True,
-                    commit_failures=failures,
-                )
+                quorum = self._answer(max(min(left_s, _ASK_S), 0.001), step, failures)
             except Exception as error:
-                if isinstance(error, TimeoutError) and left_s > most_s and not self._left:
+                if isinstance(error, TimeoutError) and left_s > _ASK_S:
                     continue
                 raise NoQuorumError(
                     f"step {step}: torchft's lighthouse named no members that make the step within {self._patience_s:g} s: "
@@ -101,6 +96,45 @@ class Lighthouse:
                 return quorum
             else:
                 time.sleep(_SETTLE_S)
+
+    def _answer(self, timeout_s: float, step: int, failures: int) -> Any:
+        """The answer to one request. Asks again where the lighthouse ended and is there again. Raises what a request raises."""
+        if self._client is None:
+            self._enter()
+        request = partial(
+            self._client._quorum,
+            group_rank=0,
+            step=step,
+            checkpoint_metadata="",
+            shrink_only=False,
+            timeout=timedelta(seconds=timeout_s),
+            init_sync=True,
+            commit_failures=failures,
+        )
+        answers: SimpleQueue[Any] = SimpleQueue()
+        start_store_thread(partial(_put_answer, answers, request), "gradwire-quorum")
+        was_lost = False
+        while True:
+            try:
+                answer = answers.get(timeout=_LOOK_S)
+            except Empty:
+                if not (is_lost := self._is_lost()) and was_lost:
+                    return self._answer(timeout_s, step, failures)
+                was_lost = is_lost
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    def _is_lost(self) -> bool:
+        """Whether the connection with the lighthouse ended since the last look. Connects again."""
+        try:
+            self._line.check()
+        except LinkError:
+            self._line.close()
+            self._line = MemberWatch([self._url.netloc])
+            return True
+        return False
 
     def group_of(self, quorum: Any) -> Group:
         """The group of the members of a quorum. Raises LinkError, also later where one of them ends before all have met."""
@@ -122,14 +156,19 @@ class Lighthouse:
         return is_well
 
     def leave(self) -> None:
-        """Give no more signs of life, and close the store: members that still wait for this one find that it is gone."""
+        """Give no more signs of life, end the request that waits, and close the store: members that still wait for this one find
+        that it is gone."""
         self._left = True
         vars(self).pop("store", None)
+        self._line.close()
         if self._server is not None:
             self._server.shutdown()
+        self._server = self._client = None  # whoever frees a server ends its requests
 
     def _enter(self) -> None:
         """Begin to give signs of life. From now on the others wait for this member, so not before it asks."""
+        if self._left:
+            raise ConnectionError("this member left")
         from torchft.coordination import ManagerClient, ManagerServer
 
         self._server = ManagerServer(
@@ -144,3 +183,11 @@ class Lighthouse:
             quorum_retries=0,
         )
         self._client = ManagerClient(self._server.address(), connect_timeout=self.timeout)
+        self._line = MemberWatch([self._url.netloc])
+
+
+def _put_answer(answers: "SimpleQueue[Any]", request: Callable[[], Any]) -> None:
+    try:
+        answers.put(request())
+    except Exception as error:
+        answers.put(error)

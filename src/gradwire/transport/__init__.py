@@ -3,7 +3,7 @@
 from gradwire.transport.addresses import own_address
 from gradwire.transport.agreement import KERNELS, agree, broadcast_bytes, bytes_of, copy_from, gather_bytes
 from gradwire.transport.devices import device_name, kind_of, standing_in
-from gradwire.transport.exits import waits_for_store
+from gradwire.transport.exits import start_store_thread, waits_for_store
 from gradwire.transport.flight import FlightRecord
 from gradwire.transport.grid import Grid
 from gradwire.transport.heartbeats import LONGEST_S, SHORTEST_S
@@ -56,6 +56,7 @@ __all__ = [
     "own_address",
     "short_slices",
     "standing_in",
+    "start_store_thread",
     "streams_for",
     "transfer",
     "waits_for_store",

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from benchmarks import local, local_equal, local_step
+from benchmarks import race as races
 from benchmarks.campaigns import rivals
 from benchmarks.campaigns.requests import RepositoryRequest
 from benchmarks.paired import REFERENCE
+from benchmarks.race import Race, is_whole
 from gradwire.bench.names import check_method
 from gradwire.bench.results import Cell, StepEvent
 from gradwire.errors import FormatError
@@ -17,15 +19,16 @@ from gradwire.errors import FormatError
 OURS, OTHER = "local, 4 bits", "SparseLoCo"
 
 
-def turn(race: local.Race, name: str, steps: int, loss: float, first: int = 0) -> bool:
+def turn(race: Race, name: str, steps: int, loss: float, first: int = 0) -> bool:
     """Steps of 100 ms, and an evaluation."""
     for step in range(first, first + steps):
         assert not race.told(StepEvent(local.METHODS[name], step, 1e5, 3.0))
     return race.told(StepEvent(local.METHODS[name], first + steps - 1, 1e5, 3.0, held_out=loss))
 
 
-def race_of(*names: str) -> local.Race:
-    race = local.Race({name: local.METHODS[name] for name in names}, "10mbit", 2, 30, 60.0)
+def race_of(*names: str) -> Race:
+    about = {"link": "10mbit", "nodes": 2, "every": 30, "seconds": 60.0}
+    race = Race({name: local.METHODS[name] for name in names}, about, local.JOB, "10mbit", nodes=2, race_s=60.0)
     for name in names:
         race.told(StepEvent(local.METHODS[name], -1, 0.0, 0.0, held_out=4.0))
         turn(race, name, 10, 3.0)
@@ -57,7 +60,7 @@ def test_a_method_that_fails_is_named_and_the_others_stay(tmp_path: Path) -> Non
     assert race.failed == {OURS: "rank 1: ValueError: diverged"} == found["failed"]
     assert found["methods"][OTHER]["steps"] == 20 and found["methods"][OURS]["steps"] == 10
     path.write_text(json.dumps(found))
-    assert not local.is_whole(path)
+    assert not is_whole(path)
     table = "\n".join(local.table_of(found))
     assert f"{OURS} (failed" in table and f"| {OTHER} | 20 |" in table and "| 2.0 | 1.00 |" in table
 
@@ -74,7 +77,7 @@ def test_a_whole_run_is_not_measured_again(tmp_path: Path) -> None:
     race, path = race_of(local.AUTO), tmp_path / "10mbit-2-30.json"
     race.ended([ended(local.AUTO)])
     path.write_text(json.dumps(race.result()))
-    assert local.is_whole(path) and not local.is_whole(tmp_path / "none.json")
+    assert is_whole(path) and not is_whole(tmp_path / "none.json")
 
 
 def test_a_run_with_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
@@ -93,7 +96,7 @@ def test_a_run_with_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch
         ]
         return type("Done", (), {"cells": cells})
 
-    monkeypatch.setattr(local, "run_bench", run_bench)
+    monkeypatch.setattr(races, "run_bench", run_bench)
     monkeypatch.setattr(local, "emulation_problem", lambda: None)
     monkeypatch.setattr(local, "absent", lambda: "torchft is not here")
     page = tmp_path / "page.md"
