@@ -46,7 +46,8 @@ class EmulatedCluster:
 
     sites: the number of sites; neighbouring nodes share one. wan: the network between sites, as "50ms 2ms loss 0.1% up 20mbit
     down 100mbit": the round trip, the most jitter of one direction, lost segments, and each site's rates, or `rate` for both.
-    Its queues are those of routers: what they cannot hold is lost, and TCP slows down.
+    Its queues are those of routers: what they cannot hold is lost, and TCP slows down. Ranks know their sites by GRADWIRE_SITE,
+    unless the variable is set, also to nothing.
 
     >>> with EmulatedCluster(2, inter="500mbit") as cluster:  # doctest: +SKIP
     ...     code = cluster.run([sys.executable, "-u", "train.py"])
@@ -231,6 +232,9 @@ class EmulatedCluster:
                     namespaces.OWNER_VARIABLE: namespaces.this_owner(),
                     **({} if self._intra is None else {"GRADWIRE_SHARED_MEMORY": "off"}),
                 }
+                if self.sites > 1:
+                    site = network.site_of(rank // self.ranks_per_node, self.nodes, self.sites)
+                    variables["GRADWIRE_SITE"] = environment.get("GRADWIRE_SITE", f"site{site}")
                 commands.append(RankCommand(rank, entering + argv, environment | variables))
             return Supervisor(on_line, self.grace, self._end_leftovers).run(commands, timeout)
         finally:

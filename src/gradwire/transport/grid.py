@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from gradwire.errors import PlanError
 
+SITE = "GRADWIRE_SITE"
+"""The variable that names the site of a rank. The machines of a site then are one node."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -94,7 +97,12 @@ class Grid:
 
 
 def node_name() -> str:
-    """The name of this process's node: by torchrun's number, or else the host name."""
+    """The name of this process's machine: by torchrun's number, or else the host name."""
     number = os.environ.get("GROUP_RANK")
     # torchrun sets both variables; one alone may be left over from another launcher
     return f"torchrun {number}" if number is not None and "LOCAL_WORLD_SIZE" in os.environ else socket.gethostname()
+
+
+def site_name() -> str:
+    """The name of this process's site; '' if nobody named it."""
+    return os.environ.get(SITE, "").strip()

@@ -148,6 +148,10 @@ class _MeetingOfThreads:
     gbps: list[float | None]
     encrypts = False
 
+    @property
+    def machines(self) -> list[str]:
+        return self.nodes
+
     def connect(self, names: Sequence[str]) -> None:
         pass
 

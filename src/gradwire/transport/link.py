@@ -133,8 +133,13 @@ class GroupMeeting(Protocol):
     key: JobKey
 
     @property
+    def machines(self) -> list[str]:
+        """The name of each rank's machine."""
+        ...
+
+    @property
     def nodes(self) -> list[str]:
-        """The name of each rank's node."""
+        """The name of each rank's node: its site, where ranks name sites, or else its machine."""
         ...
 
     @property
@@ -284,7 +289,7 @@ class Group:
         return distributed_c10d.PrefixStore(f"gradwire/{name}", self.own_store or distributed_c10d._get_default_store())
 
     def node_name(self) -> str:
-        """The name of the node of this rank."""
+        """The name of the machine of this rank."""
         return node_name()
 
     def stages(self, device: torch.device) -> bool:

@@ -32,6 +32,7 @@ from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.kernels.cpu import available
 from gradwire.transport.adapters import adapter_gbps
 from gradwire.transport.addresses import own_address, why_too_few
+from gradwire.transport.grid import SITE, site_name
 from gradwire.transport.keys import PROOF_BYTES, JobKey
 from gradwire.transport.rounds import AT_ONCE, merge_peers, neighbours
 from gradwire.transport.store_waits import LOOK_S, Check, await_keys
@@ -50,9 +51,9 @@ _RTT_AT = 68
 """The place of the round trip in Linux's `tcp_info`, in bytes."""
 _HELLO = struct.Struct("<I16s16s")
 """The rank that calls, the name of the mesh, and a nonce. A proof follows."""
-_FRAME = 7
+_FRAME = 8
 """The version of what ranks connect and what a message looks like: 2 has checksums, 3 heartbeats, 4 rings, 5 proofs, 6
-encryption, 7 few connections."""
+encryption, 7 few connections, 8 sites."""
 _PATIENCE_S, _PATIENCE_A_RANK_S = 30.0, 0.2
 """For connections once all cards are there; less than half of the group's own timeout."""
 _HELLO_S, _HURRIED_HELLO_S = 5.0, 0.5
@@ -76,7 +77,7 @@ class Card(msgspec.Struct):
 
     version: str
     frame: int
-    node: str
+    machine: str
     meshes: list[str]
     """The connections that it wants at once."""
     host: str = ""
@@ -84,6 +85,8 @@ class Card(msgspec.Struct):
     nonce: str = ""
     gbps: float | None = None
     """The speed of its network adapters; None if it is not known."""
+    site: str = ""
+    """The name of its site; '' if it has none."""
     tls: str = OFF
     """How it encrypts connections."""
     no_wires: str = ""
@@ -102,7 +105,7 @@ class Rendezvous:
         rank: int,
         world_size: int,
         store: Any,
-        node: str,
+        machine: str,
         timeout: timedelta,
         meshes: Sequence[str] = (),
         tls: TlsOption = None,
@@ -136,8 +139,8 @@ class Rendezvous:
         self._listener: socket.socket | None = None
         self._store, self._check = store, check
         self._tls: Tls | None = None
-        card = Card(__version__, _FRAME, node, list(meshes), nonce=self._nonce.hex())
-        card.gbps, card.no_wires = adapter_gbps(), why_no_wires()
+        card = Card(__version__, _FRAME, machine, list(meshes), nonce=self._nonce.hex())
+        card.gbps, card.no_wires, card.site = adapter_gbps(), why_no_wires(), site_name()
         if world_size > 1:
             try:
                 self._listener = _listen(own_address(store))
@@ -155,9 +158,14 @@ class Rendezvous:
             raise
 
     @property
+    def machines(self) -> list[str]:
+        """The name of each rank's machine."""
+        return [card.machine for card in self._cards]
+
+    @property
     def nodes(self) -> list[str]:
-        """The name of each rank's node."""
-        return [card.node for card in self._cards]
+        """The name of each rank's node: its site, or else its machine."""
+        return [card.site or card.machine for card in self._cards]
 
     @property
     def gbps(self) -> list[float | None]:
@@ -302,23 +310,7 @@ class Rendezvous:
         if strangers := [rank for rank, words in enumerate(sealed) if words is None]:
             raise LinkError(strangers[0], ValueError(f"the store has a card of rank {strangers[0]} that no rank wrote"))
         cards = [msgspec.json.decode(words or "", type=Card) for words in sealed]
-        for rank, other in enumerate(cards):
-            if other.frame != cards[0].frame:
-                raise DisagreementError(
-                    f"ranks disagree on the version of gradwire: rank 0 has {cards[0].version} (messages of form "
-                    f"{cards[0].frame}), rank {rank} has {other.version} (form {other.frame}). Install the same version on "
-                    "every rank."
-                )
-        if unable := [rank for rank, other in enumerate(cards) if other.problem]:
-            more = f"; so do {len(unable) - 1} other ranks" if len(unable) > 1 else ""
-            raise CommunicationError(f"no rank begins, since rank {unable[0]} says: {cards[unable[0]].problem}{more}.").about(
-                unable
-            )
-        if unlike := [rank for rank, other in enumerate(cards) if other.tls != cards[0].tls]:
-            raise DisagreementError(
-                f"no rank begins, since ranks disagree on encryption: rank 0 has {cards[0].tls}, rank {unlike[0]} has "
-                f"{cards[unlike[0]].tls}. Give all ranks the same tls=, the same GRADWIRE_TLS and the same CA file."
-            ).about([0, *unlike])
+        _check(cards)
         return cards
 
     # ---- what is wrong with encryption
@@ -494,6 +486,31 @@ class Rendezvous:
         with self._changed:
             self._meshes[name][peer] = connection
             self._known.add((peer, name))
+
+
+def _check(cards: Sequence[Card]) -> None:
+    """Raise what all ranks raise where they cannot be a group."""
+    for rank, other in enumerate(cards):
+        if other.frame != cards[0].frame:
+            raise DisagreementError(
+                f"ranks disagree on the version of gradwire: rank 0 has {cards[0].version} (messages of form "
+                f"{cards[0].frame}), rank {rank} has {other.version} (form {other.frame}). Install the same version on "
+                "every rank."
+            )
+    if len(nowhere := [rank for rank, other in enumerate(cards) if not other.site]) not in (0, len(cards)):
+        known = next(rank for rank, other in enumerate(cards) if other.site)
+        raise DisagreementError(
+            f"rank {nowhere[0]} names no site, and rank {known} is at {cards[known].site!r}, so nobody knows who is near to "
+            f"whom. Set {SITE} on every rank, or on none."
+        ).about(nowhere)
+    if unable := [rank for rank, other in enumerate(cards) if other.problem]:
+        more = f"; so do {len(unable) - 1} other ranks" if len(unable) > 1 else ""
+        raise CommunicationError(f"no rank begins, since rank {unable[0]} says: {cards[unable[0]].problem}{more}.").about(unable)
+    if unlike := [rank for rank, other in enumerate(cards) if other.tls != cards[0].tls]:
+        raise DisagreementError(
+            f"no rank begins, since ranks disagree on encryption: rank 0 has {cards[0].tls}, rank {unlike[0]} has "
+            f"{cards[unlike[0]].tls}. Give all ranks the same tls=, the same GRADWIRE_TLS and the same CA file."
+        ).about([0, *unlike])
 
 
 def _in_time(missing: Set[Called]) -> LinkError:

@@ -1,4 +1,4 @@
-"""Lets wires between ranks of a node pass messages through memory, where the system allows it (else TCP carries them)."""
+"""Lets wires between ranks of a machine pass messages through memory, where the system allows it (else TCP carries them)."""
 
 import errno
 import hmac
@@ -21,7 +21,7 @@ from gradwire.transport.wire import Wire
 log = logging.getLogger(__name__)
 
 SWITCH = "GRADWIRE_SHARED_MEMORY"
-"""Ranks of a node use TCP where this variable is `off` for one of them."""
+"""Ranks of a machine use TCP where this variable is `off` for one of them."""
 _HELLO = struct.Struct("<16sI")
 """A token of the listener, and the rank."""
 _CREDENTIALS = struct.Struct("3i")
@@ -29,9 +29,9 @@ _CREDENTIALS = struct.Struct("3i")
 _PATIENCE_S = 10.0
 
 
-def share_memory_of_nodes(control: Link, grid: Grid, wires: Sequence[Wire]) -> None:
-    """Let the wires of all lanes pass messages through memory, on the nodes where every rank can. Collective, on the control
-    lane."""
+def share_memory_of_machines(control: Link, grid: Grid, wires: Sequence[Wire]) -> None:
+    """Let the wires of all lanes pass messages through memory, on the machines where every rank can. Collective, on the control
+    lane. grid: of machines."""
     if not wires or grid.nodes == grid.world_size:
         return
     until = time.monotonic() + min(_PATIENCE_S, 0.2 * control.timeout.total_seconds())
@@ -62,7 +62,7 @@ def _problem(step: Callable[[], None]) -> str:
 
 
 class MemoryOffer:
-    """The memory that a rank makes for the lower ranks of its node, and gets from the higher ones. The steps raise OSError."""
+    """The memory that a rank makes for the lower ranks of its machine, and gets from the higher ones. The steps raise OSError."""
 
     def __init__(self, grid: Grid, lanes: int, until: float) -> None:
         self.address, self.token = b"\0gradwire-" + secrets.token_hex(8).encode(), secrets.token_bytes(16)
@@ -185,7 +185,7 @@ def _user_of(connection: socket.socket) -> int:
 
 
 def _tell(grid: Grid, problems: Sequence[str]) -> None:
-    """The first rank of a node says why its ranks use TCP."""
+    """The first rank of a machine says why its ranks use TCP."""
     mates = grid.group("intra")
     found = [f"rank {rank}: {problems[rank]}" for rank in mates if problems[rank]]
     if found and grid.rank == mates[0]:

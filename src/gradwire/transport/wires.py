@@ -3,8 +3,9 @@
 import logging
 from functools import partial
 
+from gradwire.transport.grid import Grid
 from gradwire.transport.link import Group, Link
-from gradwire.transport.sharing import share_memory_of_nodes
+from gradwire.transport.sharing import share_memory_of_machines
 from gradwire.transport.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ def meshes_of(lanes: int) -> list[str]:
 
 
 def make_wires(control: Link, group: Group, lanes: int) -> list[Wire]:
-    """One wire for each lane; none where a rank cannot, which rank 0 says. Ranks of a node share memory. Collective, on the
+    """One wire for each lane; none where a rank cannot, which rank 0 says. Ranks of a machine share memory. Collective, on the
     control lane."""
     if lanes and (problem := group.met.why_no_wires()):
         if group.rank == 0:
@@ -28,5 +29,5 @@ def make_wires(control: Link, group: Group, lanes: int) -> list[Wire]:
     meeting, made = group.met, list[Wire]()
     for name in meshes_of(lanes):
         made.append(Wire(group.world_size, meeting.mesh(name), timeout_s, partial(meeting.reach, name)))
-    share_memory_of_nodes(control, group.grid, made)
+    share_memory_of_machines(control, Grid.of(meeting.machines, group.rank), made)
     return made
