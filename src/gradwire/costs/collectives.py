@@ -210,8 +210,13 @@ def sum_traffic(word: str, nodes: int, ranks_per_node: int) -> tuple[Traffic, Tr
     flows = Flows(ranks_per_node * between, ranks_per_node)
     intra, inter = Load(messages[0], inside), Load(messages[1], flows.factor)
     small = Traffic(intra, inter, inside + between, ranks_per_node * inside, flows, flows, nodes > 1 < ranks_per_node, rounds)
-    around = {"alltoall": "reducescatter"}.get(word, word)
-    return small, flat_traffic(around, nodes, ranks_per_node, "ring") if nodes > 1 and nodes * ranks_per_node > 2 else None
+    world = nodes * ranks_per_node
+    if nodes == 1 or world == 2:
+        return small, None
+    large = flat_traffic({"alltoall": "reducescatter"}.get(word, word), nodes, ranks_per_node, "ring")
+    hops = large.inter.messages
+    abroad = -(-hops * nodes // world)  # neighbours of the ring are ranks of one node, except for the last rank of each
+    return small, large._replace(rounds=(hops - abroad, abroad))
 
 
 def _in_pairs(word: str, routing: str) -> bool:

@@ -135,7 +135,8 @@ def fit_link(
     if message_us is not None:
         load = load._replace(messages=rounds)
     if large is not None:
-        loads = [large.inter if large_one else load for large_one in around]
+        ring = large.inter if message_us is None else large.inter._replace(messages=_rounds(large, nodes > 1))
+        loads = [ring if large_one else load for large_one in around]
         points = [(n * of.factor / of.messages, us / of.messages) for (n, us), of in zip(points, loads, strict=True)]
         load = Load(1, 1.0)
     fit = fit_line(points)

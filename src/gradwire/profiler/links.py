@@ -42,6 +42,9 @@ PATIENCE = 4
 `DDP_ENOUGH_BYTES` in DistributedDataParallel's all-reduce: only large ones show the rate. Those of DDP are buckets of 25 MB."""
 BATCHES = 3
 """Measurements of each size, each of several messages if they are short."""
+_FAR_MESSAGES, _FAR_STEPS = 24, 3
+"""For a link whose latency alone would take the whole time for all sizes: the time of so many such messages more, and the most sizes
+from one that is measured to the next."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
 _MOST_MESSAGES = 50
 _COPIED_BYTES = 4 * 2**20
@@ -335,6 +338,10 @@ def _sweep(
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[tuple[float, float]]]:
     """Measure messages of ascending size until the next size would take too long.
 
+    On a far link few sizes are measured, since each takes its latency. The smallest and the largest one count: TCP sends what is
+    between them in several round trips until it knows the rate. Messages come in pairs there: a rank that begins late waits less
+    for one of a pair, and more for the other.
+
     Returns three lists. Two are of (bytes held, microseconds of a message), of elapsed time and of processor time. The third is
     of (bytes held, the part of its time that a rank waited for a processor).
     """
@@ -343,17 +350,32 @@ def _sweep(
     waits: list[tuple[float, float]] = []
     sizes, enough = (SIZES, ENOUGH_BYTES) if device.type == "cpu" else (DEVICE_SIZES, DEVICE_ENOUGH_BYTES)
     enough = enough_bytes or enough
-    spent_us, expected_us = 0.0, min(_run(link, traffic, sizes[0], 1, device).us)
-    for nbytes in sizes:
-        messages = min(_MOST_MESSAGES, max(1, round(1e6 * seconds * _BATCH_PART / expected_us)))
+    first_us = min(_run(link, traffic, sizes[0], 1, device).us)
+    is_far = (1 + BATCHES) * len(sizes) * first_us > 1e6 * seconds
+    latency_us, fewest = (first_us, 2) if is_far else (0.0, 1)
+    spent_us, expected_us, at = latency_us, first_us, 0
+    while at < len(sizes):
+        nbytes = sizes[at]
+        messages = min(_MOST_MESSAGES, max(fewest, round(1e6 * seconds * _BATCH_PART / expected_us)))
         measured = _run(link, traffic, nbytes, messages, device)
         points += [(float(held * nbytes), us) for us in measured.calm_us]
         cpu_points += [(float(held * nbytes), us) for us in measured.cpu_us]
         waits.append((float(held * nbytes), min(measured.waits)))
+        if is_far and not at:
+            latency_us = min(measured.us)
         spent_us += (1 + BATCHES * messages) * statistics.median(measured.us)
-        expected_us = 4 * min(measured.us)
-        if spent_us + (1 + BATCHES) * expected_us > 1e6 * seconds * (1 if nbytes >= enough else PATIENCE):
+        left_us = 1e6 * seconds * (1 if nbytes >= enough else PATIENCE) + _FAR_MESSAGES * latency_us - spent_us
+        most = max(1, min(_FAR_STEPS, sizes.index(enough) - at)) if is_far else 1
+        for steps in range(most, 0, -1):
+            expected_us = latency_us + 4**steps * max(0.0, min(measured.us) - latency_us)
+            if (1 + BATCHES * fewest) * expected_us <= left_us:
+                break
+        else:
             break
+        at += steps
+    if is_far:
+        ends = {float(held * sizes[0]), float(held * nbytes)}
+        points, cpu_points, waits = ([each for each in of if each[0] in ends] for of in (points, cpu_points, waits))
     return points, cpu_points, waits
 
 

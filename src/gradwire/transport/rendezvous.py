@@ -47,6 +47,8 @@ CONTROL, HEARTBEATS = "control", "heartbeats"
 """The meshes of the control lane and for heartbeats. Heartbeats carry nothing secret, so they are never encrypted."""
 _SHORT_US = 5_000
 """Microseconds of a round trip below which a connection is short: within a site."""
+_ON_ITS_WAY = 2**23
+"""Bytes that may be on their way to one end of a long connection, where the system allows it: 1 Gb/s for 67 ms."""
 _RTT_AT = 68
 """The place of the round trip in Linux's `tcp_info`, in bytes."""
 _HELLO = struct.Struct("<I16s16s")
@@ -459,7 +461,7 @@ class Rendezvous:
     def _take(self, name: str, peer: int, connection: socket.socket, calls: bool) -> Generator[int, None, None]:
         """Take a connection to a rank into its mesh, and encrypt it if ranks want that. `calls`: whether this rank called."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        send_by_windows(connection)
+        tune(connection)
         if self._tls is None or name == HEARTBEATS:
             connection.setblocking(True)
             self._keep(name, peer, connection)
@@ -685,18 +687,24 @@ def _of(peer: int, cause: Exception) -> LinkError:
     return error
 
 
-def send_by_windows(connection: socket.socket) -> None:
-    """On a short connection, let windows bound what is on its way, and not BBR's estimate of the rate.
+def tune(connection: socket.socket) -> None:
+    """Set up a connection for exchanges, by the time of its round trip.
 
-    In an exchange a rank sends to several ranks at once, and each connection has a part of the link for some milliseconds. BBR
-    takes this part for the rate of the network, and paces what follows: four nodes then use 0.85 of a link, and 0.97 by windows.
-    Where BBR is the system's choice it stays on long connections, on which it bears losses.
+    A short one, to a rank of the same site: windows bound what is on its way, and not BBR's estimate of the rate. In an exchange
+    a rank sends to several ranks at once, and each connection has a part of the link for some milliseconds. BBR takes this part
+    for the rate of the network, and paces what follows: four nodes then use 0.85 of a link, and 0.97 by windows. BBR, where it is
+    the system's choice, stays on long connections, on which it bears losses.
+
+    A long one: much may be on its way to this end. Linux widens the window by itself only for a reader that takes every packet
+    as it comes, and lanes read a good part of a message at once. It makes room for what a reader says that it waits for, and
+    keeps that room.
     """
     with suppress(OSError, AttributeError):  # not on every system
-        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") != b"bbr":
-            return
         (rtt_us,) = struct.unpack_from("<I", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), _RTT_AT)
-        if rtt_us < _SHORT_US:
+        if rtt_us >= _SHORT_US:
+            for waits_for in (_ON_ITS_WAY, 1):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
+        elif connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"bbr":
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 

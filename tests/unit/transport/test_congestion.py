@@ -29,18 +29,28 @@ def _choose(connection: socket.socket, control: bytes) -> None:
 
 def test_a_short_connection_is_not_paced_by_bbr(connection: socket.socket) -> None:
     _choose(connection, b"bbr")
-    rendezvous.send_by_windows(connection)
+    rendezvous.tune(connection)
     assert _control(connection) == b"reno"
 
 
 def test_a_long_connection_keeps_bbr(connection: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     _choose(connection, b"bbr")
     monkeypatch.setattr(rendezvous, "_SHORT_US", 0)
-    rendezvous.send_by_windows(connection)
+    rendezvous.tune(connection)
     assert _control(connection) == b"bbr"
+
+
+def test_much_may_be_on_its_way_on_a_long_connection_alone(connection: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    rendezvous.tune(connection)
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == room
+    monkeypatch.setattr(rendezvous, "_SHORT_US", 0)
+    rendezvous.tune(connection)
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= 8 * room
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
 
 
 def test_another_control_stays(connection: socket.socket) -> None:
     _choose(connection, b"reno")
-    rendezvous.send_by_windows(connection)
+    rendezvous.tune(connection)
     assert _control(connection) == b"reno"
