@@ -24,6 +24,8 @@ _DDP_BUCKET = 25 * 2**20
 _PLAIN = (Uniform(Identity(), scheme=FLAT), Uniform(Identity(), scheme=FLAT, bucket_bytes=_DDP_BUCKET, edge_bytes=_DDP_BUCKET))
 """The candidates for plain all-reduce. The one with the better prediction is used."""
 _FEWEST_EVALUATIONS = 20
+_FAR_US, _FAR_BUCKETS = 2_000.0, (3, 1)
+"""The latency of a link from which a bucket waits long for messages that carry little, and how many buckets to look at then."""
 
 
 class Offer(NamedTuple):
@@ -56,12 +58,13 @@ def offers(
     specs: the allowed specs, the most accurate first. schedules: the allowed schedules besides `backward`, in the same
     order; the best plan of each kind is offered if it is worth a trial. Candidates are the plan of the planner's
     search, which takes about `seconds`, and one policy for each spec; if ranks share nodes, one hierarchical and one
-    flat. A plan that was seen comes last if it is none of these.
+    flat; over a far link also with few buckets. A plan that was seen comes last if it is none of these.
     """
     found = _Plans(profile, cluster, costs, specs, schedules)
     began = time.perf_counter()
     for spec in specs:
-        found.policy(policy_of(spec, found.infos))
+        for policy in found.of_sizes(policy_of(spec, found.infos)):
+            found.policy(policy)
     if found.shared:
         found.policy(Uniform(Identity()))
     uncompressed = [found.policy(policy) for policy in _PLAIN]
@@ -156,6 +159,15 @@ class _Plans:
         self.add(*plans)
         return plans[0]
 
+    def of_sizes(self, policy: Policy) -> list[Policy]:
+        """Return the policy; over a far link also with few buckets, each of which is sent as a whole."""
+        link = self.job.cluster.inter if self.job.cluster.nodes > 1 else self.job.cluster.intra
+        if link.free_us < _FAR_US:
+            return [policy]
+        total = sum(info.numel for info in self.infos) * 4
+        sizes = [-(-total // count) for count in _FAR_BUCKETS]
+        return [policy, *(msgspec.structs.replace(policy, bucket_bytes=n, edge_bytes=n, chunk_bytes=total) for n in sizes)]
+
     def _plan(self, policy: Policy) -> Plan:
         return policy.plan(self.infos, self.ranks, self.per_node)
 
@@ -173,7 +185,8 @@ class _Plans:
     def add_scheduled(self, planned: Sequence[Plan]) -> None:
         """Add each spec's policy in all schedules that can be priced, and the `planned` plans in those that cost no accuracy."""
         for schedule in self._schedules:
-            policies = [policy_of(spec, self.infos) for spec in specs_under(schedule, self._specs)]
+            own = [policy_of(spec, self.infos) for spec in specs_under(schedule, self._specs)]
+            policies = [policy for each in own for policy in self.of_sizes(each)]
             if not schedule.costs_accuracy:
                 policies.append(Uniform(Identity()))
             scheduled = [msgspec.structs.replace(policy, schedule=schedule) for policy in policies]

@@ -14,7 +14,7 @@ from gradwire.collectives.codec_state import Memory
 from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, Work, in_c, joined, payload_buffers
 from gradwire.collectives.piece import Piece
 from gradwire.core import columns_of
-from gradwire.kernels import Compressor
+from gradwire.kernels import Compressor, Segments
 from gradwire.transport import Group
 
 
@@ -35,6 +35,7 @@ class VirtualGrid(Transfers):
         """The edges of the parts, and of the shards of each part."""
         self.aliases = [piece.flat]
         self.memory: list[Memory] = []
+        self._known: dict[tuple[int, int], Segments] = {}
         self._nothing = torch.empty(0, dtype=torch.uint8, device=piece.flat.device)
         start, end = self.parts[self.column], self.parts[self.column + 1]
         self._of_row, self._first = self._sum(start, end), start
@@ -57,18 +58,23 @@ class VirtualGrid(Transfers):
     def _rank(self, row: int, column: int) -> int:
         return row * self.columns + column
 
+    def _segments(self, start: int, end: int) -> Segments:
+        if (run := (start, end)) not in self._known:
+            self._known[run] = self.piece.runs.between(start, end)
+        return self._known[run]
+
     def _bytes(self, encode: int, start: int, end: int) -> int:
         dtype = self.piece.reduce_dtype if encode else self.piece.flat.dtype
-        return self.codecs[encode].payload_bytes(self.piece.runs.between(start, end), dtype)
+        return self.codecs[encode].payload_bytes(self._segments(start, end), dtype)
 
     def _encoding(self, encode: int, source: torch.Tensor, start: int, end: int, payload: torch.Tensor) -> Work:
-        codec, segments = self.codecs[encode], self.piece.runs.between(start, end)
+        codec, segments = self.codecs[encode], self._segments(start, end)
         memory = self.piece.memory(codec, encode, start, end, segments)
         self.memory.append(memory)
         return Encoding(codec, source, memory, segments, self.piece.contexts[encode], payload)
 
     def _decode(self, encode: int, payload: torch.Tensor, start: int, end: int, add: bool, into: torch.Tensor) -> Work:
-        codec, segments = self.codecs[encode], self.piece.runs.between(start, end)
+        codec, segments = self.codecs[encode], self._segments(start, end)
         dtype = self.piece.reduce_dtype if encode else self.piece.flat.dtype
         return Decode(codec, payload, segments, dtype, add, into, self.piece.contexts[encode])
 

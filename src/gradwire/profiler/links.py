@@ -43,8 +43,8 @@ PATIENCE = 4
 BATCHES = 3
 """Measurements of each size, each of several messages if they are short."""
 _FAR_MESSAGES, _FAR_STEPS = 24, 3
-"""For a link whose latency alone would take the whole time for all sizes: the time of so many such messages more, and the most sizes
-from one that is measured to the next."""
+"""For a link whose latency alone would take the whole time for all sizes: the time of so many such messages more, and the most
+sizes from one that is measured to the next."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
 _MOST_MESSAGES = 50
 _COPIED_BYTES = 4 * 2**20

@@ -58,18 +58,25 @@ def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piec
     pending: list[torch.Tensor] = []
     for at, tensor in enumerate(tensors):
         pending.append(tensor)
-        if at + 1 == len(tensors) or sum(t.numel() * t.element_size() for t in pending) >= piece_bytes:
+        if at + 1 == len(tensors) or sum(map(_nbytes, pending)) >= piece_bytes:
             _broadcast_together(link, pending, root)
             pending = []
 
 
 def _broadcast_together(link: Link, tensors: list[torch.Tensor], root: int) -> None:
     with torch.no_grad():
-        flat = torch.cat([bytes_of(tensor) for tensor in tensors])
+        if link.rank == root:
+            flat = torch.cat([bytes_of(tensor) for tensor in tensors])
+        else:
+            flat = torch.empty(sum(map(_nbytes, tensors)), dtype=torch.uint8, device=tensors[0].device)
         with transfer():
             link.broadcast(flat, root).wait()
         if link.rank != root:
             copy_from(flat, tensors)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +88,7 @@ def copy_from(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Give the tensors the values that lie one after another in `flat` (uint8)."""
     at = 0
     for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
+        size = _nbytes(tensor)
         # cloned, since a part may begin where the dtype's alignment does not allow a view
         # and through .data, since autograd would take a change between two forwards for a mistake of the script
         tensor.data.copy_(flat[at : at + size].clone().view(tensor.dtype).view(tensor.shape))

@@ -40,6 +40,10 @@ def share_memory_of_machines(control: Link, grid: Grid, wires: Sequence[Wire]) -
         card = {"problem": _problem(offer.make), "address": offer.address.hex(), "token": offer.token.hex()}
         cards = [json.loads(raw) for raw in gather_bytes(control, json.dumps(card).encode())]
         problems = [card["problem"] for card in cards]
+        together = [members for members in grid.members if len(members) > 1]
+        if all(any(problems[rank] for rank in members) for members in together):
+            _tell(grid, problems)
+            return
         # a listener's queue holds what nobody has accepted yet: so all know who failed before anybody waits
         for step in (lambda: offer.give(cards), offer.get):
             mine = {rank: problems[rank] for rank in grid.group("intra") if problems[rank]}

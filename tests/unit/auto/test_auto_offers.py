@@ -58,6 +58,25 @@ def test_offers_are_few_different_and_of_the_class(accuracy: str, gbps: float) -
     assert not compressed if accuracy == "exact" else (compressed or gbps > 1)
 
 
+@pytest.mark.parametrize("spec", [QSGD(bits=4), WEIGHTED], ids=repr)
+def test_over_a_far_link_a_spec_is_offered_in_few_buckets(spec: Spec) -> None:
+    """Each bucket waits for the latency twice. No search is made in no time, so policies alone are offered."""
+    tensors = [
+        TensorProfile(name=f"w{index}", shape=(500, 500), dtype="float32", backward_us=8000.0, forward_us=4000.0)
+        for index in range(24)
+    ]
+    job = Profile(model="made up", batch=1, device="cpu", optimizer_us=10_000.0, tensors=tensors)
+    best: dict[float, Any] = {}
+    for alpha_us in (100.0, 50_000.0):
+        link = Link(alpha_us, 0.1, message_us=100.0)
+        two = Cluster(nodes=2, ranks_per_node=1, intra=link, inter=link)
+        made = offers(job, two, costs((spec,)), (spec,), seconds=0.0)
+        best[alpha_us] = next(offer for offer in made if not offer.candidate.plain)
+    near, far = (best[alpha_us] for alpha_us in best)
+    assert len(far.plan.buckets) <= 3 < len(near.plan.buckets)
+    assert not any(bucket.chunk_bytes for bucket in far.plan.buckets), "none is cut"
+
+
 @pytest.mark.parametrize(("gbps", "lossy"), [(0.0001, True), (1.0, False)])
 def test_what_needs_more_steps_is_offered_only_where_links_are_so_slow_that_it_pays(gbps: float, lossy: bool) -> None:
     specs = specs_of("aggressive", TENSORS, 2)
