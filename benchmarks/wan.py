@@ -45,8 +45,6 @@ OURS = {
     "islands, 4 bits": f"{ISLANDS_PREFIX}{EVERY}",
 }
 METHODS = RIVALS | OURS
-GOAL = 1.5
-"""Times sooner at the last loss of the best other method."""
 HEAD = ("", "steps", "ms a step", "held-out loss", "times sooner at the loss of the best other method")
 PAGE = """# Between two sites: methods beside each other
 
@@ -77,7 +75,6 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--rates", nargs="+", type=int, default=[100, 20], help="of a site, in Mb/s")
     parser.add_argument("--losses", nargs="+", type=float, default=[0.0, 0.1], help="of packets, in percent")
     parser.add_argument("--seconds", type=float, default=45.0, help="of training, for each method")
-    parser.add_argument("--only", nargs="+", default=[""], help="words: methods with one of them in their names")
     parser.add_argument("--again", action="store_true", help="measure cells that have results, too")
     options = parser.parse_args(arguments)
     if (problem := emulation_problem()) is not None:
@@ -85,11 +82,12 @@ def run(arguments: list[str]) -> int:
         return 1
     if absent():
         print(f"torchft's DiLoCo is left out: {absent()}", file=sys.stderr)
-    methods = {name: method for name, method in METHODS.items() if any(word in name for word in options.only)}
-    methods = {name: method for name, method in methods.items() if not (method.startswith(RIVAL_PREFIX) and absent())}
+    left_out = {name: absent() for name, method in METHODS.items() if method.startswith(RIVAL_PREFIX) and absent()}
+    methods = {name: method for name, method in METHODS.items() if name not in left_out}
     failed: list[str] = []
     for job, loss, rate, delay in product(options.jobs, options.losses, options.rates, options.delays):
         about = {"job": job, "delay_ms": delay, "mbps": rate, "loss_percent": loss, "seconds": options.seconds}
+        about |= {"left_out": left_out} if left_out else {}
         path = FOLDER / f"{job}-{delay}ms-{rate}mbit-{loss:g}.json"
         if not options.again and is_whole(path):
             continue
@@ -102,7 +100,8 @@ def run(arguments: list[str]) -> int:
     summary, tables = summary_of(results), [line for result in results for line in table_of(result)]
     print("\n".join([*summary, *tables]))
     drawn = [each for each in results if each["job"] == results[0]["job"] and not each["loss_percent"]]
-    draw(DOCS / "pictures" / "wan.png", drawn)
+    if drawn:
+        draw(DOCS / "pictures" / "wan.png", drawn)
     write_whole(DOCS / "sites_measured.md", PAGE.format(every=EVERY, summary="\n".join(summary), tables="\n".join(tables)))
     print("\n".join(failed), file=sys.stderr)
     return 1 if failed else 0
@@ -120,7 +119,7 @@ def sooner(result: Mapping[str, Any], name: str) -> float | None:
         return None
     seconds, goal = result["methods"][best]["held_out"][-1]
     found = reached(result["methods"][name]["held_out"], goal)
-    return None if found is None else seconds / found
+    return seconds / found if found else None
 
 
 def where(result: Mapping[str, Any]) -> str:

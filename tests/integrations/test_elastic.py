@@ -28,6 +28,7 @@ from gradwire.engine import REGISTRY, Keeps
 from gradwire.exchange import Exchange
 from gradwire.integrations import handover, quorum, torchft
 from gradwire.integrations.gradient_means import GradientMeans
+from gradwire.integrations.member_watch import LighthouseLine
 from gradwire.integrations.quorum import load_torchft
 
 EXAMPLE = Path(gw.__file__).parents[2] / "examples" / "elastic_train.py"
@@ -230,6 +231,28 @@ def test_one_request_waits_as_long_as_a_member_may_be_slower() -> None:
     member.leave()
 
 
+def test_a_request_is_made_again_for_another_lighthouse_alone() -> None:
+    """One that ended before is no reason: the request already goes to the other one."""
+    coordination = pytest.importorskip("torchft.coordination")
+    first = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=60_000)
+    address = f"127.0.0.1:{urlsplit(first.address()).port}"
+    line = LighthouseLine(address)
+    assert [line.finds_another() for _ in range(3)] == [True, False, False]
+    first.shutdown()
+    del first  # which closes its connections
+    until = time.monotonic() + 30.0
+    while line._watch is not None and time.monotonic() < until:
+        assert not line.finds_another()
+        time.sleep(0.05)
+    assert line._watch is None
+    second = coordination.LighthouseServer(bind=address, min_replicas=2, join_timeout_ms=60_000)
+    try:
+        assert [line.finds_another() for _ in range(3)] == [True, False, False]
+    finally:
+        line.close()
+        second.shutdown()
+
+
 def test_who_leaves_ends_its_request() -> None:
     coordination = pytest.importorskip("torchft.coordination")
     lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=60_000)
@@ -237,12 +260,15 @@ def test_who_leaves_ends_its_request() -> None:
     with ThreadPoolExecutor(1) as pool:
         try:
             asked = pool.submit(member.ask, 0, 0)
-            while not any(each.name == "gradwire-quorum" for each in threading.enumerate()):
+            until, waits = time.monotonic() + 30.0, list[threading.Thread]()
+            while not waits and time.monotonic() < until:
                 time.sleep(0.01)
+                waits = [each for each in threading.enumerate() if each.name == "gradwire-quorum"]
             member.leave()
             with pytest.raises(gw.CommunicationError):
                 asked.result(5.0)
-            assert not any(each.name == "gradwire-quorum" for each in threading.enumerate())
+            waits[0].join(5.0)
+            assert not waits[0].is_alive()
         finally:
             lighthouse.shutdown()
 

@@ -231,7 +231,7 @@ def test_a_rank_that_does_not_end_is_shown_where_it_is(monkeypatch: pytest.Monke
 
 
 def test_each_rank_has_a_node() -> None:
-    assert run_ranks(3, lambda group: group.gather(group.node_name()), nodes="aba") == [["a", "b", "a"]] * 3
+    assert run_ranks(3, lambda group: group.gather(group.machine_name()), nodes="aba") == [["a", "b", "a"]] * 3
     with pytest.raises(ValueError, match="nodes names the nodes of 2 ranks, and there are 3"):
         run_ranks(3, lambda group: None, nodes="ab")
 

@@ -32,7 +32,7 @@ class LonelyGroup(Group):
     def of_store(store: Any, rank: int, size: int, timeout: timedelta) -> "LonelyGroup":
         return LonelyGroup(None, rank, tuple(range(size)), timeout, Grid.even(1, size, rank), own_store=store)
 
-    def node_name(self) -> str:
+    def machine_name(self) -> str:
         return f"node {self.rank}"
 
 

@@ -210,7 +210,7 @@ def test_a_node_without_memory_uses_tcp_and_says_why(worlds: Worlds, how: str, r
     assert [len(heard) for *_, heard, _ in ends] == [0, 0, 1, 0]
     assert [left for *_, left in ends] == [0, 0, 0, 0]
     (words,) = ends[2][2]
-    told = f"WARNING: ranks 2, 3 share a node and no memory, so their messages go by TCP: rank {refuser}: "
+    told = f"WARNING: ranks 2, 3 share a machine and no memory, so their messages go by TCP: rank {refuser}: "
     assert words.startswith(told) and words.endswith(f". TCP takes longer. {SWITCH}=off keeps this quiet."), words
     if how == "another network":
         assert "Connection refused by the Unix socket of rank 2. Ranks share memory inside one network namespace" in words

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from test_shared_memory import environment, shared_with
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
+from gradwire.transport import rendezvous
 from gradwire.transport.grid import SITE
 
 
@@ -62,11 +64,19 @@ def test_gradients_are_added_at_a_site_before_they_leave_it(worlds: Worlds) -> N
     assert across[0] < 0.36 * across[1], "of flat bytes two thirds go to another site, and half of these stay"
 
 
-def test_ranks_of_a_machine_share_memory_at_their_site(worlds: Worlds) -> None:
-    ends = worlds.run(4, train, "aaaa", "0011", gw.QSGD(bits=4))
-    assert [members for _, members, *_ in ends] == [((0, 1, 2, 3),)] * 4
+@pytest.mark.parametrize(("sites", "nodes"), [("aaab", ((0, 1, 2), (3,))), ("aaaa", ((0, 1), (2, 3)))])
+def test_ranks_of_a_machine_share_memory_at_their_site(worlds: Worlds, sites: str, nodes: tuple[tuple[int, ...], ...]) -> None:
+    """One site for all says nothing: then the machines are nodes."""
+    ends = worlds.run(4, train, sites, "0011", gw.QSGD(bits=4))
+    assert [members for _, members, *_ in ends] == [nodes] * 4
     assert [shared for _, _, shared, *_ in ends] == [[1], [0], [3], [2]]
     assert len({weights for weights, *_ in ends}) == 1
+
+
+def test_the_card_of_an_older_version_is_read_so_that_versions_are_compared() -> None:
+    card = msgspec.json.decode(b'{"version":"0.2.0","frame":7,"node":"host","meshes":[]}', type=rendezvous.Card)
+    with pytest.raises(gw.DisagreementError, match="version of gradwire"):
+        rendezvous._check([rendezvous.Card("0.3.0", 8, "host", []), card])
 
 
 def refused(sites: str) -> tuple[str, tuple[int, ...]]:

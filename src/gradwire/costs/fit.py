@@ -130,12 +130,17 @@ def fit_link(
     if message_us is not None:
         message_us = min(message_us, min(us for _, us in points) / load.messages)
     around = [large is not None and goes_around(nbytes, nodes, ranks) for nbytes, _ in points]
+    ring, hops = (None, 0.0) if large is None else (large.inter, _rounds(large, nodes > 1))
     further_us = (load.messages - rounds) * (message_us or 0.0)
-    points = [(nbytes, us if large_one else us - further_us) for (nbytes, us), large_one in zip(points, around, strict=True)]
+    further_hops_us = (ring.messages - hops) * (message_us or 0.0) if ring is not None else 0.0
+    points = [
+        (nbytes, us - (further_hops_us if large_one else further_us))
+        for (nbytes, us), large_one in zip(points, around, strict=True)
+    ]
     if message_us is not None:
         load = load._replace(messages=rounds)
-    if large is not None:
-        ring = large.inter if message_us is None else large.inter._replace(messages=_rounds(large, nodes > 1))
+        ring = ring and ring._replace(messages=hops)
+    if ring is not None:
         loads = [ring if large_one else load for large_one in around]
         points = [(n * of.factor / of.messages, us / of.messages) for (n, us), of in zip(points, loads, strict=True)]
         load = Load(1, 1.0)

@@ -1,4 +1,4 @@
-"""Finds members that end while all members meet.
+"""Finds members that end while all members meet, and a lighthouse that ends while a member asks it.
 
 Members that meet wait for each other in a store, where a member that was killed would be missed only after the timeout. Each
 member therefore connects with the store that every other member serves. Nothing is sent. When a process ends its kernel closes
@@ -12,7 +12,9 @@ from urllib.parse import urlsplit
 
 from gradwire.transport import LinkError
 
-__all__ = ["MemberWatch", "host_and_port"]
+__all__ = ["LighthouseLine", "MemberWatch", "host_and_port"]
+
+_CONNECT_S = 1.0
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -55,3 +57,32 @@ class MemberWatch:
         connections, self._connections = self._connections, {}
         for each in connections.values():
             each.close()
+
+
+class LighthouseLine:
+    """A connection with the lighthouse, which ends when the lighthouse does. Nothing is sent."""
+
+    def __init__(self, address: str) -> None:
+        """address: HOST:PORT."""
+        self._address = address
+        self._watch: MemberWatch | None = None
+        """None: it ended, or there was none yet."""
+
+    def finds_another(self) -> bool:
+        """Whether a lighthouse is there that was not there at the last call: it knows no earlier request."""
+        if self._watch is not None:
+            try:
+                self._watch.check()
+                return False
+            except LinkError:
+                self.close()
+        with suppress(OSError):
+            socket.create_connection(host_and_port(self._address), _CONNECT_S).close()
+            self._watch = MemberWatch([self._address])
+        return self._watch is not None
+
+    def close(self) -> None:
+        """Watch no more."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from gradwire.errors import CommunicationError, PlanError
 from gradwire.integrations.handover import reach
-from gradwire.integrations.member_watch import MemberWatch
-from gradwire.transport import Group, LinkError, own_address, start_store_thread
+from gradwire.integrations.member_watch import LighthouseLine, MemberWatch
+from gradwire.transport import Group, own_address, start_store_thread
 
 __all__ = ["Lighthouse", "NoQuorumError", "load_torchft"]
 
@@ -26,8 +26,8 @@ _SETTLE_S = 1.0
 to catch up."""
 _HEARTBEAT = timedelta(milliseconds=100)
 _ASK_S = 60.0
-"""For one request; then the next. It is long, since the answer to a request that ends may be on its way: then the others count on
-this member, which does not know it."""
+"""For one request; then the next. If a request ends while its answer is on the way, the others count on a member that does not
+know it. So this is long."""
 _LOOK_S = 1.0
 """Between two looks whether the lighthouse ended: it never answers the requests that it had."""
 
@@ -66,8 +66,7 @@ class Lighthouse:
         self._server: Any = None
         self._watch = MemberWatch(())
         """Finds other members that end before all have met."""
-        self._line = MemberWatch(())
-        """A connection with the lighthouse, which ends when the lighthouse does."""
+        self._line = LighthouseLine(self._url.netloc)
         self._left = False
         self._client: Any = None
 
@@ -98,43 +97,40 @@ class Lighthouse:
                 time.sleep(_SETTLE_S)
 
     def _answer(self, timeout_s: float, step: int, failures: int) -> Any:
-        """The answer to one request. Asks again where the lighthouse ended and is there again. Raises what a request raises."""
+        """The answer to one request, which is made again where the lighthouse ended and another one is there. Raises what a
+        request raises, ConnectionError where `leave` is called meanwhile."""
         if self._client is None:
             self._enter()
+        self._line.finds_another()
+        until = time.monotonic() + timeout_s
+        answers = self._request(until, step, failures)
+        while not self._left and time.monotonic() < until + _LOOK_S:
+            try:
+                answer = answers.get(timeout=_LOOK_S)
+            except Empty:
+                if self._line.finds_another():
+                    answers = self._request(until, step, failures)
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+        raise ConnectionError("this member left") if self._left else TimeoutError("the lighthouse gave no answer")
+
+    def _request(self, until: float, step: int, failures: int) -> "SimpleQueue[Any]":
+        """Ask in a thread. Returns where the answer comes, or the error."""
+        answers: SimpleQueue[Any] = SimpleQueue()
         request = partial(
             self._client._quorum,
             group_rank=0,
             step=step,
             checkpoint_metadata="",
             shrink_only=False,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=max(until - time.monotonic(), 0.001)),
             init_sync=True,
             commit_failures=failures,
         )
-        answers: SimpleQueue[Any] = SimpleQueue()
         start_store_thread(partial(_put_answer, answers, request), "gradwire-quorum")
-        was_lost = False
-        while True:
-            try:
-                answer = answers.get(timeout=_LOOK_S)
-            except Empty:
-                if not (is_lost := self._is_lost()) and was_lost:
-                    return self._answer(timeout_s, step, failures)
-                was_lost = is_lost
-                continue
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-    def _is_lost(self) -> bool:
-        """Whether the connection with the lighthouse ended since the last look. Connects again."""
-        try:
-            self._line.check()
-        except LinkError:
-            self._line.close()
-            self._line = MemberWatch([self._url.netloc])
-            return True
-        return False
+        return answers
 
     def group_of(self, quorum: Any) -> Group:
         """The group of the members of a quorum. Raises LinkError, also later where one of them ends before all have met."""
@@ -183,11 +179,13 @@ class Lighthouse:
             quorum_retries=0,
         )
         self._client = ManagerClient(self._server.address(), connect_timeout=self.timeout)
-        self._line = MemberWatch([self._url.netloc])
+        if self._left:  # meanwhile
+            self.leave()
+            raise ConnectionError("this member left")
 
 
 def _put_answer(answers: "SimpleQueue[Any]", request: Callable[[], Any]) -> None:
     try:
         answers.put(request())
-    except Exception as error:
+    except BaseException as error:  # a panic of torchft is no Exception, and somebody waits
         answers.put(error)

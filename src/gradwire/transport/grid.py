@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gradwire.errors import PlanError
 
 SITE = "GRADWIRE_SITE"
-"""The variable that names the site of a rank. The machines of a site then are one node."""
+"""The variable that names the site of a rank. Where there are several sites, the machines of each are one node."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Grid:
         return inside, sum(bytes_to) - inside
 
 
-def node_name() -> str:
+def machine_name() -> str:
     """The name of this process's machine: by torchrun's number, or else the host name."""
     number = os.environ.get("GROUP_RANK")
     # torchrun sets both variables; one alone may be left over from another launcher

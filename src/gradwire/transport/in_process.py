@@ -130,7 +130,7 @@ class InProcessGroup(Group):
     def store(self, name: str) -> Any:
         return _MemoryStore(self.shared, f"gradwire/{name}/")
 
-    def node_name(self) -> str:
+    def machine_name(self) -> str:
         return self.node
 
     def connect(self, name: str, device: torch.device, timeout: timedelta) -> tuple[Backend, Ends]:

@@ -28,6 +28,7 @@ from gradwire.transport.agreement import agree
 from gradwire.transport.devices import kind_of, offload_lanes
 from gradwire.transport.exits import start_store_thread
 from gradwire.transport.flight import Flight
+from gradwire.transport.grid import site_name
 from gradwire.transport.heartbeats import Heartbeats, SilenceNews, usual_silence_s
 from gradwire.transport.link import Group, Link
 from gradwire.transport.queued import COMPLETE, UNKNOWN_BUCKET, QueuedStep
@@ -185,7 +186,7 @@ class Lanes:
         if isinstance(process_group, Group):
             return cls(process_group, silence_s, tls)
         group = Group.of(process_group)
-        key = silence_s, wanted_tls(tls), device, group.node_name()
+        key = silence_s, wanted_tls(tls), device, group.machine_name(), site_name()
         of_group = known(group.process_group)
         of_group.handles += 1
         if of_group.handles > 1:  # else no rank has any
@@ -670,7 +671,7 @@ def _say_if_uneven(group: Group) -> None:
     if group.rank == 0 and len(sizes) > 1:
         log.warning(
             "nodes have %d to %d ranks. Policies then treat all ranks as one group, which sends more bytes between nodes. Start "
-            "equally many ranks on every node.",
+            "equally many ranks on every node, and at every site where sites have names.",
             sizes[0],
             sizes[-1],
         )

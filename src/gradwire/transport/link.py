@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from gradwire.errors import PlanError, StepStateError
 from gradwire.kernels import crc32c
-from gradwire.transport.grid import Grid, node_name
+from gradwire.transport.grid import Grid, machine_name
 from gradwire.transport.keys import KEY_BYTES, JobKey
 from gradwire.transport.messages import Messages
 from gradwire.transport.pinned import PinnedRing
@@ -139,7 +139,7 @@ class GroupMeeting(Protocol):
 
     @property
     def nodes(self) -> list[str]:
-        """The name of each rank's node: its site, where ranks name sites, or else its machine."""
+        """The name of each rank's node: its site, where there are several, or else its machine."""
         ...
 
     @property
@@ -258,7 +258,7 @@ class Group:
         return apart._meet(name, self.met.key.derived(name), timeout, meshes)
 
     def _meet(self, name: str, key: JobKey, timeout: timedelta, meshes: Sequence[str]) -> Self:
-        place = self.rank, self.world_size, self.store(name), self.node_name()
+        place = self.rank, self.world_size, self.store(name), self.machine_name()
         return self._met(Rendezvous(name, key, *place, timeout, meshes, self.tls, self.check))
 
     def _met(self, meeting: GroupMeeting) -> Self:
@@ -288,9 +288,9 @@ class Group:
         """The rendezvous store with the prefix gradwire/name."""
         return distributed_c10d.PrefixStore(f"gradwire/{name}", self.own_store or distributed_c10d._get_default_store())
 
-    def node_name(self) -> str:
+    def machine_name(self) -> str:
         """The name of the machine of this rank."""
-        return node_name()
+        return machine_name()
 
     def stages(self, device: torch.device) -> bool:
         """Whether tensors of this device travel through the host's memory: no NCCL of the caller's group is there for them."""

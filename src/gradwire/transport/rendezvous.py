@@ -79,7 +79,7 @@ class Card(msgspec.Struct):
 
     version: str
     frame: int
-    machine: str
+    machine: str = msgspec.field(name="node")
     meshes: list[str]
     """The connections that it wants at once."""
     host: str = ""
@@ -166,8 +166,9 @@ class Rendezvous:
 
     @property
     def nodes(self) -> list[str]:
-        """The name of each rank's node: its site, or else its machine."""
-        return [card.site or card.machine for card in self._cards]
+        """The name of each rank's node: its site, where there are several, or else its machine."""
+        has_sites = len({card.site for card in self._cards}) > 1
+        return [card.site for card in self._cards] if has_sites else self.machines
 
     @property
     def gbps(self) -> list[float | None]:

@@ -193,7 +193,9 @@ def _tell(grid: Grid, problems: Sequence[str]) -> None:
     mates = grid.group("intra")
     found = [f"rank {rank}: {problems[rank]}" for rank in mates if problems[rank]]
     if found and grid.rank == mates[0]:
-        words = f"ranks {', '.join(map(str, mates))} share a node and no memory, so their messages go by TCP: {'; '.join(found)}."
+        words = (
+            f"ranks {', '.join(map(str, mates))} share a machine and no memory, so their messages go by TCP: {'; '.join(found)}."
+        )
         if all(SWITCH in each for each in found):
             log.info("%s", words)
         else:

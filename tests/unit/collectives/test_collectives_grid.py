@@ -3,7 +3,7 @@
 import pytest
 
 from gradwire.errors import PlanError
-from gradwire.transport.grid import Grid, node_name
+from gradwire.transport.grid import Grid, machine_name
 
 
 def test_groups_of_both_links() -> None:
@@ -45,8 +45,8 @@ def test_uneven_nodes_are_refused_only_where_it_matters() -> None:
 def test_a_node_is_named_by_torchrun_or_by_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GROUP_RANK", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    host = node_name()
+    host = machine_name()
     monkeypatch.setenv("GROUP_RANK", "7")
-    assert node_name() == "torchrun 7" != host
+    assert machine_name() == "torchrun 7" != host
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert node_name() == host
+    assert machine_name() == host

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from gradwire.collectives.wire_sum import WireSum, even_bounds
 from gradwire.core import COLLECTIVES, Bucket, Cluster, Costs, Identity, Link, TensorInfo, goes_around
@@ -106,6 +107,22 @@ def test_stages_inside_nodes_and_between_them_follow_each_other() -> None:
     (line,) = traffic.lines(INTRA, [INTER])
     # 2 x 2 stages inside at 1 us, 2 between at 10 us; of 1000 bytes 1500 inside at 10 GB/s, of all 4 ranks 1000 between at 1 GB/s
     assert isinstance(line, Line) and traffic.time_us(1000.0, INTRA, INTER) == pytest.approx(4 + 20 + 0.15 + 1.0)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (8, 2), (8, 4)])
+def test_hops_inside_a_node_are_no_latency_of_the_link_between_nodes(ranks: int, per_node: int) -> None:
+    """Where the time of a further message is known: of each ring's hops so many leave a node."""
+    nodes, message_us = ranks // per_node, 2.0
+    near, far = replace(INTRA, alpha_us=0.001), replace(INTER, alpha_us=50_000.0, message_us=message_us)
+    small, large = sum_traffic("allreduce", nodes, per_node)
+    assert large is not None and large.rounds is not None
+    assert large.rounds[1] == -(-2 * (ranks - 1) // per_node) < large.inter.messages
+    points = []
+    for nbytes in (1024.0, 2.0**20):
+        traffic = large if goes_around(nbytes, nodes, ranks) else small
+        points += [(nbytes, traffic.time_us(nbytes, near, far))] * 3
+    link, _ = fit_link(points, "allreduce", ranks, "wires", per_node, message_us)
+    assert (link.alpha_us, link.gbps) == (pytest.approx(far.alpha_us, rel=0.01), pytest.approx(far.gbps, rel=0.05))
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (4, 1), (8, 1), (12, 1), (8, 8)])

@@ -36,5 +36,7 @@ def test_a_far_link_shows_its_rate_in_a_few_messages(monkeypatch: pytest.MonkeyP
 def test_a_near_link_is_measured_with_every_size_that_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     fast, _, line = sweep(monkeypatch, 50.0, 10.0, 1.0)
     assert fast == list(links.SIZES) and 8e-3 / line.us_per_byte == pytest.approx(10.0, rel=0.01)
+    busy, _, _ = sweep(monkeypatch, 300.0, 1.0, 0.005)
+    assert busy == list(links.SIZES[: len(busy)]) and len(busy) > 3, "little time makes no link far"
     slow, spent_s, _ = sweep(monkeypatch, 500.0, 0.01, 0.12)
     assert slow == list(links.SIZES[: len(slow)]) and len(slow) >= 3 and spent_s < 0.12 * links.PATIENCE
