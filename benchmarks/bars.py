@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gradwire.report.pictures import COLOURS, Panel, canvas, looks_of
 
-HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo", "++")
+HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo", "++", "**")
 
 
 def draw_bars(path: Path, title: str, panels: Sequence[Panel], y_label: str, stacked: bool = False) -> None:

@@ -267,7 +267,8 @@ def many_preparations(free: bool, same: bool) -> tuple[list[int], list[int], int
 @pytest.mark.parametrize(("free", "same"), [(True, False), (True, True), (False, True)])
 def test_threads_and_descriptors_stay_as_they_were(framework_worlds: Worlds, free: bool, same: bool) -> None:
     for threads, descriptors, handles in framework_worlds.run(2, many_preparations, free, same, deadline_s=200.0):
-        assert threads[-1] <= threads[0] and descriptors[-1] < descriptors[0] + 5, (threads, descriptors)
+        # five preparations; one thread sends heartbeats from some moment on, and another one connects and ends
+        assert threads[-1] < threads[0] + 3 and descriptors[-1] < descriptors[0] + 5, (threads, descriptors)
         assert handles == 1
 
 

@@ -11,10 +11,10 @@ from gradwire.core import show, write_whole
 from gradwire.errors import FormatError, GradwireError
 from gradwire.planner import LABELS, SweepRow
 
-# Okabe and Ito's palette, made for all kinds of colour vision
-COLOURS = ("#D55E00", "#999999", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#000000", "#56B4E9")
-MARKERS = ("o", "v", "s", "^", "D", "*", "", "x")
-STYLES = ("--", ":", "-.", "-", ":", "-", "-", "--")
+# Okabe and Ito's palette, made for all kinds of colour vision, and one more
+COLOURS = ("#D55E00", "#999999", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#000000", "#56B4E9", "#882255")
+MARKERS = ("o", "v", "s", "^", "D", "*", "", "x", "P")
+STYLES = ("--", ":", "-.", "-", ":", "-", "-", "--", "-.")
 LOOK: Any = {
     "font.size": 11,
     "axes.spines.top": False,
