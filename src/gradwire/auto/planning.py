@@ -9,7 +9,7 @@ import msgspec
 
 from gradwire.auto.accuracy import policy_of, specs_under, steps_for_one
 from gradwire.auto.trial import Candidate
-from gradwire.core import Backward, Cluster, Costs, Identity, Plan, Profile, Schedule, Spec
+from gradwire.core import FAR_US, Backward, Cluster, Costs, Identity, Plan, Profile, Schedule, Spec
 from gradwire.errors import PlanError
 from gradwire.plan import FLAT, Policy, Uniform, launch_of
 from gradwire.planner import EVALUATIONS, PlanningJob, ddp_draft, joint
@@ -24,8 +24,8 @@ _DDP_BUCKET = 25 * 2**20
 _PLAIN = (Uniform(Identity(), scheme=FLAT), Uniform(Identity(), scheme=FLAT, bucket_bytes=_DDP_BUCKET, edge_bytes=_DDP_BUCKET))
 """The candidates for plain all-reduce. The one with the better prediction is used."""
 _FEWEST_EVALUATIONS = 20
-_FAR_US, _FAR_BUCKETS = 2_000.0, (3, 1)
-"""The latency of a link from which a bucket waits long for messages that carry little, and how many buckets to look at then."""
+_FAR_BUCKETS = 3, 1
+"""How many buckets to look at over a far link, where each waits long for messages that carry little."""
 
 
 class Offer(NamedTuple):
@@ -162,7 +162,7 @@ class _Plans:
     def of_sizes(self, policy: Policy) -> list[Policy]:
         """Return the policy; over a far link also with few buckets, each of which is sent as a whole."""
         link = self.job.cluster.inter if self.job.cluster.nodes > 1 else self.job.cluster.intra
-        if link.free_us < _FAR_US:
+        if link.free_us < FAR_US:
             return [policy]
         total = sum(info.numel for info in self.infos) * 4
         sizes = [-(-total // count) for count in _FAR_BUCKETS]

@@ -9,6 +9,9 @@ from gradwire.core.provenance import Made
 from gradwire.core.strict import Document
 from gradwire.errors import FormatError
 
+FAR_US = 2_000.0
+"""The latency in microseconds from which a link may count as far: a message waits longer than it takes."""
+
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A link as alpha-beta model: a message of n bytes takes alpha_us + n * 8 / (gbps * 1000) microseconds."""

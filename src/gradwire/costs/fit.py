@@ -129,20 +129,13 @@ def fit_link(
         )
     if message_us is not None:
         message_us = min(message_us, min(us for _, us in points) / load.messages)
-    around = [large is not None and goes_around(nbytes, nodes, ranks) for nbytes, _ in points]
-    ring, hops = (None, 0.0) if large is None else (large.inter, _rounds(large, nodes > 1))
-    further_us = (load.messages - rounds) * (message_us or 0.0)
-    further_hops_us = (ring.messages - hops) * (message_us or 0.0) if ring is not None else 0.0
-    points = [
-        (nbytes, us - (further_hops_us if large_one else further_us))
-        for (nbytes, us), large_one in zip(points, around, strict=True)
-    ]
-    if message_us is not None:
-        load = load._replace(messages=rounds)
-        ring = ring and ring._replace(messages=hops)
-    if ring is not None:
-        loads = [ring if large_one else load for large_one in around]
-        points = [(n * of.factor / of.messages, us / of.messages) for (n, us), of in zip(points, loads, strict=True)]
+    own = _in_turn(load, rounds, message_us)
+    ring = own if large is None else _in_turn(large.inter, _rounds(large, True), message_us)
+    ways = [ring if goes_around(nbytes, nodes, ranks) else own for nbytes, _ in points]
+    points = [(nbytes, us - further_us) for (nbytes, us), (_, further_us) in zip(points, ways, strict=True)]
+    load, _ = own
+    if large is not None:
+        points = [(n * of.factor / of.messages, us / of.messages) for (n, us), (of, _) in zip(points, ways, strict=True)]
         load = Load(1, 1.0)
     fit = fit_line(points)
     if not fit.us_per_byte:
@@ -153,6 +146,11 @@ def fit_link(
     alpha_us = fit.alpha_us / load.messages
     message_us = None if message_us is None else min(message_us, alpha_us)
     return Link(alpha_us, 8 * load.factor / (fit.us_per_byte * 1000), message_us=message_us), fit
+
+
+def _in_turn(load: Load, rounds: float, message_us: float | None) -> tuple[Load, float]:
+    """The messages that wait for the message before, and microseconds of the others. Without the time of a message all wait."""
+    return (load, 0.0) if message_us is None else (load._replace(messages=rounds), (load.messages - rounds) * message_us)
 
 
 def _rounds(traffic: Traffic, between: bool) -> float:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from gradwire.collectives import AllReduce
-from gradwire.core import Cluster, Made, waited_ns
+from gradwire.core import FAR_US, Cluster, Made, waited_ns
 from gradwire.core import Link as ClusterLink
 from gradwire.costs import Fit, fit_line, fit_link
 from gradwire.errors import FormatError, StepStateError
@@ -42,9 +42,9 @@ PATIENCE = 4
 `DDP_ENOUGH_BYTES` in DistributedDataParallel's all-reduce: only large ones show the rate. Those of DDP are buckets of 25 MB."""
 BATCHES = 3
 """Measurements of each size, each of several messages if they are short."""
-_FAR_US, _FAR_MESSAGES, _FAR_STEPS = 2_000.0, 24, 3
-"""A link is far from so many microseconds of latency on, if that alone would take the whole time for all sizes. It gets the time
-of so many messages more, and the next size is so many sizes larger at most."""
+_FAR_MESSAGES, _FAR_STEPS = 24, 3
+"""A far link, whose latency alone would take the whole time for all sizes, gets the time of so many messages more. The next size
+is so many sizes larger at most."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
 _MOST_MESSAGES = 50
 _COPIED_BYTES = 4 * 2**20
@@ -351,7 +351,7 @@ def _sweep(
     sizes, enough = (SIZES, ENOUGH_BYTES) if device.type == "cpu" else (DEVICE_SIZES, DEVICE_ENOUGH_BYTES)
     enough = enough_bytes or enough
     first_us = min(_run(link, traffic, sizes[0], 1, device).us)
-    is_far = first_us >= _FAR_US and (1 + BATCHES) * len(sizes) * first_us > 1e6 * seconds
+    is_far = first_us >= FAR_US and (1 + BATCHES) * len(sizes) * first_us > 1e6 * seconds
     latency_us, fewest = (first_us, 2) if is_far else (0.0, 1)
     spent_us, expected_us, at = latency_us, first_us, 0
     while at < len(sizes):
