@@ -193,9 +193,9 @@ def test_both_are_listed_with_their_package_by_the_command_line_and_in_the_docs(
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of packages that this process looks into."""
     monkeypatch.syspath_prepend(tmp_path)
-    entry_points._group.cache_clear()
+    entry_points._groups.cache_clear()
     yield tmp_path
-    entry_points._group.cache_clear()
+    entry_points._groups.cache_clear()
 
 
 def test_an_entry_point_that_cannot_be_loaded_is_named_with_its_package(broken: Path) -> None:
@@ -220,7 +220,7 @@ def test_one_name_in_two_packages_is_refused(broken: Path) -> None:
 def test_an_entry_point_with_another_name_is_refused(broken: Path) -> None:
     install("own_compressor", broken)
     (broken / "gradwire_mulaw-0.1.dist-info" / "entry_points.txt").write_text("[gradwire.specs]\nlaw = gradwire_mulaw:MuLaw\n")
-    entry_points._group.cache_clear()
+    entry_points._groups.cache_clear()
     try:
         with pytest.raises(SpecError, match=r"law = 'gradwire_mulaw:MuLaw' .* differs"):
             spec_from_dict({"id": "law"})
@@ -235,7 +235,7 @@ def test_an_entry_point_with_another_name_than_the_collective_is_refused(broken:
         collective("mine")
     (broken / "renamed.py").write_text("from gradwire.core.collectives import COLLECTIVES\nRING = COLLECTIVES['ring']\n")
     lay_out(broken, "renamed", {"gradwire.collectives": {"round": "renamed:RING"}})
-    entry_points._group.cache_clear()
+    entry_points._groups.cache_clear()
     with pytest.raises(PlanError, match=r"round = 'renamed:RING' .* the collective's name is 'ring'"):
         collective("round")
 

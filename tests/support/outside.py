@@ -35,4 +35,4 @@ def use(folder: str) -> None:
     """The packages of a folder are installed in this process from now on, also where another test had the names read before."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
-        entry_points._group.cache_clear()
+        entry_points._groups.cache_clear()

@@ -1,4 +1,4 @@
-"""Entry points, by which other packages extend gradwire. Each group is read once, when it is first needed.
+"""Entry points, by which other packages extend gradwire. The packages are read once, when a name is first needed.
 
 The pyproject.toml of a package names its additions, group by group:
 
@@ -27,16 +27,18 @@ T = TypeVar("T")
 
 
 @cache
-def _group(group: str) -> dict[str, list[EntryPoint]]:
-    found: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=group):
-        found.setdefault(point.name, []).append(point)
+def _groups() -> dict[str, dict[str, list[EntryPoint]]]:
+    found: dict[str, dict[str, list[EntryPoint]]] = {SPECS: {}, COMPRESSORS: {}, COLLECTIVES: {}, SCHEDULES: {}}
+    installed = entry_points()
+    for group, points in found.items():
+        for point in installed.select(group=group):
+            points.setdefault(point.name, []).append(point)
     return found
 
 
 def names(group: str) -> tuple[str, ...]:
     """The names of a group in all installed packages, sorted. Nothing is loaded."""
-    return tuple(sorted(_group(group)))
+    return tuple(sorted(_groups()[group]))
 
 
 def absent(group: str, name: object) -> str:
@@ -49,7 +51,7 @@ def load(group: str, name: str, use: Callable[[Any], T], error: type[GradwireErr
 
     Raises `error`, which names the package and the entry point, if the object cannot be loaded or `use` refuses it.
     """
-    points = _group(group)[name]
+    points = _groups()[group][name]
     if len(points) > 1:
         raise error(
             f"{name!r} of {group} is in packages {' and '.join(map(_package, points))}: a name stands for one object. "
@@ -72,7 +74,7 @@ def origin(group: str, name: str, module: str) -> str:
     """
     if module.partition(".")[0] == "gradwire":
         return "gradwire"
-    points = _group(group).get(name)
+    points = _groups()[group].get(name)
     return _package(points[0]) if points else module
 
 
