@@ -62,6 +62,7 @@ struct Access {
   double jitter_s = 0;  // the most that is added to the delay of a frame
   double loss = 0;      // of a segment that leaves the site
   double queue_s = 1;   // what a queue holds, in seconds at its rate
+  int port = 0;         // the only one, of TCP or UDP, that is open; 0: all are
   double up_free_s = 0, down_free_s = 0;  // when the last frame has left
 };
 
@@ -81,7 +82,7 @@ struct Later {
 
 // What is said of the relay's own work.
 struct Counts {
-  uint64_t frames = 0, lost_segments = 0, full_queue_segments = 0, failed_sends = 0, late_frames = 0;
+  uint64_t frames = 0, lost_segments = 0, full_queue_segments = 0, blocked = 0, failed_sends = 0, late_frames = 0;
   double latest_s = 0;  // the longest time between a frame's moment and its sending
 };
 
@@ -160,6 +161,18 @@ struct Segments {
   }
 };
 
+// Whether a firewall with one open port lets a frame through: packets from it or to it, and questions for addresses (ARP).
+bool passes(int port, const std::vector<uint8_t>& bytes) {
+  if (!port) return true;
+  if (bytes.size() >= 14 && get16(bytes.data() + 12) == ETHERTYPE_ARP) return true;
+  if (bytes.size() < 34 || get16(bytes.data() + 12) != ETHERTYPE_IP) return false;
+  const uint8_t* ip = bytes.data() + 14;
+  const size_t at = 14 + size_t(ip[0] & 15) * 4;
+  const bool fragment = get16(ip + 6) & 0x1fff;  // one without ports
+  if (fragment || (ip[9] != IPPROTO_TCP && ip[9] != IPPROTO_UDP) || bytes.size() < at + 4) return false;
+  return int(get16(bytes.data() + at)) == port || int(get16(bytes.data() + at + 2)) == port;
+}
+
 class Relay {
  public:
   explicit Relay(int sites) : access_(size_t(sites)), sockets_(size_t(sites), -1), last_(size_t(sites) * size_t(sites), 0.0) {}
@@ -228,6 +241,10 @@ class Relay {
     const Segments segments(frame.header, frame.bytes);
     const double now = now_s(), bytes = segments.wire_bytes(frame.bytes.size());
     Access& sender = access_[size_t(from)];
+    if (!passes(sender.port, frame.bytes)) {
+      ++counts_.blocked;
+      return;
+    }
     double left = 0;
     if (!pass(sender.up_free_s, now, now, bytes, sender.up_bytes_per_s, sender.queue_s, left)) {
       counts_.full_queue_segments += uint64_t(segments.count);
@@ -237,6 +254,10 @@ class Relay {
     for (int to = 0; to < int(access_.size()); ++to) {
       if (to == from || (known != sites_of_.end() && known->second != to)) continue;
       Access& receiver = access_[size_t(to)];
+      if (!passes(receiver.port, frame.bytes)) {
+        ++counts_.blocked;
+        continue;
+      }
       const double jitter = sender.jitter_s + receiver.jitter_s;
       const double way = sender.delay_s + receiver.delay_s + (jitter > 0 ? jitter * random_.next() : 0);
       double& last = last_[size_t(from) * access_.size() + size_t(to)];
@@ -310,7 +331,8 @@ class Relay {
     return number;
   }
 
-  // Read lines: `SITE UP_BYTES_PER_S DOWN_BYTES_PER_S DELAY_S JITTER_S LOSS QUEUE_S`, a rate of 0 being none, or `counts`.
+  // Read lines: `SITE UP_BYTES_PER_S DOWN_BYTES_PER_S DELAY_S JITTER_S LOSS QUEUE_S PORT`, a rate or port of 0 being none, or
+  // `counts`.
   bool read_orders() {
     char text[4096];
     const ssize_t got = read(STDIN_FILENO, text, sizeof text);
@@ -318,22 +340,23 @@ class Relay {
     orders_.append(text, size_t(got));
     for (size_t end; (end = orders_.find('\n')) != std::string::npos; orders_.erase(0, end + 1)) {
       const std::string line = orders_.substr(0, end);
-      int site;
+      int site, port;
       double up, down, delay, jitter, loss, queue;
       if (line == "counts") {
         rusage used{};
         getrusage(RUSAGE_SELF, &used);
         const double cpu = double(used.ru_utime.tv_sec + used.ru_stime.tv_sec) +
                            1e-6 * double(used.ru_utime.tv_usec + used.ru_stime.tv_usec);
-        std::printf("%llu %llu %llu %llu %llu %.6f %.6f\n", (unsigned long long)counts_.frames,
+        std::printf("%llu %llu %llu %llu %llu %llu %.6f %.6f\n", (unsigned long long)counts_.frames,
                     (unsigned long long)counts_.lost_segments, (unsigned long long)counts_.full_queue_segments,
-                    (unsigned long long)counts_.failed_sends, (unsigned long long)counts_.late_frames, counts_.latest_s, cpu);
-      } else if (std::sscanf(line.c_str(), "%d %lf %lf %lf %lf %lf %lf", &site, &up, &down, &delay, &jitter, &loss, &queue) == 7 &&
-                 site >= 0 && site < int(access_.size())) {
+                    (unsigned long long)counts_.blocked, (unsigned long long)counts_.failed_sends,
+                    (unsigned long long)counts_.late_frames, counts_.latest_s, cpu);
+      } else if (std::sscanf(line.c_str(), "%d %lf %lf %lf %lf %lf %lf %d", &site, &up, &down, &delay, &jitter, &loss, &queue,
+                             &port) == 8 && site >= 0 && site < int(access_.size())) {
         Access& changed = access_[size_t(site)];
         changed.up_bytes_per_s = up > 0 ? up : kNever;
         changed.down_bytes_per_s = down > 0 ? down : kNever;
-        changed.delay_s = delay, changed.jitter_s = jitter, changed.loss = loss, changed.queue_s = queue;
+        changed.delay_s = delay, changed.jitter_s = jitter, changed.loss = loss, changed.queue_s = queue, changed.port = port;
         std::printf("changed %d\n", site);
       } else {
         std::printf("refused %s\n", line.c_str());

@@ -19,6 +19,7 @@ def test_what_is_written_is_read() -> None:
     assert parse_wide_area("50ms") == WideArea(0.05)
     assert parse_wide_area("0.5s 300us LOSS 1%") == WideArea(0.5, 0.0003, 0.01)
     assert parse_wide_area("1ms up 20mbit") == WideArea(0.001, up=2e7)
+    assert parse_wide_area("1ms port 443") == WideArea(0.001, port=443)
     assert parse_wide_area("1ms rate 1gbit") == WideArea(0.001, up=1e9, down=1e9)
 
 
@@ -28,6 +29,7 @@ def test_what_is_written_is_read() -> None:
         ("", "without the round trip"), ("loss 1%", "without the round trip"), ("50", "'50' is no part"),
         ("50ms 2ms 1ms", "'1ms' is no part"), ("50ms loss 1", "no share"), ("50ms loss 100%", "no share"),
         ("50ms up", "not a link rate"), ("50ms rate fast", "not a link rate"),
+        ("50ms port", "'' is no port"), ("50ms port 70000", "'70000' is no port"), ("50ms port 0", "'0' is no port"),
     ],
 )  # fmt: skip
 def test_what_is_no_network_is_refused(wan: str, words: str) -> None:

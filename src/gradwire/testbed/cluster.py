@@ -45,7 +45,8 @@ class EmulatedCluster:
     namespaces. Leaving kills the processes inside and removes the namespaces.
 
     sites: the number of sites; neighbouring nodes share one. wan: the network between sites, as "50ms 2ms loss 0.1% up 20mbit
-    down 100mbit": the round trip, the most jitter of one direction, lost segments, and each site's rates, or `rate` for both.
+    down 100mbit": the round trip, the most jitter of one direction, lost segments, and each site's rates, or `rate` for both;
+    `port 51820` is the only port that the sites' firewalls have open.
     Its queues are those of routers: what they cannot hold is lost, and TCP slows down. Ranks know their sites by GRADWIRE_SITE,
     unless the variable is set, also to nothing.
 

@@ -1,4 +1,4 @@
-"""The network between the sites of an emulated cluster: delay, jitter, loss, and a rate in each direction.
+"""The network between the sites of an emulated cluster: delay, jitter, loss, a rate in each direction, and one open port.
 
 Many kernels lack the module `netem`. So a relay in user space (csrc/api_relay.cpp) passes frames on between the bridges of sites.
 It is a process of the hub's namespace, so it ends with the cluster.
@@ -16,7 +16,7 @@ from gradwire.testbed.network import bridge_of, parse_rate
 
 _RELAY = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).gw_relay(int(sys.argv[2])))"
 _ROUTER_SECONDS = 0.1  # what a router's queue holds more than the bytes that are on their way
-_EXAMPLE = '"50ms", "50ms 2ms loss 0.1% up 20mbit down 100mbit"'
+_EXAMPLE = '"50ms", "50ms 2ms loss 0.1% up 20mbit down 100mbit", "50ms port 51820"'
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -32,6 +32,8 @@ class WideArea(NamedTuple):
     """Bits per second that the site sends; None: no limit."""
     down: float | None = None
     """Bits per second that the site receives."""
+    port: int | None = None
+    """The only port, of TCP or UDP, that the site's firewall has open: packets from it and to it pass. None: all ports are."""
 
 
 class RelayCounts(NamedTuple):
@@ -43,6 +45,8 @@ class RelayCounts(NamedTuple):
     """Segments that were lost as ordered."""
     full_queue_segments: int
     """Segments for which a link's queue had no room, as in a router."""
+    blocked_frames: int
+    """Frames that a firewall kept back."""
     failed_sends: int
     late_frames: int
     """Frames that were sent more than 0.5 ms late: the processors were busy."""
@@ -63,19 +67,22 @@ class RelayCounts(NamedTuple):
 
 
 def parse_wide_area(text: str) -> WideArea:
-    """Read the network between sites: the round trip, then jitter, `loss`, `up`, `down`, `rate` (both) where wanted.
+    """Read the network between sites: the round trip, then jitter, `loss`, `up`, `down`, `rate` (both), `port` where wanted.
 
     >>> parse_wide_area("50ms 2ms loss 0.1% up 20mbit down 100mbit")
-    WideArea(round_trip_s=0.05, jitter_s=0.002, loss=0.001, up=20000000.0, down=100000000.0)
+    WideArea(round_trip_s=0.05, jitter_s=0.002, loss=0.001, up=20000000.0, down=100000000.0, port=None)
 
     Raises TestbedError for other text.
     """
     times: list[float] = []
     values: dict[str, float] = {}
+    port = None
     words = iter(text.lower().split())
     for word in words:
         if (time_s := _seconds(word)) is not None and len(times) < 2 and not values:
             times.append(time_s)
+        elif word == "port":
+            port = _port(next(words, ""), text)
         elif word in ("loss", "up", "down", "rate"):
             value = next(words, "")
             read = _share(value, text) if word == "loss" else parse_rate(value)
@@ -87,7 +94,8 @@ def parse_wide_area(text: str) -> WideArea:
             )
     if not times:
         raise TestbedError(f"wan is {text!r}, without the round trip between sites. Write, for example, {_EXAMPLE}.")
-    return WideArea(times[0], times[1] if len(times) > 1 else 0.0, values.get("loss", 0.0), values.get("up"), values.get("down"))
+    jitter = times[1] if len(times) > 1 else 0.0
+    return WideArea(times[0], jitter, values.get("loss", 0.0), values.get("up"), values.get("down"), port)
 
 
 def _seconds(word: str) -> float | None:
@@ -100,6 +108,12 @@ def _share(word: str, text: str) -> float:
     if match is None or not 0 <= float(match[1]) < 100:
         raise TestbedError(f"wan is {text!r}, and the loss {word!r} is no share of segments. Write, for example, loss 0.1%.")
     return float(match[1]) / 100
+
+
+def _port(word: str, text: str) -> int:
+    if not (word.isascii() and word.isdecimal() and 0 < int(word) < 2**16):
+        raise TestbedError(f"wan is {text!r}, and {word!r} is no port. Write, for example, port 51820.")
+    return int(word)
 
 
 class Relay:
@@ -142,12 +156,13 @@ class Relay:
         rates = [rate for rate in (wide_area.up, wide_area.down) if rate is not None]
         queue_s = wide_area.round_trip_s + max(_ROUTER_SECONDS, 8 * 128 * 1024 / min(rates) if rates else 0.0)
         numbers = [(wide_area.up or 0) / 8, (wide_area.down or 0) / 8, wide_area.round_trip_s / 4, wide_area.jitter_s / 2]
-        self._ask(" ".join(map(repr, [site, *numbers, wide_area.loss, queue_s])), f"changed {site}")
+        order = [site, *numbers, wide_area.loss, queue_s, wide_area.port or 0]
+        self._ask(" ".join(map(repr, order)), f"changed {site}")
 
     def counts(self) -> RelayCounts:
         """Return what the relay did so far."""
-        frames, lost, full, failed, late, latest_s, cpu_s = self._ask("counts").split()
-        return RelayCounts(int(frames), int(lost), int(full), int(failed), int(late), float(latest_s), float(cpu_s))
+        *counts, latest_s, cpu_s = self._ask("counts").split()
+        return RelayCounts(*map(int, counts), float(latest_s), float(cpu_s))
 
     def close(self) -> None:
         """End the relay."""
