@@ -75,7 +75,7 @@ print("weights", repr(float(total)), handle.stats().steps)
 
 @pytest.mark.slow
 @pytest.mark.network
-@pytest.mark.skipif(shutil.which("wireguard-go") is None or shutil.which("wg") is None, reason="wireguard-go and wg are not there")
+@pytest.mark.skipif(None in map(shutil.which, ("wireguard-go", "wg")), reason="wireguard-go and wg are not there")
 def test_four_nodes_train_through_one_port_of_each_site(clean: None, tmp_path: Path) -> None:
     said: list[str] = []
     words = f'export MASTER_ADDR={inner(0)}; exec "$0" "$@"'
