@@ -162,7 +162,8 @@ class Relay:
     def counts(self) -> RelayCounts:
         """Return what the relay did so far."""
         *counts, latest_s, cpu_s = self._ask("counts").split()
-        return RelayCounts(*map(int, counts), float(latest_s), float(cpu_s))
+        frames, lost, full, blocked, failed, late = map(int, counts)
+        return RelayCounts(frames, lost, full, blocked, failed, late, float(latest_s), float(cpu_s))
 
     def close(self) -> None:
         """End the relay."""

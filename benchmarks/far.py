@@ -1,0 +1,151 @@
+"""Steps between two sites by their distance: DDP, the schedules, and plan="auto".
+
+    python -m benchmarks far [--delays 0 10 25 50 100] [--nodes 8] [--rate 100] [--steps 10] [--again]
+
+Two sites share out the nodes. The rate is that of a site, in Mb/s. Computation is a timed sleep, so many nodes fit on few
+processors. All methods of a delay run in turns. Results go to benchmarks/results/far/NODES-RATE-DELAY.json after each delay; what
+is there is not measured again, unless --again. The tables go to docs/far_links.md. Needs network namespaces.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.common import RESULTS, write
+from benchmarks.markdown import table
+from gradwire.bench.names import UNLIMITED
+from gradwire.bench.progress import ProgressView
+from gradwire.bench.results import Cell
+from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
+from gradwire.core.files import write_whole
+
+FOLDER = RESULTS / "far"
+PAGE = Path(__file__).parents[1] / "docs" / "far_links.md"
+JOB, SITES, MOST_DECIDING_STEPS = "transformer", 2, 400
+METHODS = {
+    "no communication": "floor",
+    "DDP": "ddp",
+    "4 bits": "gradwire:qsgd4",
+    "4 bits, pipelined": "gradwire:qsgd4@pipelined",
+    "4 bits, delayed": "gradwire:qsgd4@delayednone",
+    "auto": "gradwire:auto",
+    "auto, all schedules": "gradwire:auto@all",
+}
+BASE, HIDING = "4 bits", ("4 bits, pipelined", "4 bits, delayed")
+TEXT = """# Steps over far links
+
+How long a step takes between two sites, by their distance. The bench's transformer has 6.09 million parameters. With 4 bits 3.2 MB
+leave each site in a step. With DDP at least 24.4 MB do.
+
+{tables}
+
+- **Emulated**, and measured by `python -m benchmarks far`. Computation is a timed sleep. Median steps of rank means, in ms.
+- A delay is a round trip. A rate is that of one site, in each direction, and its machines share it.
+- **4 bits** is `gw.QSGD(bits=4)` with the schedule [`backward`](schedules.md). **delayed** makes no corrections.
+- **hiding** says how many times shorter the better one of pipelined and delayed is than 4 bits alone.
+- **auto** may use `backward` and `pipelined`. With all schedules it may use local steps and `delayed` too, which learn
+  something else than DDP. What it chose:
+
+{chosen}
+
+How to train between sites: [Train between two sites](how-to/sites.md). Losses against seconds:
+[methods beside each other](sites_measured.md).
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Measure what is missing, print and write the page; 1 where nothing can be emulated, and where a method failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks far")
+    parser.add_argument("--delays", nargs="+", type=int, default=[0, 10, 25, 50, 100], help="round trips, in ms")
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--rate", type=int, default=100, help="of a site, in Mb/s")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each method")
+    parser.add_argument("--again", action="store_true", help="measure what has results, too")
+    options = parser.parse_args(arguments)
+    if (problem := emulation_problem()) is not None:
+        print(f"not measured: {problem}")
+        return 1
+    failed: list[str] = []
+    for delay in options.delays:
+        path = FOLDER / f"{options.nodes}-{options.rate}-{delay}.json"
+        if path.exists() and not options.again:
+            continue
+        request = BenchRequest(
+            jobs=[JOB],
+            links=[UNLIMITED],
+            methods=list(METHODS.values()),
+            device="sleeping",
+            nodes=options.nodes,
+            sites=SITES,
+            wan=f"{delay}ms rate {options.rate}mbit",
+            steps=options.steps,
+            warmup_steps=3,
+            deciding_steps=MOST_DECIDING_STEPS,
+            alone_steps=0,
+        )
+        done = run_bench(request, None, ProgressView(Console(stderr=True)))
+        found = {name: of_cell(done.cell(JOB, UNLIMITED, method)) for name, method in METHODS.items()}
+        failed += [f"{path.stem}: {name} failed: {each['failure']}" for name, each in found.items() if each["failure"]]
+        about = {"nodes": options.nodes, "mbps": options.rate, "delay_ms": delay, "steps": options.steps}
+        write(path, about | {"methods": found}, quiet=True)
+    results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
+    results.sort(key=lambda each: (each["mbps"], each["nodes"], each["delay_ms"]))
+    tables, chosen = tables_of(results), chosen_of(results)
+    print("\n".join([*tables, "", *chosen]))
+    write_whole(PAGE, TEXT.format(tables="\n".join(tables), chosen="\n".join(chosen)))
+    print("\n".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+def of_cell(cell: Cell | None) -> dict[str, Any]:
+    """What is kept of a method: the median step in ms, what a deciding one decided, and why a failed one failed."""
+    if cell is None or cell.step is None:
+        return {"step_ms": None, "decided": [], "failure": "nothing was measured" if cell is None else cell.failure}
+    return {
+        "step_ms": round(cell.step.median_us / 1e3, 1),
+        "decided": [(each.step, each.chosen) for each in cell.decided],
+        "failure": cell.failure,
+    }
+
+
+def tables_of(results: list[dict[str, Any]]) -> list[str]:
+    """A table for each rate and number of nodes: the median steps by delay."""
+    lines: list[str] = []
+    for mbps, nodes in sorted({(each["mbps"], each["nodes"]) for each in results}):
+        rows = []
+        for result in results:
+            if (result["mbps"], result["nodes"]) == (mbps, nodes):
+                rows.append([f"{result['delay_ms']} ms", *(_ms(result, name) for name in METHODS), _ratio(hiding(result))])
+        lines += ["", f"{SITES} sites, {nodes} machines, {mbps} Mb/s:", "", *table(("delay", *METHODS, "hiding"), rows, left=1)]
+    return lines
+
+
+def hiding(result: Mapping[str, Any]) -> float | None:
+    """How many times shorter the best schedule that hides exchanges makes a step of 4 bits."""
+    times = [result["methods"][name]["step_ms"] for name in (BASE, *HIDING)]
+    return None if None in times else times[0] / min(times[1:])
+
+
+def chosen_of(results: list[dict[str, Any]]) -> list[str]:
+    """A table of what auto decided last, and after how many steps."""
+    rows = []
+    for result in results:
+        for name, found in result["methods"].items():
+            if found["decided"]:
+                step, chosen = found["decided"][-1]
+                rows.append((result["nodes"], f"{result['mbps']} Mb/s", f"{result['delay_ms']} ms", name, chosen, step))
+    return table(("machines", "rate", "delay", "", "chosen", "after steps"), rows, left=5)
+
+
+def _ms(result: Mapping[str, Any], name: str) -> str:
+    found = result["methods"][name]["step_ms"]
+    return "failed" if found is None else f"{found:,.0f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,33 @@
+"""The tables of steps over far links; nothing is measured."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks import far
+from gradwire.bench.names import UNLIMITED
+from gradwire.bench.runner import BenchRequest
+
+
+def result(delay: int, **times: float | None) -> dict[str, Any]:
+    methods = {name: {"step_ms": times.get(name, 400.0), "decided": [], "failure": None} for name in far.METHODS}
+    methods["auto"]["decided"] = [(40, "plan A"), (90, "plan B")]
+    return {"nodes": 8, "mbps": 100, "delay_ms": delay, "methods": methods}
+
+
+def test_a_row_for_each_delay_and_a_table_for_each_cluster() -> None:
+    near, long = result(0, DDP=3000.0), result(50, **{"4 bits, delayed": 250.0, "DDP": None})
+    assert far.hiding(near) == 1.0 and far.hiding(long) == pytest.approx(1.6)
+    lines = far.tables_of([near, long, result(50) | {"nodes": 2}])
+    assert sum("machines" in line for line in lines) == 2
+    assert any(line.startswith("| 50 ms | 400 | failed | 400 | 400 | 250 |") and line.endswith("| 1.60 |") for line in lines)
+    assert far.chosen_of([near])[2:] == ["| 8 | 100 Mb/s | 0 ms | auto | plan B | 90 |"]
+
+
+def test_what_was_not_measured_is_no_ratio() -> None:
+    assert far.of_cell(None)["step_ms"] is None
+    assert far.hiding(result(10, **{"4 bits": None})) is None
+
+
+def test_the_bench_takes_every_method() -> None:
+    BenchRequest([far.JOB], [UNLIMITED], list(far.METHODS.values()), device="sleeping", nodes=8, sites=far.SITES, wan="50ms")
