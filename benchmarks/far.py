@@ -39,8 +39,8 @@ METHODS = {
 BASE, HIDING = "4 bits", ("4 bits, pipelined", "4 bits, delayed")
 TEXT = """# Steps over far links
 
-How long a step takes between two sites, by their distance. The bench's transformer has 6.09 million parameters. With 4 bits 3.2 MB
-leave each site in a step. With DDP at least 24.4 MB do.
+How long a step takes between two sites, by their distance. The bench's transformer has 6.09 million parameters. With 4 bits
+3.2 MB leave each site in a step. With DDP at least 24.4 MB do.
 
 {tables}
 
@@ -48,7 +48,7 @@ leave each site in a step. With DDP at least 24.4 MB do.
 - A delay is a round trip. A rate is that of one site, in each direction, and its machines share it.
 - **4 bits** is `gw.QSGD(bits=4)` with the schedule [`backward`](schedules.md). **delayed** makes no corrections.
 - **hiding** says how many times shorter the better one of pipelined and delayed is than 4 bits alone.
-- **auto** may use `backward` and `pipelined`. With all schedules it may use local steps and `delayed` too, which learn
+- **auto** may use `backward` and `pipelined`. With all schedules it may use `delayed` too, which learns
   something else than DDP. What it chose:
 
 {chosen}
