@@ -94,7 +94,7 @@ def run(arguments: list[str]) -> int:
         for name, method in methods_of(options.every).items()
         if name == AUTO or any(word in name for word in options.only)
     }
-    left_out = {name: absent() for name, method in methods.items() if method.startswith(RIVAL_PREFIX) and absent()}
+    left_out = {name: absent(method) for name, method in methods.items() if method.startswith(RIVAL_PREFIX) and absent(method)}
     for name, why in left_out.items():
         print(f"{name} is left out: {why}", file=sys.stderr)
     failed: list[str] = []

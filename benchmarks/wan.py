@@ -4,8 +4,8 @@
 
 The emulated network between the sites has a round trip in ms, a rate of each site in Mb/s, and a part of lost packets in percent.
 All methods of a cell train for equal seconds, in turns, in one run. A cell's results go to benchmarks/results/wan/CELL.json after
-each turn; a cell whose run came to its end is not measured again, unless --again. The tables go to docs/sites_measured.md. Needs
-network namespaces and torchft.
+each turn. Of a cell whose run came to its end only methods without results are measured, unless --again. The tables go to
+docs/sites_measured.md. Needs network namespaces, torchft and Hivemind; what is not installed is left out and named.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaigns.rivals import ISLANDS_PREFIX, RIVAL_PREFIX, TORCHFT, absent
+from benchmarks.campaigns.rivals import HIVEMIND, ISLANDS_PREFIX, RIVAL_PREFIX, TORCHFT, absent
 from benchmarks.common import RESULTS, write
 from benchmarks.local import methods_of
 from benchmarks.markdown import table
@@ -35,6 +35,7 @@ RIVALS = {
     "DDP, fp16 hook": "ddp-fp16",
     "DDP, PowerSGD hook": "ddp-powersgd",
     "torchft's DiLoCo, float32": f"{RIVAL_PREFIX}{TORCHFT}@{EVERY}",
+    "Hivemind, mean of weights, float16": f"{RIVAL_PREFIX}{HIVEMIND}@{EVERY}",
     "SparseLoCo, as a plan": _LOCAL["SparseLoCo"],
 }
 """The methods of others. SparseLoCo is a plan of gradwire after its paper."""
@@ -60,7 +61,9 @@ The best other method is the one with the lowest loss at its end. "Times sooner"
 - **Emulated**, and measured by `python -m benchmarks wan`: 4 nodes share 2 processors. So computation is slower than on 4
   machines, and a method that sends less gains less than it would there.
 - A delay is a round trip. A rate is that of one site, in each direction.
-- Local steps, islands and DiLoCo exchange every {every} steps. torchft's quantised all-reduce needs a GPU, and was not measured.
+- Local steps, islands, DiLoCo and Hivemind exchange every {every} steps. torchft's quantised all-reduce needs a GPU, and was
+  not measured.
+- Methods take turns in one run. Hivemind had a run of its own in cells that had been measured before.
 - How to train between sites: [Train between two sites](how-to/sites.md).
 
 {tables}
@@ -80,20 +83,22 @@ def run(arguments: list[str]) -> int:
     if (problem := emulation_problem()) is not None:
         print(f"not measured: {problem}")
         return 1
-    if absent():
-        print(f"torchft's DiLoCo is left out: {absent()}", file=sys.stderr)
-    left_out = {name: absent() for name, method in METHODS.items() if method.startswith(RIVAL_PREFIX) and absent()}
+    left_out = {name: absent(method) for name, method in METHODS.items() if method.startswith(RIVAL_PREFIX) and absent(method)}
+    for name, why in left_out.items():
+        print(f"{name} is left out: {why}", file=sys.stderr)
     methods = {name: method for name, method in METHODS.items() if name not in left_out}
     failed: list[str] = []
     for job, loss, rate, delay in product(options.jobs, options.losses, options.rates, options.delays):
         about = {"job": job, "delay_ms": delay, "mbps": rate, "loss_percent": loss, "seconds": options.seconds}
         about |= {"left_out": left_out} if left_out else {}
         path = FOLDER / f"{job}-{delay}ms-{rate}mbit-{loss:g}.json"
-        if not options.again and is_whole(path):
+        before = json.loads(path.read_text()) if not options.again and is_whole(path) else {"methods": {}}
+        missing = {name: method for name, method in methods.items() if name not in before["methods"]}
+        if not missing:
             continue
         wan = f"{delay}ms rate {rate}mbit" + (f" loss {loss:g}%" if loss else "")
-        race = Race(methods, about, job, UNLIMITED, nodes=NODES, sites=SITES, wan=wan, race_s=options.seconds)
-        race.run(lambda result, path=path: write(path, result, quiet=True))
+        race = Race(missing, about, job, UNLIMITED, nodes=NODES, sites=SITES, wan=wan, race_s=options.seconds)
+        race.run(lambda result, path=path, before=before: write(path, merged(before, result), quiet=True))
         failed += [f"{path.stem}: {name} failed: {why}" for name, why in race.failed.items()]
     results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
     results.sort(key=lambda each: (each["job"] != "transformer", -each["mbps"], each["loss_percent"], each["delay_ms"]))
@@ -105,6 +110,11 @@ def run(arguments: list[str]) -> int:
     write_whole(DOCS / "sites_measured.md", PAGE.format(every=EVERY, summary="\n".join(summary), tables="\n".join(tables)))
     print("\n".join(failed), file=sys.stderr)
     return 1 if failed else 0
+
+
+def merged(before: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """The results of a cell, with those of methods that were measured before."""
+    return result | {"methods": {**before["methods"], **result["methods"]}}
 
 
 def best_of(result: Mapping[str, Any], names: Mapping[str, str]) -> str | None:

@@ -38,7 +38,7 @@ class TorchftDiLoCo(Method):
 
         self.every, rate, momentum = outer_of(name)
         self._steps = 0
-        rank, address = dist.get_rank(process_group), _own_address()
+        rank, address = dist.get_rank(process_group), own_address()
         self._lighthouse: Any = None
         url: list[Any] = [None]
         if rank == 0:
@@ -105,7 +105,7 @@ class TorchftDiLoCo(Method):
             self._lighthouse.shutdown()
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """Return the address at which other ranks reach this one."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
     addresses = psutil.net_if_addrs()[interface]

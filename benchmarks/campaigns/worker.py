@@ -7,10 +7,11 @@ import sys
 
 import torch.distributed as dist
 
+from benchmarks.campaigns.hivemind_mean import HivemindMean
 from benchmarks.campaigns.islands_method import IslandsMethod
 from benchmarks.campaigns.left_out import PartOfStep
 from benchmarks.campaigns.parts import WRONG_PREFIX
-from benchmarks.campaigns.rivals import ISLANDS_PREFIX, RIVAL_PREFIX
+from benchmarks.campaigns.rivals import HIVEMIND, ISLANDS_PREFIX, RIVAL_PREFIX
 from benchmarks.campaigns.torchft_diloco import TorchftDiLoCo
 from gradwire.bench import methods, worker
 from gradwire.bench.jobs import Job
@@ -23,7 +24,8 @@ def build(name: str, job: Job, seed: int, process_group: dist.ProcessGroup | Non
     if name.startswith(WRONG_PREFIX):
         return PartOfStep(job, seed, process_group, name)
     if name.startswith(RIVAL_PREFIX):
-        return TorchftDiLoCo(job, seed, process_group, name)
+        rival = HivemindMean if name.startswith(f"{RIVAL_PREFIX}{HIVEMIND}@") else TorchftDiLoCo
+        return rival(job, seed, process_group, name)
     if name.startswith(ISLANDS_PREFIX):
         return IslandsMethod(job, seed, process_group, name)
     return methods.build(name, job, seed, process_group)

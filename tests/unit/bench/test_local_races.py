@@ -98,7 +98,7 @@ def test_a_run_with_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(races, "run_bench", run_bench)
     monkeypatch.setattr(local, "emulation_problem", lambda: None)
-    monkeypatch.setattr(local, "absent", lambda: "torchft is not here")
+    monkeypatch.setattr(local, "absent", lambda _: "torchft is not here")
     page = tmp_path / "page.md"
     page.write_text(f"before\n{local.BEGIN}\nold\n{local.END}\nafter\n")
     monkeypatch.setattr(local, "PAGE", page)
@@ -135,12 +135,13 @@ def test_steps_beside_their_prediction() -> None:
 
 def test_rivals_are_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     request = RepositoryRequest(jobs=["mlp"], links=["unlimited"], methods=["ddp"])
-    monkeypatch.setattr(rivals, "absent", lambda: "")
+    monkeypatch.setattr(rivals, "absent", lambda _: "")
     request.check_method("rival:torchft-diloco@30")
-    for wrong in ("rival:torchft-diloco@0", "rival:torchft-diloco", "rival:other@30"):
+    request.check_method("rival:hivemind-mean@30")
+    for wrong in ("rival:hivemind-mean", "rival:torchft-diloco@0", "rival:torchft-diloco", "rival:other@30"):
         with pytest.raises(FormatError, match="there is no method"):
             request.check_method(wrong)
-    monkeypatch.setattr(rivals, "absent", lambda: "torchft is not installed. Put it ..")
+    monkeypatch.setattr(rivals, "absent", lambda _: "torchft is not installed. Put it ..")
     with pytest.raises(FormatError, match="cannot run: torchft is not installed"):
         request.check_method("rival:torchft-diloco@30")
 

@@ -40,6 +40,11 @@ def test_a_method_that_failed_sets_no_goal_and_is_named() -> None:
     assert wan.sooner(cell, "auto") is None and "| - | - |" in wan.summary_of([cell])[2]
 
 
+def test_methods_that_came_later_join_the_others() -> None:
+    cell = wan.merged(result(), result(methods={"Hivemind": course(2.9)}))
+    assert list(cell["methods"]) == [*result()["methods"], "Hivemind"]
+
+
 def test_the_picture_has_a_panel_for_each_cell(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     wan.draw(tmp_path / "wan.png", [result(), result(delay_ms=100)])
