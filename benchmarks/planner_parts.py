@@ -64,7 +64,7 @@ def cases(data: Path) -> Iterator[dict[str, Any]]:
         cluster = Cluster(nodes=8, ranks_per_node=8, intra=Link(5.0, intra), inter=Link(30.0, inter))
         began = time.process_time()
         specs = [codec.spec for codec in costs.codecs]
-        rules = changed_rules(profile, decode_calls=calls)
+        rules = changed_rules(profile, cluster, decode_calls=calls)
         made = make_plan(PlanningJob(profile, cluster, costs, specs, Limits(exempt_vectors=False), rules))
         cpu_ms = (time.process_time() - began) * 1e3
         prediction = made.plan.prediction

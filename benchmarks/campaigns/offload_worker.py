@@ -19,6 +19,7 @@ import gradwire as gw
 from benchmarks.sleeping_model import LayerTimes, SleepingModel
 from gradwire.bench.ranks import Ranks
 from gradwire.bench.sleeping import SleepingAccelerator
+from gradwire.core import LANES
 from gradwire.core.launch import codes_on_cpu
 from gradwire.core.plan import Plan
 from gradwire.exchange.host_codec import OFFLOAD_WORKERS
@@ -28,7 +29,6 @@ from gradwire.profiler.recorder import WARMUP_STEPS
 from gradwire.sim.rules import Rules
 from gradwire.sim.timeline import simulate
 from gradwire.transport.devices import OFFLOAD_LANES, stand_in
-from gradwire.transport.lanes import CPU_LANES
 
 TURN_STEPS, PROFILE_STEPS, SETTLING_STEPS = 5, 10, 3
 SPEC = gw.ErrorFeedback(gw.QSGD(bits=4))
@@ -42,7 +42,7 @@ DECODE = ((2**16, 450.0), (2**21, 1950.0), (2**23, 7500.0))
 """Decode times of the sleeping accelerator. They are longer than on the host, so that the host's work is done before
 the device wakes up, and short enough that not all codecs belong on CPUs."""
 DEVICES = {"gpu": ("gpu",), "cpu": ("cpu",), "both": ("gpu", "cpu")}
-RULES = Rules(device="gpu", lanes=CPU_LANES, offload_lanes=OFFLOAD_LANES, cpu_workers=OFFLOAD_WORKERS)
+RULES = Rules(device="gpu", lanes=LANES, offload_lanes=OFFLOAD_LANES, cpu_workers=OFFLOAD_WORKERS)
 """The rules of a rank with a stand-in for an accelerator."""
 
 

@@ -112,7 +112,7 @@ class Profiled(NamedTuple):
 
     def timeline(self, method: str, plan: Plan) -> Timeline:
         """Return the predicted step of a method that executes this plan."""
-        cluster, rules = self.cluster, rules_of("cpu")
+        cluster, rules = self.cluster, rules_of("cpu", self.cluster)
         if method == "ddp":
             cluster, rules = as_ddp(cluster, rules)
         return simulate(plan, self.profile, cluster, self.costs, rules)

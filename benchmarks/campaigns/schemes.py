@@ -143,7 +143,7 @@ def predicted_us(exchange: Exchange, cluster: Cluster, costs: Costs) -> float:
     bucket = exchange.plan.buckets[0]
     tensor = TensorProfile(name=bucket.tensors[0], shape=(exchange.nbytes // 4,), dtype="float32", backward_us=0.0)
     profile = Profile(model="one bucket", batch=1, device="cpu", tensors=(tensor,))
-    return Simulator(profile, cluster, costs, rules_of("cpu")).step_us(exchange.plan)
+    return Simulator(profile, cluster, costs, rules_of("cpu", cluster)).step_us(exchange.plan)
 
 
 def repeats_for(nbytes: Sequence[int]) -> tuple[int, ...]:

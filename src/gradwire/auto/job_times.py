@@ -35,7 +35,7 @@ class JobTimes(NamedTuple):
 
     def simulator(self) -> Simulator:
         """Return a simulator that predicts steps of this job under the rules of gradwire's engine."""
-        return Simulator(self.profile, self.cluster, self.costs, rules_of(device_of(self.profile)))
+        return Simulator(self.profile, self.cluster, self.costs, rules_of(device_of(self.profile), self.cluster))
 
 
 class JobTiming:

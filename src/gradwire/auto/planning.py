@@ -9,7 +9,7 @@ import msgspec
 
 from gradwire.auto.accuracy import policy_of, specs_under, steps_for_one
 from gradwire.auto.trial import Candidate
-from gradwire.core import FAR_US, Backward, Cluster, Costs, Identity, Plan, Profile, Schedule, Spec
+from gradwire.core import Backward, Cluster, Costs, Identity, Plan, Profile, Schedule, Spec
 from gradwire.errors import PlanError
 from gradwire.plan import FLAT, Policy, Uniform, launch_of
 from gradwire.planner import EVALUATIONS, PlanningJob, ddp_draft, joint
@@ -161,8 +161,7 @@ class _Plans:
 
     def of_sizes(self, policy: Policy) -> list[Policy]:
         """Return the policy; over a far link also with few buckets, each of which is sent as a whole."""
-        link = self.job.cluster.inter if self.job.cluster.nodes > 1 else self.job.cluster.intra
-        if link.free_us < FAR_US:
+        if not self.job.cluster.is_far:
             return [policy]
         total = sum(info.numel for info in self.infos) * 4
         sizes = [-(-total // count) for count in _FAR_BUCKETS]

@@ -122,9 +122,9 @@ def simulate(
     from gradwire.sim import simulate as simulate_plan
 
     times = Profile.load(profile)
-    changed = changed_rules(times, **rules._asdict())
+    links = Cluster.load(cluster)
     codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
-    inputs = PlanInputs(times, Cluster.load(cluster), codecs, (), Limits(), changed)
+    inputs = PlanInputs(times, links, codecs, (), Limits(), changed_rules(times, links, **rules._asdict()))
     if points := points_of(inputs.cluster, sweep):
         refuse_with_sweep(trace=trace, slow_node=sweep.slow_node)
         simulate_sweep(Plan.load(plan), inputs, points, sweep.picture, json)
@@ -133,7 +133,7 @@ def simulate(
             raise FormatError(f"--trace {trace} needs one cluster, and --slow-node has several. Leave out one of them.")
         simulate_slow_node(Plan.load(plan), inputs, sweep.slow_node, json)
     else:
-        timeline = simulate_plan(Plan.load(plan), times, inputs.cluster, codecs, changed)
+        timeline = simulate_plan(Plan.load(plan), times, inputs.cluster, codecs, inputs.rules)
         if trace is not None:
             write_whole(trace, as_trace(timeline))
         typer.echo(timeline.to_json() if json else as_table(timeline), nl=False)
@@ -294,7 +294,7 @@ def plan_inputs(files: PlanFiles, given: GivenOptions, limits: LimitOptions, dec
     else:
         assert files.profile is not None
         times = Profile.load(files.profile)
-    return PlanInputs(times, links, codecs, specs, allowed, changed_rules(times, decode_calls=decode_calls))
+    return PlanInputs(times, links, codecs, specs, allowed, changed_rules(times, links, decode_calls=decode_calls))
 
 
 def plan_sweep(inputs: PlanInputs, points: "Sequence[Cluster]", methods: str | None, picture: Path | None, json: bool) -> None:

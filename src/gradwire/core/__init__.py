@@ -19,7 +19,7 @@ from gradwire.core.checks import (
     wholes,
     word,
 )
-from gradwire.core.cluster import FAR_US, Cluster, Link
+from gradwire.core.cluster import FAR_LANES, FAR_US, LANES, Cluster, Link
 from gradwire.core.collectives import (
     ALL_REDUCE,
     CODEC_TASKS,
@@ -106,8 +106,8 @@ from gradwire.core.sums import RING_SHARD_BYTES, columns_of, goes_around, primes
 from gradwire.core.tensors import Shaped, TensorInfo, fingerprint
 
 __all__ = [
-    "ALL_REDUCE", "CODEC_TASKS", "COLLECTIVES", "DGC", "DTYPE_BYTES", "FAR_US", "FIRST_K", "FP8", "LIBRARY", "LINKS",
-    "LINK_TASKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "RING_SHARD_BYTES", "ROUTINES", "SIGN_UNIT", "Backward",
+    "ALL_REDUCE", "CODEC_TASKS", "COLLECTIVES", "DGC", "DTYPE_BYTES", "FAR_LANES", "FAR_US", "FIRST_K", "FP8", "LANES",
+    "LIBRARY", "LINKS", "LINK_TASKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "RING_SHARD_BYTES", "ROUTINES", "SIGN_UNIT", "Backward",
     "BlockTopK", "Bucket", "Cast", "Cluster", "CodecCosts", "Collective", "Costs", "Delayed", "Document", "EFSignSGD",
     "ElementRun", "ElementWeights", "ErrorFeedback", "Identity", "Int8", "Latest", "Link", "LocalSteps", "Made", "MemoryRecord",
     "Natural", "Nesterov", "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "ProcessorNeed", "Profile",

@@ -11,6 +11,9 @@ from gradwire.errors import FormatError
 
 FAR_US = 2_000.0
 """The latency in microseconds from which a link may count as far: a message waits longer than it takes."""
+LANES, FAR_LANES = 2, 4
+"""How many pieces a rank exchanges at a time on CPUs. A lane blocks in its collectives: while one waits for the wire the other
+encodes. Over a far link most of the time is waiting, so more are under way."""
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -171,6 +174,15 @@ class Cluster(Document, frozen=True, kw_only=True):
                         f"{name}.{field} of {self.nodes} nodes is {show(rate)}, but this link is inside a node, where one rate "
                         f"counts in both directions and for all flows. Leave out {field}, and write the rate as {name}.gbps."
                     )
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the link on which ranks exchange is far.
+
+        >>> Cluster(nodes=2, ranks_per_node=1, intra=Link(5.0, 9.0), inter=Link(25_000.0, 0.1, message_us=40.0)).is_far
+        True
+        """
+        return (self.inter if self.nodes > 1 else self.intra).free_us >= FAR_US
 
     @property
     def ranks_per_processor(self) -> float:

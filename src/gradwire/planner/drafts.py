@@ -145,7 +145,7 @@ class PlanningJob:
                 "the cluster has 1 rank: one rank exchanges nothing, so there is nothing to plan. Give 2 ranks or more."
             )
         self.profile, self.cluster, self.limits = profile, cluster, limits or Limits()
-        self.rules = rules or rules_of(device_of(profile))
+        self.rules = rules or rules_of(device_of(profile), cluster)
         self.schedule = schedule_class(self.limits.schedule)()
         self.event_by_event = self.rules.lanes > 0 or self.schedule.gathers_in_forward
         """Whether steps are simulated event by event, which takes a hundred times as long as `line`."""

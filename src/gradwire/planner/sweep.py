@@ -214,7 +214,7 @@ def sweep_plan(
     for point in points:
         plan_us = ddp_us = profile.compute_us
         if point.world_size > 1:
-            of_ddp, ddp_rules = as_ddp(point, rules or rules_of(device_of(profile)))
+            of_ddp, ddp_rules = as_ddp(point, rules or rules_of(device_of(profile), point))
             job = PlanningJob(profile, of_ddp, Costs(codecs=()), rules=ddp_rules)
             found = job.step(ddp_draft(job))
             assert found is not None

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from gradwire.core import Cluster, Profile, whole, word
+from gradwire.core import FAR_LANES, LANES, Cluster, Profile, whole, word
 from gradwire.costs import DECODE_CALLS, ROUTINGS
 from gradwire.errors import PlanError
 
@@ -60,13 +60,15 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-def rules_of(device: str) -> Rules:
-    """The rules of gradwire's engine for gradients on this device: gpu or cpu.
+def rules_of(device: str, cluster: Cluster | None = None) -> Rules:
+    """The rules of gradwire's engine for gradients on this device, gpu or cpu. cluster: None has no far links.
 
     >>> rules_of("cpu").lanes, rules_of("gpu").lanes
     (2, 0)
     """
-    return Rules(device="cpu", lanes=2, routing="wires") if device == "cpu" else Rules(device=device)
+    if device != "cpu":
+        return Rules(device=device)
+    return Rules(device="cpu", lanes=LANES if cluster is None or not cluster.is_far else FAR_LANES, routing="wires")
 
 
 def device_of(profile: Profile) -> str:
@@ -105,14 +107,16 @@ def as_ddp(cluster: Cluster, rules: Rules) -> tuple[Cluster, Rules]:
     """The cluster and the rules by which DistributedDataParallel sums gradients: with its own all-reduce, if it was measured."""
     if cluster.ddp is None:
         return cluster, rules
-    return cluster.of_ddp, msgspec.structs.replace(rules, routing="direct")
+    # gloo has two threads, over far links too
+    return cluster.of_ddp, msgspec.structs.replace(rules, routing="direct", lanes=min(rules.lanes, LANES))
 
 
-def changed_rules(profile: Profile, *, device: str | None = None, **changes: Any) -> Rules:
-    """The engine's rules on a device (None: the profile's), with the values in `changes`.
+def changed_rules(profile: Profile, cluster: Cluster | None = None, *, device: str | None = None, **changes: Any) -> Rules:
+    """The engine's rules on a device (None: the profile's) of a cluster (None: without far links), with the values
+    in `changes`.
 
     Raises PlanError for an unknown value.
     """
     return msgspec.structs.replace(
-        rules_of(device or device_of(profile)), **{name: value for name, value in changes.items() if value is not None}
+        rules_of(device or device_of(profile), cluster), **{name: value for name, value in changes.items() if value is not None}
     )

@@ -183,7 +183,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, costs: Costs, rules
     """
     device = device_of(profile) if rules is None else rules.device
     plan.check_against(profile.tensor_infos(device))
-    simulator = Simulator(profile, cluster, costs, rules or rules_of(device))
+    simulator = Simulator(profile, cluster, costs, rules or rules_of(device, cluster))
     outcome = simulator.outcome(plan, record=True)
     return _Reader(simulator, plan, outcome).timeline()
 

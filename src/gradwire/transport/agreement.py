@@ -14,13 +14,14 @@ KERNELS = "bytes that kernels make of the same gradient"
 """The name of the fact in which ranks compare what their kernels encode."""
 
 
-def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -> None:
+def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...], number: float = 0.0) -> list[float]:
     """Raise DisagreementError on every rank unless all have the same facts. Facts are JSON, most telling first; collective.
 
-    A rank that could not prepare puts why under "error", so that nobody waits for it.
+    A rank that could not prepare puts why under "error", so that nobody waits for it. Returns the number of each rank, which may
+    differ.
     """
-    everybody = gather_bytes(link, json.dumps(facts).encode())
-    others = [json.loads(each) for each in everybody]
+    everybody = [json.loads(each) for each in gather_bytes(link, json.dumps([facts, number]).encode())]
+    others = [each for each, _ in everybody]
     failed = [(rank, other["error"]) for rank, other in zip(global_ranks, others, strict=True) if other.get("error")]
     if failed:
         raise DisagreementError(
@@ -31,6 +32,7 @@ def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...]) -
             if other.get(key) != value:
                 words = _told(key, global_ranks[0], value, rank, other.get(key))
                 raise DisagreementError(words).about([global_ranks[0], rank])
+    return [told for _, told in everybody]
 
 
 def _told(key: str, first_rank: int, first: Any, rank: int, other: Any) -> str:

@@ -146,6 +146,7 @@ class _MeetingOfThreads:
     key: JobKey
     nodes: list[str]
     gbps: list[float | None]
+    round_trip_us: float = 0.0
     encrypts = False
 
     @property

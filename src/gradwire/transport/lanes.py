@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from gradwire.core import FAR_LANES, FAR_US, LANES
 from gradwire.errors import CommunicationError, GradwireError, StepStateError
 from gradwire.transport.adapters import SLOW_GBPS
 from gradwire.transport.agreement import agree
@@ -44,9 +45,6 @@ from gradwire.transport.wires import make_wires, meshes_of
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-CPU_LANES = 2
-"""A lane on CPU, and a host-staged one, blocks in its collectives: while one waits for the wire the other encodes."""
 
 
 class Lane:
@@ -156,7 +154,7 @@ class Lanes:
         # a margin below the caller's timeout, so that the error is raised, with the ranks' names, within it
         self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
         # the lanes of a model on the CPU too, which saves round trips; those of a GPU are known when the model is
-        early = [] if torch.cuda.is_available() else [*map(str, range(CPU_LANES)), *meshes_of(CPU_LANES)]
+        early = [] if torch.cuda.is_available() else [*map(str, range(LANES)), *meshes_of(LANES)]
         with _begins(self.group):
             self.group = self.group.meet(self._timeout, [CONTROL, HEARTBEATS, *early])
         self.shared: LaneSet[Lanes] = LaneSet(self.group.met.name)
@@ -172,6 +170,8 @@ class Lanes:
         """How many of these, the last ones, take the buckets with codecs on CPUs."""
         self.staged = False
         """Whether gradients lie on a device and travel through the host's memory."""
+        self._is_far = False
+        """Whether some ranks are far apart: then more pieces are exchanged at a time."""
 
     @classmethod
     def of_handle(
@@ -253,30 +253,39 @@ class Lanes:
     def open(self, facts: Mapping[str, Any], device: torch.device | None) -> None:
         """Compare facts with all ranks, and connect the lanes that carry gradients of this device. Collective; a rank that
         failed has no device, and its facts say why. Raises DisagreementError on all ranks, CommunicationError."""
-        names: list[str] = []
+        round_trip_us = self.group.met.round_trip_us
         if device is not None and not self.data:
-            names = self._choose(device)
-            if problem := self.group.met.why_too_few(names):
+            self._choose(device)
+            self._is_far = round_trip_us >= 2 * FAR_US
+            if problem := self.group.met.why_too_few(self._meshes()):
                 facts = {**facts, "error": problem}
-        self._told_first(lambda link: agree(link, facts, self.group.global_ranks))
+        told = self._told_first(lambda link: agree(link, facts, self.group.global_ranks, round_trip_us))
         if device is not None and not self.data:
-            self._connect(names)
+            self._is_far = max(told) >= 2 * FAR_US
+            self._connect(self._meshes())
 
-    def _choose(self, device: torch.device) -> list[str]:
-        """Choose the lanes that carry gradients of this device. Returns the names of their meshes."""
+    def _choose(self, device: torch.device) -> None:
+        """Choose the kind of lanes that carry gradients of this device."""
         self.device, self.offload = device, offload_lanes(device)
         between = self._is_slow_between_nodes() or (self.group.met.encrypts and self.group.grid.nodes > 1)
         self.staged = self.group.stages(device) or (device.type == "cuda" and between)
-        names = self._lane_names() if self.staged or device.type == "cpu" else []
+
+    def _meshes(self) -> list[str]:
+        """The names of the meshes of the lanes that carry gradients."""
+        names = self._lane_names() if self.staged or self.device.type == "cpu" else []
         return names + ([] if self.group.met.why_no_wires() else meshes_of(self._wire_count()))
 
     def _lane_names(self) -> list[str]:
         """The names of the lanes that carry gradients."""
-        return [*map(str, range((CPU_LANES if self.staged or self.device.type == "cpu" else 1) + self.offload))]
+        return [*map(str, range((self._at_once if self.staged or self.device.type == "cpu" else 1) + self.offload))]
+
+    @property
+    def _at_once(self) -> int:
+        return FAR_LANES if self._is_far else LANES
 
     def _wire_count(self) -> int:
         """How many of these lanes have wires, where all ranks can run phases in C++."""
-        return CPU_LANES if self.group.has_wires and (self.staged or kind_of(self.device) == "cpu") else 0
+        return self._at_once if self.group.has_wires and (self.staged or kind_of(self.device) == "cpu") else 0
 
     def _connect(self, names: Sequence[str]) -> None:
         """Connect the lanes that were chosen. `names`: of their meshes."""
@@ -317,7 +326,8 @@ class Lanes:
         self.shared.thread, self.first_tag = None, self.shared.add(self)
         self.data, self._heartbeats = [], None
         try:
-            names = self._choose(self.device)
+            self._choose(self.device)
+            names = self._meshes()
             self.group = self.group.meet_apart(self.shared.name, self._timeout, [CONTROL, HEARTBEATS, *names])
             self.control = self._lane(CONTROL, torch.device("cpu"))
             self._connect(names)

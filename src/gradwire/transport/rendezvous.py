@@ -53,7 +53,7 @@ _RTT_AT = 68
 """The place of the round trip in Linux's `tcp_info`, in bytes."""
 _HELLO = struct.Struct("<I16s16s")
 """The rank that calls, the name of the mesh, and a nonce. A proof follows."""
-_FRAME = 8
+_FRAME = 9
 """The version of what ranks connect and what a message looks like: 2 has checksums, 3 heartbeats, 4 rings, 5 proofs, 6
 encryption, 7 few connections, 8 sites."""
 _PATIENCE_S, _PATIENCE_A_RANK_S = 30.0, 0.2
@@ -137,6 +137,8 @@ class Rendezvous:
         self._errors: dict[int, LinkError] = {}
         """Why a rank could not be reached."""
         self._is_closed = False
+        self.round_trip_us = 0.0
+        """The longest round trip of the connections so far."""
         self._nonce = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
         self._store, self._check = store, check
@@ -462,7 +464,7 @@ class Rendezvous:
     def _take(self, name: str, peer: int, connection: socket.socket, calls: bool) -> Generator[int, None, None]:
         """Take a connection to a rank into its mesh, and encrypt it if ranks want that. `calls`: whether this rank called."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        tune(connection)
+        self.round_trip_us = max(self.round_trip_us, tune(connection))
         if self._tls is None or name == HEARTBEATS:
             connection.setblocking(True)
             self._keep(name, peer, connection)
@@ -688,8 +690,8 @@ def _of(peer: int, cause: Exception) -> LinkError:
     return error
 
 
-def tune(connection: socket.socket) -> None:
-    """Set up a connection for exchanges, by the time of its round trip.
+def tune(connection: socket.socket) -> float:
+    """Set up a connection for exchanges, by the time of its round trip. Returns that time in microseconds; 0 if it is unknown.
 
     A short one, to a rank of the same site: windows bound what is on its way, and not BBR's estimate of the rate. In an exchange
     a rank sends to several ranks at once, and each connection has a part of the link for some milliseconds. BBR takes this part
@@ -707,6 +709,8 @@ def tune(connection: socket.socket) -> None:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
         elif connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"bbr":
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        return float(rtt_us)
+    return 0.0
 
 
 def _read(connection: Connected, count: int) -> Generator[int, None, bytes]:
