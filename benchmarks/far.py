@@ -32,7 +32,8 @@ METHODS = {
     "DDP": "ddp",
     "4 bits": "gradwire:qsgd4",
     "4 bits, pipelined": "gradwire:qsgd4@pipelined",
-    "4 bits, delayed": "gradwire:qsgd4@delayednone",
+    "4 bits, delayed": "gradwire:"
+    + json.dumps({"default": {"id": "qsgd", "bits": 4}, "schedule": {"kind": "delayed", "k": None, "local_lr": 0}}),
     "auto": "gradwire:auto",
     "auto, all schedules": "gradwire:auto@all",
 }
@@ -85,6 +86,7 @@ def run(arguments: list[str]) -> int:
             wan=f"{delay}ms rate {options.rate}mbit",
             steps=options.steps,
             warmup_steps=3,
+            turn_steps=options.steps,
             deciding_steps=MOST_DECIDING_STEPS,
             alone_steps=0,
         )

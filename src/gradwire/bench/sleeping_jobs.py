@@ -1,7 +1,7 @@
 """Jobs of the bench on a sleeping accelerator: their computation is a timed sleep, so that many nodes fit on few cores.
 
 Parameters, gradients, codecs, memory and sockets are real. Gradients become ready in the order and at the times of a device of
-`GFLOPS`. The optimizer sleeps too, so weights stay as they are, and the loss means nothing.
+`GFLOPS`. The optimizer sleeps too, so weights stay nearly as they are, and the loss means nothing.
 """
 
 import time
@@ -17,6 +17,7 @@ from gradwire.bench.sleeping import SleepingAccelerator
 GFLOPS = 50.0
 """The made-up speed of the device, in 1e9 operations a second. The transformer's step then takes about 0.2 s."""
 OPTIMIZER_US_PER_ELEMENT = 1e-4
+_RATE = 1e-6
 
 
 class SleepingJob(Job):
@@ -84,6 +85,8 @@ class _SleepingLayer(nn.Module):
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carried: Tensor, device: SleepingAccelerator, forward_us: float, *parameters: Tensor) -> Tensor:
+        for parameter in parameters:
+            parameter.detach()  # a use: values that are still to come are waited for
         ctx.save_for_backward(carried, *parameters)
         ctx.device, ctx.us = device, 2 * forward_us
         return device.compute(forward_us, carried.clone)
@@ -99,12 +102,15 @@ class _Sleep(torch.autograd.Function):
 
 
 class _SleepingOptimizer(torch.optim.SGD):
-    """Sleeps, and changes nothing."""
+    """Sleeps, and steps the first element of each parameter. An optimizer that moves nothing counts as one whose steps cannot be
+    made layer by layer."""
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        numel = sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
-        time.sleep(numel * OPTIMIZER_US_PER_ELEMENT / 1e6)
+        pairs = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, gradient in pairs:
+            parameter.view(-1)[:1].sub_(gradient.reshape(-1)[:1], alpha=_RATE)
+        time.sleep(sum(parameter.numel() for parameter, _ in pairs) * OPTIMIZER_US_PER_ELEMENT / 1e6)
 
 
 def _place(root: nn.Module, path: str, layer: nn.Module) -> None:
