@@ -26,7 +26,7 @@ from gradwire.core.files import write_whole
 
 FOLDER = RESULTS / "far"
 PAGE = Path(__file__).parents[1] / "docs" / "far_links.md"
-JOB, SITES, MOST_DECIDING_STEPS = "transformer", 2, 400
+JOB, SITES, MOST_DECIDING_STEPS = "transformer", 2, 40
 METHODS = {
     "no communication": "floor",
     "DDP": "ddp",
