@@ -49,8 +49,8 @@ How long a step takes between two sites, by their distance. The bench's transfor
 - A delay is a round trip. A rate is that of one site, in each direction, and its machines share it.
 - **4 bits** is `gw.QSGD(bits=4)` with the schedule [`backward`](schedules.md). **delayed** makes no corrections.
 - **hiding** says how many times shorter the better one of pipelined and delayed is than 4 bits alone.
-- **auto** may use `backward` and `pipelined`. With all schedules it may use `delayed` too, which learns
-  something else than DDP. What it chose:
+- **auto** uses `backward`, as by default. With all schedules it may use `pipelined` too. It cannot take `delayed` here, which
+  knows torch's optimizers alone. What it chose:
 
 {chosen}
 
