@@ -63,7 +63,8 @@ The best other method is the one with the lowest loss at its end. "Times sooner"
 - A delay is a round trip. A rate is that of one site, in each direction.
 - Local steps, islands, DiLoCo and Hivemind exchange every {every} steps. torchft's quantised all-reduce needs a GPU, and was
   not measured.
-- Methods take turns in one run. Hivemind had a run of its own in cells that had been measured before.
+- Methods take turns in one run. Hivemind came later, and auto was measured again after a change of its code: these two had a run
+  of their own.
 - How to train between sites: [Train between two sites](how-to/sites.md).
 
 {tables}
@@ -113,8 +114,9 @@ def run(arguments: list[str]) -> int:
 
 
 def merged(before: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """The results of a cell, with those of methods that were measured before."""
-    return result | {"methods": {**before["methods"], **result["methods"]}}
+    """The results of a cell, with those of methods that were measured before, in the order of the table."""
+    found = {**before["methods"], **result["methods"]}
+    return result | {"methods": {name: found[name] for name in sorted(found, key=[*METHODS].index)}}
 
 
 def best_of(result: Mapping[str, Any], names: Mapping[str, str]) -> str | None:

@@ -41,8 +41,10 @@ def test_a_method_that_failed_sets_no_goal_and_is_named() -> None:
 
 
 def test_methods_that_came_later_join_the_others() -> None:
-    cell = wan.merged(result(), result(methods={"Hivemind": course(2.9)}))
-    assert list(cell["methods"]) == [*result()["methods"], "Hivemind"]
+    later = "Hivemind, mean of weights, float16"
+    cell = wan.merged(result(), result(methods={later: course(2.9), "auto": course(2.8)}))
+    assert list(cell["methods"]) == ["DDP", "torchft's DiLoCo, float32", later, "auto", "islands, 4 bits"]
+    assert cell["methods"]["auto"] == course(2.8)
 
 
 def test_the_picture_has_a_panel_for_each_cell(tmp_path: Path) -> None:
