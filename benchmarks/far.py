@@ -74,7 +74,7 @@ def run(arguments: list[str]) -> int:
     failed: list[str] = []
     for delay in options.delays:
         path = FOLDER / f"{options.nodes}-{options.rate}-{delay}.json"
-        if path.exists() and not options.again:
+        if path.exists() and not options.again and is_whole(json.loads(path.read_text())):
             continue
         request = BenchRequest(
             jobs=[JOB],
@@ -104,10 +104,16 @@ def run(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
+def is_whole(result: Mapping[str, Any]) -> bool:
+    """Whether every method has a time."""
+    return all(result["methods"].get(name, {}).get("step_ms") is not None for name in METHODS)
+
+
 def of_cell(cell: Cell | None) -> dict[str, Any]:
     """What is kept of a method: the median step in ms, what a deciding one decided, and why a failed one failed."""
     if cell is None or cell.step is None:
-        return {"step_ms": None, "decided": [], "failure": "nothing was measured" if cell is None else cell.failure}
+        why = None if cell is None else cell.failure
+        return {"step_ms": None, "decided": [], "failure": why or "nothing was measured"}
     return {
         "step_ms": round(cell.step.median_us / 1e3, 1),
         "decided": [(each.step, each.chosen) for each in cell.decided],

@@ -3,15 +3,16 @@
     python -m benchmarks wan [--jobs transformer] [--delays 10 50 100] [--rates 100 20] [--losses 0 0.1] [--seconds 45]
 
 The emulated network between the sites has a round trip in ms, a rate of each site in Mb/s, and a part of lost packets in percent.
-All methods of a cell train for equal seconds, in turns, in one run. A cell's results go to benchmarks/results/wan/CELL.json after
-each turn. Of a cell whose run came to its end only methods without results are measured, unless --again. The tables go to
+All methods of a cell train for equal seconds, in turns. A cell's results go to benchmarks/results/wan/CELL.json after each turn.
+Methods that have results are not measured again, unless --again; `--only WORD ..` names those that are wanted. The tables go to
 docs/sites_measured.md. Needs network namespaces, torchft and Hivemind; what is not installed is left out and named.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from benchmarks.campaigns.rivals import HIVEMIND, ISLANDS_PREFIX, RIVAL_PREFIX, 
 from benchmarks.common import RESULTS, write
 from benchmarks.local import methods_of
 from benchmarks.markdown import table
-from benchmarks.race import Race, is_whole, reached
+from benchmarks.race import Race, reached
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.runner import emulation_problem
 from gradwire.core.files import write_whole
@@ -63,8 +64,7 @@ The best other method is the one with the lowest loss at its end. "Times sooner"
 - A delay is a round trip. A rate is that of one site, in each direction.
 - Local steps, islands, DiLoCo and Hivemind exchange every {every} steps. torchft's quantised all-reduce needs a GPU, and was
   not measured.
-- Methods take turns in one run. Hivemind came later, and auto was measured again after a change of its code: these two had a run
-  of their own.
+- Methods of one run take turns. Those that were measured later are named.
 - How to train between sites: [Train between two sites](how-to/sites.md).
 
 {tables}
@@ -79,6 +79,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--rates", nargs="+", type=int, default=[100, 20], help="of a site, in Mb/s")
     parser.add_argument("--losses", nargs="+", type=float, default=[0.0, 0.1], help="of packets, in percent")
     parser.add_argument("--seconds", type=float, default=45.0, help="of training, for each method")
+    parser.add_argument("--only", nargs="+", default=[""], help="words: methods with one of them in their names")
     parser.add_argument("--again", action="store_true", help="measure cells that have results, too")
     options = parser.parse_args(arguments)
     if (problem := emulation_problem()) is not None:
@@ -93,13 +94,14 @@ def run(arguments: list[str]) -> int:
         about = {"job": job, "delay_ms": delay, "mbps": rate, "loss_percent": loss, "seconds": options.seconds}
         about |= {"left_out": left_out} if left_out else {}
         path = FOLDER / f"{job}-{delay}ms-{rate}mbit-{loss:g}.json"
-        before = json.loads(path.read_text()) if not options.again and is_whole(path) else {"methods": {}}
-        missing = {name: method for name, method in methods.items() if name not in before["methods"]}
+        before = measured_before(path, options.seconds)
+        wanted = {name: method for name, method in methods.items() if any(word in name for word in options.only)}
+        missing = {name: method for name, method in wanted.items() if options.again or name not in before}
         if not missing:
             continue
         wan = f"{delay}ms rate {rate}mbit" + (f" loss {loss:g}%" if loss else "")
         race = Race(missing, about, job, UNLIMITED, nodes=NODES, sites=SITES, wan=wan, race_s=options.seconds)
-        race.run(lambda result, path=path, before=before: write(path, merged(before, result), quiet=True))
+        race.run(partial(_keep, path, before, missing))
         failed += [f"{path.stem}: {name} failed: {why}" for name, why in race.failed.items()]
     results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
     results.sort(key=lambda each: (each["job"] != "transformer", -each["mbps"], each["loss_percent"], each["delay_ms"]))
@@ -113,10 +115,25 @@ def run(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
-def merged(before: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+def _keep(path: Path, before: Mapping[str, Any], measured: Collection[str], result: dict[str, Any]) -> None:
+    write(path, merged(before, result, measured), quiet=True)
+
+
+def measured_before(path: Path, seconds: float) -> dict[str, Any]:
+    """The results of the methods that came to their end in this cell, by name; none if they trained for other seconds."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if before.get("seconds") != seconds:
+        return {}
+    left = {*before.get("failed", ()), *before.get("unfinished", ())}
+    return {name: found for name, found in before["methods"].items() if name not in left}
+
+
+def merged(before: Mapping[str, Any], result: dict[str, Any], measured: Collection[str]) -> dict[str, Any]:
     """The results of a cell, with those of methods that were measured before, in the order of the table."""
-    found = {**before["methods"], **result["methods"]}
-    return result | {"methods": {name: found[name] for name in sorted(found, key=[*METHODS].index)}}
+    later = {name: found | ({"later": True} if before else {}) for name, found in result["methods"].items()}
+    found = {**before, **later}
+    result = result | {"methods": {name: found[name] for name in sorted(found, key=[*METHODS].index)}}
+    return result | ({"unfinished": sorted(measured)} if "unfinished" in result else {})
 
 
 def best_of(result: Mapping[str, Any], names: Mapping[str, str]) -> str | None:
@@ -167,6 +184,8 @@ def table_of(result: Mapping[str, Any]) -> list[str]:
         name += " (failed)" if name in result.get("failed", {}) else ""
         rows.append((name, found["steps"], f"{found['step_ms']:.0f}", f"{last:.3f}", times))
     said = f"{result['seconds']:g} s of training for each method{', not to its end' if 'unfinished' in result else ''}."
+    later = [name for name, found in result["methods"].items() if "later" in found]
+    said += f" Measured later, in a run of their own: {', '.join(later)}." if later else ""
     return ["", f"## {where(result)}", "", said, "", *table(HEAD, rows, left=1)]
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from gradwire.testbed import EmulatedCluster
 from gradwire.testbed.network import INTERFACE, address_of
 
 PORT = 51820
+HAS_WIREGUARD = None not in map(shutil.which, ("wireguard-go", "wg")) and Path("/dev/net/tun").exists()
 GATEWAYS = (0, 2)
 """The nodes that can be reached from outside, one at each site."""
 
@@ -30,6 +32,14 @@ def inner(node: int) -> str:
 def interface(gateway: int) -> str:
     """The name of its WireGuard interface, which has a file outside the namespace."""
     return f"gw{os.getpid()}x{gateway}"
+
+
+@pytest.fixture
+def no_sockets() -> Iterator[None]:
+    """Removes the files by which wireguard-go is told what to do."""
+    yield
+    for gateway in GATEWAYS:
+        Path(f"/var/run/wireguard/{interface(gateway)}.sock").unlink(missing_ok=True)
 
 
 def connect_sites(cluster: EmulatedCluster, folder: Path) -> None:
@@ -75,8 +85,8 @@ print("weights", repr(float(total)), handle.stats().steps)
 
 @pytest.mark.slow
 @pytest.mark.network
-@pytest.mark.skipif(None in map(shutil.which, ("wireguard-go", "wg")), reason="wireguard-go and wg are not there")
-def test_four_nodes_train_through_one_port_of_each_site(clean: None, tmp_path: Path) -> None:
+@pytest.mark.skipif(not HAS_WIREGUARD, reason="wireguard-go, wg or /dev/net/tun is not there")
+def test_four_nodes_train_through_one_port_of_each_site(clean: None, no_sockets: None, tmp_path: Path) -> None:
     said: list[str] = []
     words = f'export MASTER_ADDR={inner(0)}; exec "$0" "$@"'
     with EmulatedCluster(4, sites=2, wan=f"20ms rate 100mbit port {PORT}") as cluster:
@@ -85,8 +95,6 @@ def test_four_nodes_train_through_one_port_of_each_site(clean: None, tmp_path: P
         code = cluster.run(command, on_line=lambda *line: said.append(line[2]), timeout=90.0)
         assert code == 0, "\n".join(said[-20:])
         assert cluster.wan_counts().blocked_frames < 100
-    for gateway in GATEWAYS:
-        Path(f"/var/run/wireguard/{interface(gateway)}.sock").unlink(missing_ok=True)
     weights = [line.split() for line in said if line.startswith("weights")]
     assert len(weights) == 4 and len({total for _, total, _ in weights}) == 1 and {steps for *_, steps in weights} == {"5"}
 

@@ -29,6 +29,7 @@ def test_what_is_written_is_read() -> None:
         ("", "without the round trip"), ("loss 1%", "without the round trip"), ("50", "'50' is no part"),
         ("50ms 2ms 1ms", "'1ms' is no part"), ("50ms loss 1", "no share"), ("50ms loss 100%", "no share"),
         ("50ms up", "not a link rate"), ("50ms rate fast", "not a link rate"),
+        ("50ms port 443 2ms", "'2ms' is no part"),
         ("50ms port", "'' is no port"), ("50ms port 70000", "'70000' is no port"), ("50ms port 0", "'0' is no port"),
     ],
 )  # fmt: skip

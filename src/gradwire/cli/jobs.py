@@ -175,7 +175,8 @@ def emulate(
     intra: Annotated[str | None, typer.Option(help="Rate inside a node, such as 10gbit. Default: no limit.")] = None,
     sites: Annotated[int, typer.Option(help="Sites with a network of their own between them; nodes are shared out.")] = 1,
     wan: Annotated[
-        str | None, typer.Option(help='Between sites: "50ms 2ms loss 0.1% up 20mbit down 100mbit". 50ms: the round trip.')
+        str | None,
+        typer.Option(help='Between sites: "50ms 2ms loss 0.1% up 20mbit down 100mbit port 443". First the round trip.'),
     ] = None,
 ) -> None:
     """Run any torchrun script on an emulated cluster: gradwire emulate --inter 500mbit -- train.py --epochs 1"""

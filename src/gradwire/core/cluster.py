@@ -182,7 +182,8 @@ class Cluster(Document, frozen=True, kw_only=True):
         >>> Cluster(nodes=2, ranks_per_node=1, intra=Link(5.0, 9.0), inter=Link(25_000.0, 0.1, message_us=40.0)).is_far
         True
         """
-        return (self.inter if self.nodes > 1 else self.intra).free_us >= FAR_US
+        link = self.inter if self.nodes > 1 else self.intra
+        return (link.alpha_us if link.message_us is None else link.free_us) >= FAR_US
 
     @property
     def ranks_per_processor(self) -> float:

@@ -89,7 +89,7 @@ def _connections(survey: Survey) -> Iterator[Finding]:
             "init_process_group('gloo') would fail the same way; the ranks did reach MASTER_ADDR.",
             "On every node, export GLOO_SOCKET_IFNAME=the interface that reaches the other nodes, and open all ports between "
             "the nodes in the firewall. If one port is all that can be open, make a private network through one port, such as "
-            "WireGuard, and name its interface.",
+            "WireGuard, and name the interface that reaches it.",
         )
     failed = [direction for direction in survey.directions if direction.problem is not None]
     if failed:

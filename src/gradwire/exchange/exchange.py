@@ -10,7 +10,7 @@ A step of an exchange:
    the next forward have some.
 4. `wait` waits for a tensor, a bucket, or the whole step. A failure of a lane reaches whoever waits.
 
-Pieces (chunks of buckets) go round the lanes. On CPU a lane blocks in its collectives, so two lanes keep the wire busy
+Pieces (chunks of buckets) go round the lanes. On CPU a lane blocks in its collectives, so several lanes keep the wire busy
 while one encodes. On CUDA nothing blocks, one lane submits everything, and the gather of a piece is put behind the
 reduce of the bucket's next, so that the codec of one runs while the other is on the wire.
 """

@@ -379,9 +379,9 @@ class PlanningJob:
 
     @cached_property
     def _ddp_simulator(self) -> Simulator:
-        if self.cluster.ddp is None:
-            return self.simulator
         cluster, rules = as_ddp(self.cluster, self.rules)
+        if (cluster, rules) == (self.cluster, self.rules):
+            return self.simulator
         return Simulator(self.profile, cluster, self.simulator.prices.costs, rules)
 
     def lower_bound_us(self) -> float:

@@ -17,7 +17,7 @@ from gradwire.errors import FormatError, PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import METHODS, make_plan
 from gradwire.planner.starts import ddp_draft
-from gradwire.sim import FS_PER_US, Rules, as_ddp, device_of, rules_of, simulate
+from gradwire.sim import FS_PER_US, Rules, as_ddp, device_of, on_cluster, rules_of, simulate
 
 MOST_VALUES = 64
 """Most values of one list. More values make no better picture, and each takes planning time."""
@@ -189,7 +189,7 @@ def sweep_methods(
             else:
                 allowed = limits or Limits()
                 allowed = allowed.in_backward() if method == "ddp" else allowed
-                job = PlanningJob(profile, point, costs, specs, allowed, rules)
+                job = PlanningJob(profile, point, costs, specs, allowed, None if rules is None else on_cluster(rules, point))
                 prediction = None if method == "bound" else make_plan(job, method).plan.prediction
                 if prediction is None:
                     step_us = job.lower_bound_us()
@@ -214,11 +214,12 @@ def sweep_plan(
     for point in points:
         plan_us = ddp_us = profile.compute_us
         if point.world_size > 1:
-            of_ddp, ddp_rules = as_ddp(point, rules or rules_of(device_of(profile), point))
+            there = rules_of(device_of(profile), point) if rules is None else on_cluster(rules, point)
+            of_ddp, ddp_rules = as_ddp(point, there)
             job = PlanningJob(profile, of_ddp, Costs(codecs=()), rules=ddp_rules)
             found = job.step(ddp_draft(job))
             assert found is not None
-            plan_us, ddp_us = simulate(plan, profile, point, costs, rules).step_us, found / FS_PER_US
+            plan_us, ddp_us = simulate(plan, profile, point, costs, there).step_us, found / FS_PER_US
         rows += [_row(profile, point, "ddp", ddp_us), _row(profile, point, "plan", plan_us)]
         seen(len(rows))
     return rows

@@ -54,7 +54,7 @@ SPIN_S = 0.03
 _SHARED_FROM = 1.15
 """Elapsed time over processor time from which ranks share processors. Below it is noise."""
 _THREADS = 3
-"""Threads of a rank that work in a step: the one that computes, and two lanes."""
+"""Threads of a rank that work in a step: the one that computes, and two lanes. Lanes over far links mostly wait."""
 _HASHED = bytes(2**17)
 """Bytes that a thread hashes without Python's lock."""
 _BURST = 8

@@ -71,6 +71,13 @@ def rules_of(device: str, cluster: Cluster | None = None) -> Rules:
     return Rules(device="cpu", lanes=LANES if cluster is None or not cluster.is_far else FAR_LANES, routing="wires")
 
 
+def on_cluster(rules: Rules, cluster: Cluster) -> Rules:
+    """The rules on another cluster: with its own number of lanes, if they have one of the engine's."""
+    if rules.lanes not in (LANES, FAR_LANES):
+        return rules
+    return msgspec.structs.replace(rules, lanes=rules_of("cpu", cluster).lanes)
+
+
 def device_of(profile: Profile) -> str:
     """cpu if the profile's device says so in words, as 'cpu' or 'CPU, 2 cores'; else gpu."""
     return "cpu" if "cpu" in profile.device.lower() else "gpu"
@@ -104,11 +111,10 @@ def placed(rules: Rules, profile: Profile, cluster: Cluster) -> tuple[str, int]:
 
 
 def as_ddp(cluster: Cluster, rules: Rules) -> tuple[Cluster, Rules]:
-    """The cluster and the rules by which DistributedDataParallel sums gradients: with its own all-reduce, if it was measured."""
-    if cluster.ddp is None:
-        return cluster, rules
-    # gloo has two threads, over far links too
-    return cluster.of_ddp, msgspec.structs.replace(rules, routing="direct", lanes=min(rules.lanes, LANES))
+    """The cluster and the rules by which DistributedDataParallel sums gradients: with its own all-reduce, if it was measured.
+    gloo has two threads, over far links too."""
+    rules = msgspec.structs.replace(rules, lanes=min(rules.lanes, LANES))
+    return (cluster, rules) if cluster.ddp is None else (cluster.of_ddp, msgspec.structs.replace(rules, routing="direct"))
 
 
 def changed_rules(profile: Profile, cluster: Cluster | None = None, *, device: str | None = None, **changes: Any) -> Rules:

@@ -76,10 +76,10 @@ def parse_wide_area(text: str) -> WideArea:
     """
     times: list[float] = []
     values: dict[str, float] = {}
-    port = None
+    port: int | None = None
     words = iter(text.lower().split())
     for word in words:
-        if (time_s := _seconds(word)) is not None and len(times) < 2 and not values:
+        if (time_s := _seconds(word)) is not None and len(times) < 2 and not values and port is None:
             times.append(time_s)
         elif word == "port":
             port = _port(next(words, ""), text)

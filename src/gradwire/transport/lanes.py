@@ -262,6 +262,9 @@ class Lanes:
         told = self._told_first(lambda link: agree(link, facts, self.group.global_ranks, round_trip_us))
         if device is not None and not self.data:
             self._is_far = max(told) >= 2 * FAR_US
+            if self._is_far and min(told) < 2 * FAR_US:  # some did not know how many connections they will have
+                problem = self.group.met.why_too_few(self._meshes())
+                self._told_first(lambda link: agree(link, {"error": problem} if problem else {}, self.group.global_ranks))
             self._connect(self._meshes())
 
     def _choose(self, device: torch.device) -> None:

@@ -131,8 +131,11 @@ class GroupMeeting(Protocol):
     name: str
     """A name that is equal on all ranks and unlike that of any other meeting."""
     key: JobKey
-    round_trip_us: float
-    """The longest round trip of this rank's connections so far, in microseconds."""
+
+    @property
+    def round_trip_us(self) -> float:
+        """The round trip with the farthest rank of those that this rank is connected with, in microseconds."""
+        ...
 
     @property
     def machines(self) -> list[str]:

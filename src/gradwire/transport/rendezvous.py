@@ -11,6 +11,7 @@ the higher one for a call.
 """
 
 import logging
+import math
 import os
 import secrets
 import selectors
@@ -55,7 +56,7 @@ _HELLO = struct.Struct("<I16s16s")
 """The rank that calls, the name of the mesh, and a nonce. A proof follows."""
 _FRAME = 9
 """The version of what ranks connect and what a message looks like: 2 has checksums, 3 heartbeats, 4 rings, 5 proofs, 6
-encryption, 7 few connections, 8 sites."""
+encryption, 7 few connections, 8 sites, 9 round trips."""
 _PATIENCE_S, _PATIENCE_A_RANK_S = 30.0, 0.2
 """For connections once all cards are there; less than half of the group's own timeout."""
 _HELLO_S, _HURRIED_HELLO_S = 5.0, 0.5
@@ -137,8 +138,8 @@ class Rendezvous:
         self._errors: dict[int, LinkError] = {}
         """Why a rank could not be reached."""
         self._is_closed = False
-        self.round_trip_us = 0.0
-        """The longest round trip of the connections so far."""
+        self._round_trips_us: dict[int, float] = {}
+        """The shortest round trip with each rank so far: a packet may wait behind others."""
         self._nonce = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
         self._store, self._check = store, check
@@ -171,6 +172,11 @@ class Rendezvous:
         """The name of each rank's node: its site, where there are several, or else its machine."""
         has_sites = len({card.site for card in self._cards}) > 1
         return [card.site for card in self._cards] if has_sites else self.machines
+
+    @property
+    def round_trip_us(self) -> float:
+        """The round trip with the farthest rank of those that this rank is connected with, in microseconds."""
+        return max(self._round_trips_us.values(), default=0.0)
 
     @property
     def gbps(self) -> list[float | None]:
@@ -464,7 +470,7 @@ class Rendezvous:
     def _take(self, name: str, peer: int, connection: socket.socket, calls: bool) -> Generator[int, None, None]:
         """Take a connection to a rank into its mesh, and encrypt it if ranks want that. `calls`: whether this rank called."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.round_trip_us = max(self.round_trip_us, tune(connection))
+        self._round_trips_us[peer] = min(tune(connection), self._round_trips_us.get(peer, math.inf))
         if self._tls is None or name == HEARTBEATS:
             connection.setblocking(True)
             self._keep(name, peer, connection)

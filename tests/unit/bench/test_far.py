@@ -25,7 +25,8 @@ def test_a_row_for_each_delay_and_a_table_for_each_cluster() -> None:
 
 
 def test_what_was_not_measured_is_no_ratio() -> None:
-    assert far.of_cell(None)["step_ms"] is None
+    assert far.of_cell(None) == {"step_ms": None, "decided": [], "failure": "nothing was measured"}
+    assert far.is_whole(result(0)) and not far.is_whole(result(0, DDP=None))
     assert far.hiding(result(10, **{"4 bits": None})) is None
 
 

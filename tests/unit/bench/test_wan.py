@@ -1,5 +1,6 @@
 """The tables of the league between two sites; nothing is measured."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,19 @@ def test_a_method_that_failed_sets_no_goal_and_is_named() -> None:
     assert wan.sooner(cell, "auto") is None and "| - | - |" in wan.summary_of([cell])[2]
 
 
-def test_methods_that_came_later_join_the_others() -> None:
+def test_methods_that_came_later_join_the_others(tmp_path: Path) -> None:
     later = "Hivemind, mean of weights, float16"
-    cell = wan.merged(result(), result(methods={later: course(2.9), "auto": course(2.8)}))
+    raced = {later: course(2.9), "auto": course(2.8)}
+    cell = wan.merged(result()["methods"], result(methods=raced, unfinished=True), raced)
     assert list(cell["methods"]) == ["DDP", "torchft's DiLoCo, float32", later, "auto", "islands, 4 bits"]
-    assert cell["methods"]["auto"] == course(2.8)
+    assert cell["methods"]["auto"] == course(2.8) | {"later": True}
+    assert f"in a run of their own: {later}, auto." in "\n".join(wan.table_of(cell))
+    path = tmp_path / "cell.json"
+    path.write_text(json.dumps(cell))
+    assert list(wan.measured_before(path, 10.0)) == ["DDP", "torchft's DiLoCo, float32", "islands, 4 bits"]
+    path.write_text(json.dumps(wan.merged({}, result(failed={"auto": "it broke"}), ())))
+    assert "auto" not in wan.measured_before(path, 10.0) and "DDP" in wan.measured_before(path, 10.0)
+    assert wan.measured_before(path, 45.0) == {} and wan.measured_before(tmp_path / "none.json", 10.0) == {}
 
 
 def test_the_picture_has_a_panel_for_each_cell(tmp_path: Path) -> None:
