@@ -66,6 +66,9 @@ class HivemindMean(Method):
         group = self._averager.step(timeout=_PATIENCE_S)
         if group is None or len(group) != self.world_size:
             raise StepStateError(f"Hivemind averaged {len(group or ())} of {self.world_size} ranks: its numbers mean nothing.")
+        self._take_means()
+
+    def _take_means(self) -> None:
         with self._averager.get_tensors() as means:
             for mean, parameter in zip(means, self.bare_model.parameters(), strict=True):
                 parameter.copy_(mean)
@@ -78,9 +81,7 @@ class HivemindMean(Method):
     @torch.no_grad()
     def held_out_loss(self, batches: Sequence[Batch]) -> float:
         own = [parameter.clone() for parameter in self.bare_model.parameters()]
-        with self._averager.get_tensors() as means:
-            for mean, parameter in zip(means, self.bare_model.parameters(), strict=True):
-                parameter.copy_(mean)
+        self._take_means()
         try:
             return super().held_out_loss(batches)
         finally:

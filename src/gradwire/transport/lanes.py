@@ -46,6 +46,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+_FAR_ROUND_TRIP_US = 2 * FAR_US
+
 
 class Lane:
     """Runs jobs one after another on its own thread, until `stop` or the exit of the interpreter."""
@@ -256,13 +258,13 @@ class Lanes:
         round_trip_us = self.group.met.round_trip_us
         if device is not None and not self.data:
             self._choose(device)
-            self._is_far = round_trip_us >= 2 * FAR_US
+            self._is_far = round_trip_us >= _FAR_ROUND_TRIP_US
             if problem := self.group.met.why_too_few(self._meshes()):
                 facts = {**facts, "error": problem}
         told = self._told_first(lambda link: agree(link, facts, self.group.global_ranks, round_trip_us))
         if device is not None and not self.data:
-            self._is_far = max(told) >= 2 * FAR_US
-            if self._is_far and min(told) < 2 * FAR_US:  # some did not know how many connections they will have
+            self._is_far = max(told) >= _FAR_ROUND_TRIP_US
+            if self._is_far and min(told) < _FAR_ROUND_TRIP_US:  # some did not know how many connections they will have
                 problem = self.group.met.why_too_few(self._meshes())
                 self._told_first(lambda link: agree(link, {"error": problem} if problem else {}, self.group.global_ranks))
             self._connect(self._meshes())
