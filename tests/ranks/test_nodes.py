@@ -13,6 +13,7 @@ from threads import Threads, here
 from worlds import Given, digest
 
 import gradwire as gw
+from gradwire.auto.trial import MOST_STEPS
 from gradwire.transport import lanes
 
 
@@ -82,6 +83,23 @@ def test_uneven_nodes_run_flat_and_one_rank_says_so(threads: Threads) -> None:
     assert len(said) == 1 and said[0].startswith("nodes have 1 to 3 ranks") and not any(told for _, told in others)
 
 
+def decided(names: str) -> tuple[bool, str]:
+    """Whether auto decided, where this rank says that it is on the node of its letter; and a digest of the weights."""
+    with here.on_node(names[here.rank]):
+        model = Given([300, 7])
+        handle = gw.parallelize(model, process_group=here.group)
+        step_on(model, range(MOST_STEPS + 1))
+        found = handle.decision is not None, digest(model.parameters())
+        handle.detach()
+    return found
+
+
+def test_auto_decides_on_uneven_nodes(threads: Threads) -> None:
+    """Links inside and between nodes cannot be measured apart, and plans are flat."""
+    first, *others = threads.run(3, decided, "aab")
+    assert first[0] and others == [first] * 2
+
+
 def resumed() -> tuple[list[str], bool, bool]:
     """What of another plan a state still has to send, and whether a run that takes it up ends as the first one: its weights
     and its state."""
@@ -102,7 +120,7 @@ def resumed() -> tuple[list[str], bool, bool]:
     return [key for key in state if "/left/" in key], weights == others, alike
 
 
-def step_on(model: Shuffled, steps: range) -> None:
+def step_on(model: Given, steps: range) -> None:
     for step in steps:
         model.zero_grad()
         model(model.random_gradients(here.rank, step)).backward()

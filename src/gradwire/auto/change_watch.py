@@ -116,7 +116,8 @@ class ChangeWatch:
         now = cluster_of(live, seconds_for(step_us))
         self.measured_step = live.step
         self._spent_us += 2e6 * seconds_for(step_us)
-        nbytes = live.bytes_between_nodes
+        each_sends = live.exchange(live.bytes_between_nodes)()  # on a ring and in a tree ranks send differently
+        nbytes = [max(column) for column in zip(*each_sends, strict=True)]
         then_us, now_us = (wire_us(each, live.plan, nbytes) for each in (before, now))
         factor = now_us / then_us if then_us > 0 else 1.0
         if max(factor, 1 / factor) < LINK_CHANGED or abs(now_us - then_us) < _LINK_PART * step_us:

@@ -176,7 +176,7 @@ def cluster_of(live: AllRanks, seconds: float) -> Cluster:
     return replace(cluster, processors=processors)
 
 
-def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[int]) -> float:
+def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[float]) -> float:
     """Return the time of a step's messages on the slowest node's link. nbytes: bytes sent to other nodes, by bucket."""
     total_us = 0.0
     for bucket, size in zip(plan.buckets, nbytes, strict=True):

@@ -96,11 +96,13 @@ def measure_links(
     seconds: float = SECONDS,
     process_group: dist.ProcessGroup | None = None,
 ) -> Times:
-    """Measure every kind of link in this cluster for about `seconds` each. Collective, on a lane.
+    """Measure every kind of link in this cluster for about `seconds` each. Collective, on a lane. Where nodes have different
+    numbers of ranks, plans are flat, and so every rank counts as a node.
 
     process_group: the group of DistributedDataParallel. Its all-reduce on CPUs is measured too if it is given.
     """
     times: Times = {}
+    grid = grid.for_plans
     if grid.ranks_per_node > 1:
         _measure_exchanges(times, "intra", link, grid.group("intra"), device, seconds)
     if grid.nodes > 1:
@@ -183,6 +185,7 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
     links: dict[str, ClusterLink] = {}
     fits: dict[str, Fit] = {}
     problems: list[str] = []
+    grid = grid.for_plans
     of_ranks = {"intra": _together(grid.ranks_per_node), "inter": _together(grid.nodes)}
     of_ranks |= {"allreduce": grid.world_size, "ddp": grid.world_size}
     for name, points in times.items():

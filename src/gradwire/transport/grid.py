@@ -57,9 +57,19 @@ class Grid:
         return sizes[0]
 
     @property
+    def for_plans(self) -> "Grid":
+        """The grid that plans and prices see: this one, or a node for each rank if nodes have different numbers of ranks.
+
+        >>> Grid.of(["a", "a", "b"], rank=1).for_plans.members
+        ((0,), (1,), (2,))
+        """
+        uneven = len({len(members) for members in self.members}) > 1
+        return Grid.even(self.world_size, 1, self.rank) if uneven else self
+
+    @property
     def ranks_per_node_if_even(self) -> int:
         """`ranks_per_node`; 1 if nodes have different numbers of ranks, since plans are flat then."""
-        return self.ranks_per_node if len({len(members) for members in self.members}) == 1 else 1
+        return self.for_plans.ranks_per_node
 
     def node_of(self, rank: int) -> int:
         """The number of a rank's node."""

@@ -75,7 +75,7 @@ class MadeUpLive:
         self.group = SimpleNamespace(rank=rank, world_size=2)
         self.session = SimpleNamespace(optimizers=[], parameters={})
         self.codec_problem, self.warms_up, self.queues = "", False, False
-        self.inputs, self.bytes_between_nodes = 64, [10**6 * job.long] * 4
+        self.inputs, self.bytes_between_nodes = 64, [(1 - rank) * 10**6 * job.long] * 4  # rank 1 sends inside its node alone
         self.exposed_us = self.link_us = 0.0
         self.began_s: float | None = None
 
