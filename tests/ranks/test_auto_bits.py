@@ -1,6 +1,7 @@
 """Bits by tensor that follow the gradients, on real ranks."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -254,6 +255,30 @@ def partly_used(frozen: bool, apart: bool) -> tuple[object, object, int]:
 @pytest.mark.parametrize(("frozen", "apart"), [(False, False), (True, False), (False, True)])
 def test_what_got_no_gradient_in_the_measured_step_keeps_its_bits(worlds: Worlds, frozen: bool, apart: bool) -> None:
     assert worlds.run(2, partly_used, frozen, apart) == [(gw.QSGD(bits=4), False, 3)] * 2
+
+
+def changed_meanwhile() -> tuple[int, list[int], bool]:
+    """While errors of eight steps are added up, a matrix gets another shape, and another one goes. What `handle.decisions` has
+    before and after the next measurement, and whether a state in between has nothing of the first one."""
+    model = Layers()
+    handle = gw.parallelize(model, plan=gw.AdaptiveBits(period=20, accumulate=8))
+    train(handle, model, range(14))
+    model.p0 = torch.nn.Parameter(torch.ones(7, 300))
+    del model.p1
+    model.random_gradients = partial(Given.random_gradients, model)  # type: ignore[method-assign]
+    handle.attach()
+    clean = not any("measuring" in key for key in handle.state_dict())
+    train(handle, model, range(14, 25))
+    before = len(handle.decisions)
+    train(handle, model, range(25, 42))
+    bits = [each.bits.get("p0", 0) for each in handle.decisions]
+    handle.detach()
+    return before, bits, clean
+
+
+def test_a_model_that_changes_during_a_measurement_is_measured_in_the_next_period(worlds: Worlds) -> None:
+    for before, bits, clean in worlds.run(2, changed_meanwhile):
+        assert before == 0 and len(bits) == 1 and bits[0] and clean
 
 
 def others_states() -> list[str]:

@@ -132,6 +132,34 @@ def test_residuals_of_gradients_and_of_weights_do_not_mix(worlds: Worlds) -> Non
         assert largest[5] > 0.0, "weights left nothing"
 
 
+def thawed() -> tuple[float, str]:
+    """The largest residual, and the schedule, after a parameter was thawed. Before, weights changed by a thousand gradients."""
+    torch.manual_seed(0)
+    model = Given(SIZES)
+    model.p1.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e3)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(TWO_BITS))
+    handle.session.change_to(handle.session.plan_of(gw.Uniform(TWO_BITS, schedule=gw.LocalSteps(every=2))))
+    for number in range(8):
+        if number == 6:
+            handle.flush()
+            model.p1.requires_grad_(True)
+        optimizer.zero_grad()
+        gradients = model.random_gradients(dist.get_rank(), number)
+        model([None if index == 1 and number < 6 else each for index, each in enumerate(gradients)]).backward()
+        optimizer.step()
+    kept = [value.abs().max().item() for key, value in handle.state_dict().items() if "/residual/" in key]
+    schedule = handle.plan.schedule.word
+    handle.detach()
+    return max(kept), schedule
+
+
+def test_residuals_of_weights_are_not_sent_as_gradients_where_a_parameter_is_thawed(worlds: Worlds) -> None:
+    for largest, schedule in worlds.run(2, thawed):
+        assert schedule == "backward"
+        assert 0.01 < largest < 20.0
+
+
 # ---- auto
 
 Times = Callable[[gw.Plan, int], tuple[float, float]]

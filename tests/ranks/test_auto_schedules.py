@@ -17,7 +17,7 @@ from gradwire.api.handle import Handle
 from gradwire.auto.changes import StepPace
 from gradwire.auto.decision import PlanDriver
 from gradwire.auto.driver import Auto
-from gradwire.auto.live import Live
+from gradwire.auto.live import Live, Stepped
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import TensorInfo
 from gradwire.engine.session import Session
@@ -389,6 +389,16 @@ def test_an_evaluation_is_not_taken_for_a_step_whatever_plan_it_meets() -> None:
         if number > 6 and number % 3:  # the first step of a turn is not counted
             wrong += abs(counted - (1.1 if plan else 0.9)) > 1e-6
     assert wrong == 0
+
+
+def test_steps_that_come_late_are_seen_by_a_later_decision() -> None:
+    """As where a GradScaler leaves out the first ones."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    watch = Stepped([optimizer])
+    assert watch.look() == "the script did not call step() of the optimizers that it passed"
+    optimizer.step()
+    assert watch.look() == "" and not optimizer._optimizer_step_pre_hooks
+    assert Stepped([]).look() == ""
 
 
 def detached_early() -> tuple[int, int]:

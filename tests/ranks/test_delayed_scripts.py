@@ -162,6 +162,26 @@ def penalty() -> list[str]:
     return [run.end()]
 
 
+def compared_often() -> list[str]:
+    """What is warned of in steps whose weights are compared each time."""
+    model = make_model()
+    optimizer = momentum(model.parameters())
+    plan = gw.Uniform(gw.QSGD(bits=4), schedule="delayed")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle = gw.parallelize(model, optimizer, plan=plan, drift_check_steps=1)
+        for number in range(6):
+            optimizer.zero_grad()
+            model(torch.full((2, 6), float(number + here.rank))).sum().backward()
+            optimizer.step()
+        handle.detach()
+    return [str(each.message) for each in caught]
+
+
+def test_weights_of_a_rank_alone_are_not_compared_with_others(worlds: Worlds) -> None:
+    assert worlds.run(2, compared_often) == [[], []]
+
+
 def test_a_penalty_is_of_the_weights_that_the_step_computes_on(threads: Threads) -> None:
     def with_penalty(model: nn.Module, step: int, rank: int) -> None:
         output = model(torch.randn(5, 6, generator=seeded(step, rank)))

@@ -148,6 +148,7 @@ def left_early(where: str, schedule: str) -> tuple[list[int], list[str], str, in
         except (MemoryError, gw.StepStateError) as error:
             told.append(str(error))
             handle.reset()
+            assert not handle.session._whereabouts.place.inside, "to other ranks it waits in the step that is void"
             continue
         optimizer.step()
         trained.append(number)

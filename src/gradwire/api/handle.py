@@ -14,7 +14,6 @@ from gradwire.engine import (
     Session,
     ShardsOptimizer,
     load_state,
-    reset,
     state_of,
 )
 from gradwire.errors import PayloadError, PlanError, StepStateError
@@ -186,8 +185,7 @@ class Handle:
                 handle.reset()
                 continue
         """
-        reset(self.session.reducer)
-        self.session.began_s = None
+        self.session.reset()
 
     @contextmanager
     def join(self) -> Iterator[None]:

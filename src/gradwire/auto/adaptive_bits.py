@@ -151,7 +151,7 @@ class AdaptiveBitsDriver(PlanDriver):
     def state(self, session: Session) -> dict[str, torch.Tensor]:
         """Return the measurement that is under way, and the times of the job."""
         pending = isinstance(session.schedule, EndsLater) and session.schedule.untold
-        errors, sums = self._errors.so_far(pending) if self._errors is not None else (None, {})
+        errors, sums = measuring.so_far(pending) if (measuring := self._under_way()) is not None else (None, {})
         times = self._timing.times if self._timing is not None else None
         if errors is None and times is None:
             return {}
@@ -193,12 +193,13 @@ class AdaptiveBitsDriver(PlanDriver):
     def finished(self, session: Session) -> None:
         """End a step: complete a measurement, or begin one that is due."""
         live = Live(session)
-        if self._timing is not None and self._errors is None:
+        measuring = self._under_way()
+        if self._timing is not None and measuring is None:
             self._timing.finished(live)
         elif self._timing is not None:
             self._timing.pause()  # measuring errors makes a step longer
-        if self._errors is not None and self._errors.step_ended():
-            self._choose(live, self._errors)
+        if measuring is not None and measuring.step_ended():
+            self._choose(live, measuring)
         self._measure_if_due(session)
 
     def _since_first(self, session: Session) -> int:
@@ -219,6 +220,12 @@ class AdaptiveBitsDriver(PlanDriver):
         ruled = {info.name for info in live.infos if self.adaptive.rules_match(info)}
         found = {name for bucket in live.plan.buckets for name in bucket.tensors if bucket.spec_of(name) in ways}
         return found - ruled
+
+    def _under_way(self) -> BitErrors | None:
+        """The measurement of errors. A change of the model ends it, until the next period."""
+        if self._errors is not None and self._errors.outdated:
+            self._stop()
+        return self._errors
 
     def _stop(self) -> None:
         if self._errors is not None:

@@ -51,6 +51,7 @@ class BitErrors(LanesObserver):
         self.us = 0.0
         # lanes keep a reference to this object and outlive the session
         self._adaptive, self._session = adaptive, weakref.proxy(session)
+        self._tensors = session.tensors
         self._left = adaptive.measured_steps
         """Number of steps that are still to be measured."""
         self._options = {n: bucket.option for bucket in session.plan.buckets for n in bucket.tensors if n in wanted}
@@ -64,6 +65,11 @@ class BitErrors(LanesObserver):
         self._means: dict[str, torch.Tensor] = {}
         """Means added up so far, by name."""
         session.lanes.observe(self)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the model changed since the measurement began: names may stand for other tensors, or for none."""
+        return self._session.tensors is not self._tensors
 
     def remove(self) -> None:
         self._session.lanes.observe(self, on=False)
@@ -92,7 +98,7 @@ class BitErrors(LanesObserver):
     @torch.no_grad()
     def sends(self, slot: Slot, values: torch.Tensor) -> None:
         name = slot.name
-        if name not in self._options:
+        if name not in self._options or self.outdated:
             return
         began = time.perf_counter()
         self._sent[name] += 1

@@ -307,10 +307,10 @@ class Auto(Driver):
         """Return the allowed kinds of schedule that the script cannot run, each with the reason of the first such rank."""
         own: dict[str, str] = {}
         if self._stepped is not None:
-            self._stepped.remove()
+            problem = self._stepped.look()
             local = [LocalSteps()] if "local" in self.schedules and self.accuracy != "exact" else []
             for schedule in [*schedules_of(self.accuracy, self.schedules, self._ranks), *local]:
-                own.setdefault(schedule.word, self._stepped.problem or live.why_not(schedule))
+                own.setdefault(schedule.word, problem or live.why_not(schedule))
         refused = [msgspec.json.decode(text, type=dict[str, str]) for text in live.from_all(msgspec.json.encode(own).decode())]
         return {kind: why for each in reversed(refused) for kind, why in each.items() if why}
 

@@ -305,31 +305,35 @@ class Live(AllRanks):
 
 
 class Stepped:
-    """Watches the steps of optimizers until `remove`. Some schedules call `step()`, and not every script allows it."""
+    """Watches the steps of optimizers until one was seen. Some schedules call `step()`, and not every script allows it."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._handles: list[Any] = []
-        self._seen = False
-        self.problem = ""
-        """The reason why gradwire cannot step the optimizers; '' if it can."""
+        self._problem: str | None = None
+        """None before a step was seen; '' if it was an ordinary one, or if there is no optimizer."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._handles.append(optimizer.register_step_pre_hook(ModelHook(self, Stepped._steps)))
             else:
-                self.problem = f"{type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be watched"
+                self._problem = f"{type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be watched"
+        if not self._handles and self._problem is None:
+            self._problem = ""
 
     def _steps(self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._seen = True
-        name = type(optimizer).__name__
+        name, self._problem = type(optimizer).__name__, self._problem or ""
         if any(argument is not None for argument in [*arguments[1:], *named.values()]):
-            self.problem = f"{name}.step is called with a closure, which runs backward inside the step"
+            self._problem = f"{name}.step is called with a closure, which runs backward inside the step"
         elif getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
-            self.problem = f"a GradScaler unscales gradients inside {name}.step"
+            self._problem = f"a GradScaler unscales gradients inside {name}.step"
+
+    def look(self) -> str:
+        """Return the reason why gradwire cannot step the optimizers; '' if it can. A step that was seen ends the watch."""
+        if self._problem is not None:
+            self.remove()
+        return "the script did not call step() of the optimizers that it passed" if self._problem is None else self._problem
 
     def remove(self) -> None:
         """Remove the hooks from the optimizers."""
         for handle in self._handles:
             handle.remove()
-        if self._handles and not self._seen and not self.problem:
-            self.problem = "the script did not call step() of the optimizers that it passed"
         self._handles = []

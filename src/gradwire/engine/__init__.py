@@ -1,7 +1,7 @@
 """The engine: executes plans for models and decides nothing."""
 
 from gradwire.engine.prepare import facts, prepare
-from gradwire.engine.reducer import Observer, Observers, reset
+from gradwire.engine.reducer import Observer, Observers
 from gradwire.engine.registry import REGISTRY, Keeps
 from gradwire.engine.saving import SET, load_state, state_of, state_of_decision
 from gradwire.engine.schedules.base import ClipsGradients, EndsLater, ShardsOptimizer
@@ -43,7 +43,6 @@ __all__ = [
     "leave_hooks_behind",
     "load_state",
     "prepare",
-    "reset",
     "state_of",
     "state_of_decision",
     "tensors_in",

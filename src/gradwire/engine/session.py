@@ -21,7 +21,7 @@ from gradwire.engine.buffers import ModelBuffers, shared_tensors
 from gradwire.engine.control import OwnSteps
 from gradwire.engine.crossing import CROSSING, Whereabouts
 from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
-from gradwire.engine.reducer import Observer, Observers, Reducer, announce_change, taken_in_backward
+from gradwire.engine.reducer import Observer, Observers, Reducer, announce_change, reset, taken_in_backward
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import CopiesWeights, Corrects, PutsOff, ShardsOptimizer, TrainingJob
 from gradwire.engine.schedules.factory import make_schedule, why_not, why_not_weighed
@@ -114,7 +114,7 @@ class ScriptWatch:
             return
         if torch._C._current_graph_task_id() != -1:
             raise taken_in_backward(reducer, name, type(optimizer).__name__)
-        if reducer.schedule.traits.trains_alone:
+        if not reducer.schedule.traits.sends_in_backward:  # the weights of ranks differ until an exchange, which compares them
             return
         if words := self._own_steps.step(reducer.parameters, reducer.names, reducer.step):
             warnings.warn(words, stacklevel=4)
@@ -397,6 +397,12 @@ class Session(Observer):
         self.exchange = exchange
         self.reducer.attach(exchange)
 
+    def reset(self) -> None:
+        """See `Handle.reset`."""
+        reset(self.reducer)
+        self._whereabouts.leave()
+        self.began_s = None
+
     def detach(self) -> None:
         """Leave the model as it was, and end the lanes."""
         self._script.stop()
@@ -444,14 +450,15 @@ class Session(Observer):
         if self.schedule.traits.keeps_parameters:
             self._buffers = ModelBuffers(model, self.device)
         else:
-            carried, before = self.exchange.residuals.carried(), self.parameters
+            carried, before, alone = self.exchange.residuals.carried(), self.parameters, self.schedule.traits.trains_alone
             handle = REGISTRY.forget(model, before.values())
             self._synchronise(model, prepared)
             REGISTRY.add(model, self.parameters.values(), handle)
             # a new head may have the name and the size of the old one: what was not sent of the old one is not the new one's
             kept = {name for name, each in self.parameters.items() if before.get(name) is each}
             carried = {key: value for key, value in carried.items() if key.split("/", 1)[1] in kept}
-            self.exchange.residuals.take_over(self.exchange.residuals.fitting(carried))
+            if self.schedule.traits.trains_alone == alone:  # changes of weights and gradients have other units
+                self.exchange.residuals.take_over(self.exchange.residuals.fitting(carried))
         self._broadcast(shared_tensors(model), "rank 0's parameters and buffers after a change")
 
     def _synchronise(self, model: torch.nn.Module, prepared: Prepared) -> None:
