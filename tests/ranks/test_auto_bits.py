@@ -277,8 +277,8 @@ def changed_meanwhile() -> tuple[int, list[int], bool]:
 
 
 def test_a_model_that_changes_during_a_measurement_is_measured_in_the_next_period(worlds: Worlds) -> None:
-    for before, bits, clean in worlds.run(2, changed_meanwhile):
-        assert before == 0 and len(bits) == 1 and bits[0] and clean
+    for before, chosen, clean in worlds.run(2, changed_meanwhile):
+        assert before == 0 and len(chosen) == 1 and chosen[0] and clean
 
 
 def others_states() -> list[str]:
