@@ -275,6 +275,19 @@ def test_a_link_that_fails_is_a_problem():
     assert found == "rank 0 to 1 failed (Timed out waiting 6000ms)"
 
 
+def test_ranks_that_send_far_without_bbr_are_named():
+    directions = [Direction(source=a, destination=1 - a, round_trip_us=50_000.0, gbps=0.1) for a in (0, 1)]
+    given = survey(2, directions=directions)
+    given.present[0] = facts(rank=0, long_control="bbr")
+    given.present[1] = facts(rank=1, long_control="cubic")
+    _, far = on_topic(survey_findings(given, 2, 60.0), "links")
+    assert far.severity == "note" and "50 ms" in far.found and "rank 1 would send with TCP's cubic" in far.found
+    assert "tcp_bbr" in far.cure
+    near = [msgspec.structs.replace(each, round_trip_us=100.0) for each in directions]
+    given.directions = near
+    assert len(on_topic(survey_findings(given, 2, 60.0), "links")) == 1
+
+
 def test_rates_in_words():
     assert [rate_text(gbps) for gbps in (0.0095, 0.4781, 12.34)] == ["9.5 Mb/s", "478 Mb/s", "12.3 Gb/s"]
 

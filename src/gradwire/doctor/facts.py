@@ -164,6 +164,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """A container's limit in cores; None without a limit."""
     threads: int = 1
     """Number of torch's compute threads."""
+    long_control: str = ""
+    """TCP's congestion control on long connections, such as bbr; '' if it is unknown."""
     gloo_timeout_s: float | None = None
     nccl_timeout_s: float | None = None
     interfaces: tuple[Interface, ...] = ()
@@ -212,6 +214,7 @@ def _with_torch(facts: Facts) -> Facts:
     from gradwire.core import QSGD
     from gradwire.kernels import cpu, kernels_for, reference
     from gradwire.profiler import measure_codecs
+    from gradwire.transport import long_control
 
     has_nccl = dist.is_nccl_available()
     nccl_timeout = getattr(constants, "default_pg_nccl_timeout", None) if has_nccl else None
@@ -224,6 +227,7 @@ def _with_torch(facts: Facts) -> Facts:
     return msgspec.structs.replace(
         facts,
         torch=str(torch.__version__),
+        long_control=long_control(),
         backends={
             "gloo": dist.is_gloo_available(),
             "nccl": has_nccl,

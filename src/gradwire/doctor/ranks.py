@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator, Mapping
 
-from gradwire.core import qsgd_bytes
+from gradwire.core import FAR_US, qsgd_bytes
 from gradwire.doctor.differences import differences, rank_list
 from gradwire.doctor.facts import Facts, is_loopback
 from gradwire.doctor.links import Direction, rate_text
@@ -24,6 +24,7 @@ def survey_findings(survey: Survey, world_size: int, timeout_s: float) -> list[F
         *_problems_elsewhere(survey.present),
         *_connections(survey),
         *_rates(survey, world_size),
+        *_far_links(survey),
     ]
 
 
@@ -139,6 +140,23 @@ def _rates(survey: Survey, world_size: int) -> Iterator[Finding]:
                 "The slowest link limits every exchange.",
                 "Check that node's adapter, cable, switch port and other traffic, and measure again.",
             )
+
+
+def _far_links(survey: Survey) -> Iterator[Finding]:
+    """Yield a note on ranks that send over far links without BBR."""
+    far = [each for each in survey.directions if (each.round_trip_us or 0.0) >= 2 * FAR_US and each.source in survey.present]
+    controls = {each.source: survey.present[each.source].long_control for each in far}
+    without = sorted(rank for rank, control in controls.items() if control not in ("", "bbr"))
+    if without:
+        yield note(
+            "links",
+            f"round trips of {max(each.round_trip_us or 0.0 for each in far) / 1e3:.0f} ms, on which "
+            f"{rank_list(without)} would send with TCP's {', '.join(sorted({controls[rank] for rank in without}))}",
+            "After a lost packet, and after the pause of a step, it takes several round trips to come to its full rate again. "
+            "BBR does not.",
+            "On each of these machines: sudo modprobe tcp_bbr, and sudo sysctl -w "
+            "net.ipv4.tcp_allowed_congestion_control='reno cubic bbr'. gradwire then takes BBR for far links by itself.",
+        )
 
 
 def _arrow(direction: Direction) -> str:

@@ -13,6 +13,7 @@ from gradwire.transport.merging import MergedValues, merge_over_ranks
 from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations
 from gradwire.transport.queued import COMPLETE, QueuedStep
+from gradwire.transport.rendezvous import long_control
 from gradwire.transport.rounds import AT_ONCE, merge_rounds
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark, Streams, streams_for
@@ -51,6 +52,7 @@ __all__ = [
     "device_name",
     "gather_bytes",
     "kind_of",
+    "long_control",
     "merge_over_ranks",
     "merge_rounds",
     "own_address",

@@ -50,6 +50,7 @@ _SHORT_US = 5_000
 """Microseconds of a round trip below which a connection is short: within a site."""
 _ON_ITS_WAY = 2**23
 """Bytes that may be on their way to one end of a long connection, where the system allows it: 1 Gb/s for 67 ms."""
+_BBR = "bbr"
 _RTT_AT = 68
 """The place of the round trip in Linux's `tcp_info`, in bytes."""
 _HELLO = struct.Struct("<I16s16s")
@@ -701,22 +702,41 @@ def tune(connection: socket.socket) -> float:
 
     A short one, to a rank of the same site: windows bound what is on its way, and not BBR's estimate of the rate. In an exchange
     a rank sends to several ranks at once, and each connection has a part of the link for some milliseconds. BBR takes this part
-    for the rate of the network, and paces what follows: four nodes then use 0.85 of a link, and 0.97 by windows. BBR, where it is
-    the system's choice, stays on long connections, on which it bears losses.
+    for the rate of the network, and paces what follows: four nodes then use 0.85 of a link, and 0.97 by windows.
 
     A long one: much may be on its way to this end. Linux widens the window by itself only for a reader that takes every packet
     as it comes, and lanes read a good part of a message at once. It makes room for what a reader says that it waits for, and
-    keeps that room.
+    keeps that room. BBR runs where the system allows it: others halve their window for a lost packet, and for each round trip of
+    a pause between two exchanges, and need several more to widen it again.
     """
     with suppress(OSError, AttributeError):  # not on every system
         (rtt_us,) = struct.unpack_from("<I", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), _RTT_AT)
         if rtt_us >= _SHORT_US:
             for waits_for in (_ON_ITS_WAY, 1):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
-        elif connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"bbr":
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+            _take(connection, _BBR)
+        elif _control_of(connection) == _BBR:
+            _take(connection, "reno")
         return float(rtt_us)
     return 0.0
+
+
+def long_control() -> str:
+    """The congestion control of long connections on this machine, such as bbr; '' if it is unknown."""
+    with suppress(OSError, AttributeError), socket.socket() as trial:  # not on every system
+        _take(trial, _BBR)
+        return _control_of(trial)
+    return ""
+
+
+def _control_of(connection: socket.socket) -> str:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
+def _take(connection: socket.socket, control: str) -> None:
+    """Choose this congestion control, if the system has and allows it."""
+    with suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
 
 
 def _read(connection: Connected, count: int) -> Generator[int, None, bytes]:

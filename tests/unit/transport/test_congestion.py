@@ -33,8 +33,10 @@ def test_a_short_connection_is_not_paced_by_bbr(connection: socket.socket) -> No
     assert _control(connection) == b"reno"
 
 
-def test_a_long_connection_keeps_bbr(connection: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_connection_takes_bbr(connection: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     _choose(connection, b"bbr")
+    _choose(connection, b"reno")
+    assert rendezvous.long_control() == "bbr"
     monkeypatch.setattr(rendezvous, "_SHORT_US", 0)
     rendezvous.tune(connection)
     assert _control(connection) == b"bbr"
@@ -50,7 +52,15 @@ def test_much_may_be_on_its_way_on_a_long_connection_alone(connection: socket.so
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
 
 
-def test_another_control_stays(connection: socket.socket) -> None:
+def test_another_control_stays_on_a_short_connection(connection: socket.socket) -> None:
     _choose(connection, b"reno")
     rendezvous.tune(connection)
+    assert _control(connection) == b"reno"
+
+
+def test_what_the_system_does_not_allow_changes_nothing(connection: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    _choose(connection, b"reno")
+    monkeypatch.setattr(rendezvous, "_SHORT_US", 0)
+    monkeypatch.setattr(rendezvous, "_BBR", "no such control")
+    assert rendezvous.tune(connection) > 0
     assert _control(connection) == b"reno"
