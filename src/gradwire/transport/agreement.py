@@ -58,11 +58,13 @@ def gather_bytes(link: Link, text: bytes) -> list[bytes]:
 def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piece_bytes: int = 32 * 2**20) -> None:
     """Give every rank the root's values of these tensors, in pieces of about `piece_bytes`. Any dtype and strides."""
     pending: list[torch.Tensor] = []
+    nbytes = 0
     for at, tensor in enumerate(tensors):
         pending.append(tensor)
-        if at + 1 == len(tensors) or sum(map(_nbytes, pending)) >= piece_bytes:
+        nbytes += _nbytes(tensor)
+        if at + 1 == len(tensors) or nbytes >= piece_bytes:
             _broadcast_together(link, pending, root)
-            pending = []
+            pending, nbytes = [], 0
 
 
 def _broadcast_together(link: Link, tensors: list[torch.Tensor], root: int) -> None:
