@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -77,10 +78,94 @@ def test_only_what_can_be_added_inside_nodes_is(
         assert all(("reducescatter:intra" in option) == hierarchical for option in options) and told == []
 
 
-def test_uneven_nodes_run_flat_and_one_rank_says_so(threads: Threads) -> None:
-    (first, said), *others = threads.run(4, options_of, gw.QSGD(bits=4), "backward", "aaab")
-    assert not any("reducescatter:intra" in option for option in first)
-    assert len(said) == 1 and said[0].startswith("nodes have 1 to 3 ranks") and not any(told for _, told in others)
+LEADERS = [
+    (gw.QSGD(bits=4), "backward"),
+    (gw.QSGD(bits=4), "pipelined"),
+    (gw.ErrorFeedback(gw.QSGD(bits=2)), "delayed"),
+    (gw.ErrorFeedback(gw.TopK(0.1)), "backward"),
+    (gw.Identity(), "pipelined"),
+]
+
+
+@pytest.mark.parametrize(("spec", "schedule"), LEADERS, ids=repr)
+@pytest.mark.parametrize("names", ["aaab", "abbca"])
+def test_of_uneven_nodes_one_rank_exchanges_and_one_says_so(threads: Threads, names: str, spec: gw.Spec, schedule: str) -> None:
+    (first, said), *others = threads.run(len(names), options_of, spec, schedule, names)
+    assert all(option[0] == "reduce:intra" and "broadcast:intra" in option for option in first)
+    assert len(said) == 1 and said[0].startswith(f"nodes have 1 to {3 if names == 'aaab' else 2} ranks")
+    assert not any(told for _, told in others)
+
+
+def test_what_needs_pairs_is_refused_on_uneven_nodes(threads: Threads) -> None:
+    for said in threads.run(3, refused, "aab"):
+        assert "nodes have 1 and 2 ranks" in said and "scheme='leaders'" in said
+
+
+def refused(names: str) -> str:
+    with here.on_node(names[here.rank]), pytest.raises(gw.PlanError) as caught:
+        gw.parallelize(Given([300]), plan=gw.Uniform(gw.QSGD(bits=4), scheme="hierarchical"), process_group=here.group)
+    return str(caught.value)
+
+
+def summed(names: str, spec: gw.Spec, scheme: str | None) -> tuple[list[torch.Tensor], int]:
+    """The gradients of one step, and the bytes that left this rank's node in three."""
+    with here.on_node(names[here.rank]):
+        model = Given([(300, 128), 7, (40, 128)], seed=0)
+        plan = gw.Uniform(spec, scheme=scheme, bucket_bytes=2**15)
+        handle = gw.parallelize(model, plan=plan, process_group=here.group)
+        for step in range(3):
+            model.zero_grad()
+            model(model.random_gradients(here.rank, step)).backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        sent = handle.stats().inter_bytes
+        handle.detach()
+    return found, sent
+
+
+@pytest.mark.parametrize("spec", [gw.Identity(), gw.QSGD(bits=8), gw.QSGD(bits=4)], ids=repr)
+def test_leaders_of_uneven_nodes_give_the_mean_of_all(threads: Threads, spec: gw.Spec) -> None:
+    """Each node of two, and of three, sends as much as one rank would."""
+    led, flat = (threads.run(5, summed, "aaabb", spec, scheme) for scheme in (None, "flat"))
+    true = list(Given([(300, 128), 7, (40, 128)], seed=0).mean_of(lambda rank: gradients_of(rank), 5))
+    for values, _ in led:
+        for value, first, mean in zip(values, led[0][0], true, strict=True):
+            error = (value.double() - mean).norm() / mean.norm()
+            assert torch.equal(value, first) and error < {0: 1e-6, 8: 0.02, 4: 0.3}[getattr(spec, "bits", 0)]
+    assert sum(sent for _, sent in led) < 0.55 * sum(sent for _, sent in flat)
+
+
+def gradients_of(rank: int) -> list[torch.Tensor]:
+    return Given([(300, 128), 7, (40, 128)], seed=0).random_gradients(rank, 2)
+
+
+def drained() -> list[torch.Tensor]:
+    """What arrived of the gradients of two steps, after many more without any."""
+    with here.on_node("aaabb"[here.rank]):
+        model = Given([(40, 64), (30, 64)], seed=0)
+        plan = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.1)), bucket_bytes=2**12)
+        handle = gw.parallelize(model, plan=plan, process_group=here.group)
+        arrived = [torch.zeros(parameter.shape, dtype=torch.float64) for parameter in model.parameters()]
+        for step in range(30):
+            model.zero_grad()
+            gradients = model.random_gradients(here.rank, step)
+            model([each * (step < 2) for each in gradients]).backward()
+            for total, parameter in zip(arrived, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                total += parameter.grad
+        handle.detach()
+    return arrived
+
+
+def mean_of(draw: Callable[..., list[torch.Tensor]], step: int) -> Iterator[torch.Tensor]:
+    return Given([]).mean_of(lambda rank: draw(rank, step), 5)
+
+
+def test_residuals_of_leaders_are_sent_in_the_end(threads: Threads) -> None:
+    for arrived in threads.run(5, drained):
+        draw = Given([(40, 64), (30, 64)], seed=0).random_gradients
+        means = [mean_of(draw, step) for step in range(2)]
+        for total, first, second in zip(arrived, *means, strict=True):
+            assert torch.allclose(total, first + second, atol=1e-5)
 
 
 def decided(names: str) -> tuple[bool, str]:
@@ -95,7 +180,7 @@ def decided(names: str) -> tuple[bool, str]:
 
 
 def test_auto_decides_on_uneven_nodes(threads: Threads) -> None:
-    """Links inside and between nodes cannot be measured apart, and plans are flat."""
+    """It measures both links, and prices plans in which one rank of a node exchanges."""
     first, *others = threads.run(3, decided, "aab")
     assert first[0] and others == [first] * 2
 

@@ -96,6 +96,6 @@ def _us_of(
             us.append(_NEVER_US)
             continue
         policy = Policy(default=spec, exempt_vectors=False, scheme=scheme)
-        plan = policy.plan([tensor], cluster.world_size, cluster.ranks_per_node)
+        plan = policy.plan([tensor], cluster.world_size, cluster.ranks_per_node_if_even)
         us.append(simulator.step_us(plan) * steps_for_one([spec]))
     return us

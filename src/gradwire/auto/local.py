@@ -41,7 +41,7 @@ def local_offer(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequenc
 def _priced(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec]) -> Iterator[Offer]:
     """Yield the plans that may be the fastest to a loss, each with its mean step time over a period."""
     infos = profile.tensor_infos("cpu" if profile.device == "cpu" else "gpu")
-    ranks, per_node = cluster.world_size, cluster.ranks_per_node
+    ranks, per_node = cluster.world_size, cluster.ranks_per_node_if_even
     simulator, best_us = Simulator(profile, cluster, costs), float("inf")
     for every, way, spec in product(EVERY, (averaged, streamed), specs_under(averaged(EVERY[0]), specs) or (Identity(),)):
         schedule = way(every)

@@ -144,8 +144,8 @@ class _Plans:
         self, profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec], schedules: Sequence[Schedule]
     ) -> None:
         device = "cpu" if profile.device == "cpu" else "gpu"
-        self.infos, self.ranks, self.per_node = profile.tensor_infos(device), cluster.world_size, cluster.ranks_per_node
-        self.shared = 1 < self.per_node < self.ranks
+        self.infos, self.ranks, self.per_node = profile.tensor_infos(device), cluster.world_size, cluster.ranks_per_node_if_even
+        self.shared = 1 < cluster.ranks_per_node < self.ranks
         """Whether there are several nodes with several ranks each."""
         self.job = PlanningJob(profile, cluster, costs, specs)
         self.plans: dict[str, Plan] = {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from gradwire.core import ROUTINES
+from gradwire.core import ROUTINES, pairs_ranks
 from gradwire.transport import Grid
 
 Cut = Callable[[int, int, int], Sequence[int]]
@@ -226,6 +226,8 @@ class _Course:
     def __init__(self, tasks: Sequence[str], grid: Grid, root: int) -> None:
         self._grid, self._root = grid, root
         flat = not any(task.endswith(":intra") for task in tasks)
+        if pairs_ranks(tasks):
+            _ = grid.ranks_per_node  # raises where some ranks have no partner on each node
         self._legs = [_steps(task) for task in tasks]
         self._tasks = [step for steps in self._legs for step in steps]
         links = {where for word, where in self._tasks if word in ROUTINES}

@@ -70,7 +70,7 @@ def stages_of(grid: Grid, bounds: Sequence[int], nearest_first: bool) -> list[St
     [Stage(group=(0, 1), place=1, edges=(0, 20, 40)), Stage(group=(1, 3), place=0, edges=(20, 30, 40))]
     """
     order, size = _order(grid, nearest_first), grid.world_size
-    inside = grid.ranks_per_node_if_even
+    inside = grid.ranks_per_node_if_even or 1
     product, steps = 1, []
     for factor in (*primes_of(inside), *primes_of(size // inside)):
         steps.append((factor, product))

@@ -33,6 +33,7 @@ from gradwire.core.collectives import (
     gathers_of,
     installed_collectives,
     is_link_word,
+    pairs_ranks,
     uncompressed,
 )
 from gradwire.core.costs import CodecCosts, Costs, Points
@@ -116,8 +117,8 @@ __all__ = [
     "codes_on_cpu", "collective", "collective_of", "columns_of", "convert", "entry_points", "example_specs",
     "fingerprint", "freeze", "freeze_pairs", "gathers_of", "goes_around", "in_base_3", "index_bytes", "index_low_bits",
     "innermost", "installed_collectives", "installed_specs", "is_link_word", "kept_of", "lanes_of_pieces", "launch_tasks",
-    "make_folder", "named", "native", "near", "number", "numbers", "only_version", "parse", "primes_of", "printable",
-    "processor_name", "qsgd_bytes", "read", "read_text", "register_spec", "schedule_class", "schedule_kinds",
+    "make_folder", "named", "native", "near", "number", "numbers", "only_version", "pairs_ranks", "parse", "primes_of",
+    "printable", "processor_name", "qsgd_bytes", "read", "read_text", "register_spec", "schedule_class", "schedule_kinds",
     "schedules", "show", "spec_from_dict", "spec_from_text", "specs", "tasks_by_lane", "text", "uncompressed", "under",
     "unique", "waited_ns", "whole", "wholes", "word", "write_whole",
 ]  # fmt: skip

@@ -85,7 +85,7 @@ _BETWEEN_NODES = ("up_gbps", "flow_gbps")
 
 
 class Cluster(Document, frozen=True, kw_only=True):
-    """Nodes of equal size with an `intra` link inside each, and an `inter` link of each to the others.
+    """Nodes with an `intra` link inside each, and an `inter` link of each to the others.
 
     >>> cluster = Cluster(nodes=2, ranks_per_node=4, intra=Link(5.0, 400.0), inter=Link(30.0, 25.0))
     >>> cluster.world_size
@@ -102,6 +102,7 @@ class Cluster(Document, frozen=True, kw_only=True):
         "staging_gbps",
         "slow_nodes",
         "slow_at",
+        "uneven",
         "made",
     )
 
@@ -132,6 +133,9 @@ class Cluster(Document, frozen=True, kw_only=True):
     slow_at: tuple[int, ...] = ()
     """The nodes of the links in `slow_nodes`, counted from 0. With it the planner gives nodes with slow uplinks smaller shards.
     Empty: unknown, and shards are equal."""
+    uneven: bool = False
+    """Whether nodes have different numbers of ranks. Then `ranks_per_node` is that of the largest, for which times are predicted,
+    and plans pair no ranks of different nodes."""
     made: Made | None = None
 
     def __post_init__(self) -> None:
@@ -146,6 +150,7 @@ class Cluster(Document, frozen=True, kw_only=True):
                 raise FormatError(f"{field} is {show(link)}: it must be a Link, or be left out.")
         numbers(self, "a time in microseconds", "launch_us")
         numbers(self, "a number of processors", "processors", positive=True)
+        flags(self, "uneven")
         numbers(self, "a rate in gigabits per second", "staging_gbps", positive=True)
         freeze(self, "slow_nodes")
         each("slow_nodes", self.slow_nodes, Link)
@@ -174,6 +179,11 @@ class Cluster(Document, frozen=True, kw_only=True):
                         f"{name}.{field} of {self.nodes} nodes is {show(rate)}, but this link is inside a node, where one rate "
                         f"counts in both directions and for all flows. Leave out {field}, and write the rate as {name}.gbps."
                     )
+
+    @property
+    def ranks_per_node_if_even(self) -> int | None:
+        """`ranks_per_node`; None if nodes have different numbers of ranks."""
+        return None if self.uneven else self.ranks_per_node
 
     @property
     def is_far(self) -> bool:

@@ -70,6 +70,8 @@ _PLAIN_FIRST = {
     if "first" in coded.payloads and "first" in plain.gradients and coded.gets == plain.gets
 }
 """For each first step of payloads, the first step of gradients with the same effect."""
+_ROOTED = ("reduce", "gather", "broadcast")
+"""Words of link tasks that go to one rank, or come from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,6 +322,17 @@ def words_on_links(option: Sequence[str]) -> tuple[str, ...]:
     """
     words = (task.partition(":")[0] for task in option)
     return tuple(word for word in words if word not in CODEC_TASKS)
+
+
+def pairs_ranks(option: Sequence[str]) -> bool:
+    """Whether several ranks of a node exchange with other nodes, each with its partner there. So nodes must have equally many.
+
+    >>> pairs_ranks(("reducescatter:intra", "allreduce:inter", "allgather:intra"))
+    True
+    >>> pairs_ranks(("reduce:intra", "allreduce:inter", "broadcast:intra")), pairs_ranks(("allreduce:inter",))
+    (False, False)
+    """
+    return any(task.endswith(":intra") and task.partition(":")[0] not in _ROOTED for task in option)
 
 
 def gathers_of(option: tuple[str, ...]) -> int:

@@ -27,7 +27,9 @@ class Prepared(NamedTuple):
     """The policy from which the plan was made, and will be made again."""
 
 
-def prepare(model: Any, plan: Any, ranks: int, ranks_per_node: int = 1, ours: Collection[torch.nn.Parameter] = ()) -> Prepared:
+def prepare(
+    model: Any, plan: Any, ranks: int, ranks_per_node: int | None = 1, ours: Collection[torch.nn.Parameter] = ()
+) -> Prepared:
     """Raises PlanError or StepStateError where model and plan cannot be run. `ours` may belong to a handle already."""
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model is a {type(model).__name__}: pass the torch.nn.Module whose gradients are synchronised.")

@@ -17,7 +17,9 @@ PlanLike: TypeAlias = Plan | Policy | Spec | str | os.PathLike[str] | Callable[[
 """A plan or its path, a policy, a spec for all tensors, or what makes a policy of the tensors and the number of ranks."""
 
 
-def plan_for(plan: PlanLike, tensors: Sequence[TensorInfo], ranks: int, ranks_per_node: int = 1) -> tuple[Plan, Policy | None]:
+def plan_for(
+    plan: PlanLike, tensors: Sequence[TensorInfo], ranks: int, ranks_per_node: int | None = 1
+) -> tuple[Plan, Policy | None]:
     """The plan, and the policy that it was made of. `tensors` in the order in which they become ready.
 
     Raises PlanError where it does not fit the tensors, and for what is no plan; FormatError for a wrong file.

@@ -73,7 +73,7 @@ class ModuleSpecs:
         """All parameters of each module as one tensor."""
         return [msgspec.structs.replace(info, name=info.name + WHOLE) for info in self.infos]
 
-    def plan_of_all(self, ranks: int, ranks_per_node: int) -> Plan:
+    def plan_of_all(self, ranks: int, ranks_per_node: int | None) -> Plan:
         """The plan of all modules' gradients with a bucket for each, in the order of backward: for records."""
         infos = self.wholes[::-1]
         policies = [policy_for(self._specs[info.name.removesuffix(WHOLE)], self._scheme) for info in infos]

@@ -50,7 +50,7 @@ from gradwire.core import (
     word,
 )
 from gradwire.errors import FormatError, PlanError
-from gradwire.plan.schemes import FLAT, HIERARCHICAL, between_nodes, carries, check_scheme, tasks_of
+from gradwire.plan.schemes import FLAT, HIERARCHICAL, LEADERS, between_nodes, carries, check_scheme, tasks_of
 
 if TYPE_CHECKING:
     SpecField: TypeAlias = Spec
@@ -174,11 +174,11 @@ class Policy(_Default, frozen=True, kw_only=True):
     scheme: str | None = None
     """The scheme of all buckets. "flat": all ranks exchange by the first of each spec's `schemes`. "hierarchical": gradients are
     added uncompressed inside each node, and nodes exchange the compressed sums by the first of each spec's `schemes`; specs that
-    cannot encode a sum travel flat. None: "hierarchical" if all nodes have the same number of ranks and more than one; "grid" for
-    more than 16 ranks otherwise, if all specs that encode travel by "alltoall"; else "flat". Other values: the name of a
-    collective (`gradwire options --collectives` lists them), the name of a system such as "CGX between nodes", or the tasks of an
-    option of docs/options.md with spaces between. Uncompressed buckets use the same
-    links."""
+    cannot encode a sum travel flat. "leaders": the same, and one rank of each node exchanges for the node, another one for each
+    bucket. None: "hierarchical" if all nodes have the same number of ranks and more than one; "leaders" if they have different
+    numbers; "grid" for more than 16 ranks otherwise, if all specs that encode travel by "alltoall"; else "flat". Other values:
+    the name of a collective (`gradwire options --collectives` lists them), the name of a system such as "CGX between nodes", or
+    the tasks of an option of docs/options.md with spaces between. Uncompressed buckets use the same links."""
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings the bucket to this number of bytes of gradient. Larger: fewer, later launches.
     None: 1 MiB for each rank, at least 2 MiB, since a rank sends a bucket as one message to each rank, and each message has a
@@ -212,8 +212,9 @@ class Policy(_Default, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         return f"Policy({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 
-    def plan(self, tensors: Sequence[TensorInfo], ranks: int = 2, ranks_per_node: int = 1) -> Plan:
-        """The plan for `ranks` ranks and for tensors in gradient-ready order, first ready first.
+    def plan(self, tensors: Sequence[TensorInfo], ranks: int = 2, ranks_per_node: int | None = 1) -> Plan:
+        """The plan for `ranks` ranks and for tensors in gradient-ready order, first ready first. ranks_per_node: None if nodes
+        have different numbers of ranks.
 
         A class is all tensors of one dtype, device and family of spec. Consecutive tensors of a class are fused. Vectors that are
         not compressed travel in the payloads of other tensors (docs/decisions/029-vectors-in-payloads.md).
@@ -235,13 +236,14 @@ class Policy(_Default, frozen=True, kw_only=True):
         launch = launch_of(buckets, schedule)
         return Plan(fingerprint=fingerprint(tensors), schedule=schedule, buckets=buckets, launch=launch)
 
-    def _filled_in(self, tensors: Sequence[TensorInfo], ranks: int, ranks_per_node: int) -> "Policy":
+    def _filled_in(self, tensors: Sequence[TensorInfo], ranks: int, ranks_per_node: int | None) -> "Policy":
         """The policy with values for None."""
         scheme, bucket_bytes, edge_bytes, chunk_bytes = self.scheme, self.bucket_bytes, self.edge_bytes, self.chunk_bytes
         on_gpu = tensors[0].device == "gpu"
         if scheme is None:
-            sharded = as_schedule(self.schedule).shards_optimizer  # there is one shard for each rank
-            scheme = HIERARCHICAL if 1 < ranks_per_node < ranks and not sharded else self._flat_scheme(ranks)
+            flat = as_schedule(self.schedule).shards_optimizer or ranks_per_node in (1, ranks)  # one shard for each rank
+            by_node = LEADERS if ranks_per_node is None else HIERARCHICAL
+            scheme = self._flat_scheme(ranks) if flat else by_node
         if chunk_bytes is None:
             chunk_bytes = _GPU_CHUNK_BYTES if on_gpu else _CHUNK_BYTES
         if bucket_bytes is None:
@@ -330,13 +332,13 @@ class Policy(_Default, frozen=True, kw_only=True):
     def _scheme(self, spec: Spec) -> str:
         divisible = as_schedule(self.schedule).gathers_in_forward and "alltoall" in spec.schemes
         own = "alltoall" if divisible else spec.schemes[0]
-        return own if self.scheme in (None, FLAT, HIERARCHICAL) else self.scheme
+        return own if self.scheme in (None, FLAT, HIERARCHICAL, LEADERS) else self.scheme
 
     def _option(self, device: str, spec: Spec) -> tuple[str, ...]:
         flat = tasks_of(self._scheme(spec), device, spec)
-        if self.scheme != HIERARCHICAL:
+        if self.scheme not in (HIERARCHICAL, LEADERS):
             return flat
-        nested = between_nodes(flat)
+        nested = between_nodes(flat, leaders=self.scheme == LEADERS)
         if not spec.encodes:
             return uncompressed(nested)
         return nested if carries(nested, spec, device) else flat

@@ -38,17 +38,25 @@ def _everywhere(name: str) -> tuple[tuple[str, ...], ...]:
     return tuple(COLLECTIVES[name].on(device) for device in DEVICES)
 
 
-def between_nodes(tasks: tuple[str, ...]) -> tuple[str, ...]:
+def between_nodes(tasks: tuple[str, ...], leaders: bool = False) -> tuple[str, ...]:
     """The option that runs these tasks between nodes, and sums uncompressed gradients inside each node.
+
+    leaders: whether one rank of each node does so for the node, and gives the payloads of the mean to the others.
 
     >>> between_nodes(("comp:cpu", "allgather:inter", "decomp:cpu"))
     ('reducescatter:intra', 'comp:cpu', 'allgather:inter', 'decomp:cpu', 'allgather:intra')
+    >>> between_nodes(("comp:cpu", "allgather:inter", "decomp:cpu"), leaders=True)
+    ('reduce:intra', 'comp:cpu', 'allgather:inter', 'broadcast:intra', 'decomp:cpu')
     """
-    return ("reducescatter:intra", *tasks, "allgather:intra")
+    if not leaders:
+        return ("reducescatter:intra", *tasks, "allgather:intra")
+    end = len(tasks) - tasks[-1].startswith("decomp:")
+    return ("reduce:intra", *tasks[:end], "broadcast:intra", *tasks[end:])
 
 
-FLAT, HIERARCHICAL = "flat", "hierarchical"
-"""Words for a policy's `scheme`: each spec travels by its own collective, between all ranks or only between nodes."""
+FLAT, HIERARCHICAL, LEADERS = "flat", "hierarchical", "leaders"
+"""Words for a policy's `scheme`: each spec travels by its own collective, between all ranks, or only between nodes. There all
+ranks of a node exchange a part each, or one rank exchanges for the whole node."""
 
 SYSTEMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "DDP": (ALL_REDUCE,),
@@ -136,8 +144,8 @@ def check_scheme(scheme: object) -> None:
             check_known(scheme.split())
         except PlanError as error:
             raise FormatError(f"scheme is {show(scheme)}: {error}") from None
-    elif scheme not in (FLAT, HIERARCHICAL, *_SYSTEMS) and (not isinstance(scheme, str) or collective(scheme) is None):
-        names = (FLAT, HIERARCHICAL, *installed_collectives(), *_SYSTEMS)
+    elif scheme not in (FLAT, HIERARCHICAL, LEADERS, *_SYSTEMS) and (not isinstance(scheme, str) or collective(scheme) is None):
+        names = (FLAT, HIERARCHICAL, LEADERS, *installed_collectives(), *_SYSTEMS)
         raise FormatError(
             f"scheme is {show(scheme)}: it must be one of {', '.join(names)}, or the tasks of an option with spaces between"
             f"{near(str(scheme), names)}.{entry_points.absent(entry_points.COLLECTIVES, scheme)}"

@@ -25,6 +25,7 @@ from gradwire.core import (
     TensorProfile,
     fingerprint,
     gathers_of,
+    pairs_ranks,
     schedule_class,
     word,
 )
@@ -453,10 +454,14 @@ def options_within(
         "max_encodes": max_encodes,
         "restrict": part,
     }
-    found = choose_options(**limits)
+
+    def choose(**other: Any) -> tuple[Option, ...]:
+        return tuple(each for each in choose_options(**limits | other) if not (cluster.uneven and pairs_ranks(each.tasks)))
 
     def count(**other: Any) -> int:
-        return sum(option.compresses for option in choose_options(**limits | other))
+        return sum(option.compresses for option in choose(**other))
+
+    found = choose()
 
     if not must_compress or any(option.compresses for option in found):
         return found

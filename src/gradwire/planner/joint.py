@@ -111,7 +111,7 @@ def fixed_starts(job: PlanningJob) -> Iterator[Draft]:
             yield fused(job, partial(close_before, limit=limit * 2**20), choice)
         if choice.spec not in by_policy:
             policy = Policy(default=choice.spec, exempt_vectors=job.limits.exempt_vectors)
-            buckets = policy.plan(infos, job.cluster.world_size, job.cluster.ranks_per_node).buckets
+            buckets = policy.plan(infos, job.cluster.world_size, job.cluster.ranks_per_node_if_even).buckets
             by_policy[choice.spec] = [tuple(place[name] for name in bucket.tensors) for bucket in buckets]
         parts = [Part(b, choice if job.may(b, choice) else job.plain[0]) for b in by_policy[choice.spec]]
         yield Draft(sorted_parts(parts))

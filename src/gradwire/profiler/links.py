@@ -96,17 +96,15 @@ def measure_links(
     seconds: float = SECONDS,
     process_group: dist.ProcessGroup | None = None,
 ) -> Times:
-    """Measure every kind of link in this cluster for about `seconds` each. Collective, on a lane. Where nodes have different
-    numbers of ranks, plans are flat, and so every rank counts as a node.
+    """Measure every kind of link in this cluster for about `seconds` each. Collective, on a lane.
 
     process_group: the group of DistributedDataParallel. Its all-reduce on CPUs is measured too if it is given.
     """
     times: Times = {}
-    grid = grid.for_plans
-    if grid.ranks_per_node > 1:
-        _measure_exchanges(times, "intra", link, grid.group("intra"), device, seconds)
+    if grid.most_ranks > 1:
+        _measure_exchanges(times, "intra", link, grid, device, seconds)
     if grid.nodes > 1:
-        _measure_exchanges(times, "inter", link, grid.group("inter"), device, seconds, grid.place_of(link.rank) == 0)
+        _measure_exchanges(times, "inter", link, grid, device, seconds, grid.place_of(link.rank) == 0)
     times["allreduce"], cpu_times, _ = _sweep(link, _AllReduces(link, grid, device), 1, device, seconds)
     if device.type != "cpu":
         return times
@@ -128,10 +126,10 @@ def _together(ranks: int) -> int:
 
 
 def _measure_exchanges(
-    times: Times, name: str, link: Link, group: Sequence[int], device: torch.device, seconds: float, takes_part: bool = True
+    times: Times, name: str, link: Link, grid: Grid, device: torch.device, seconds: float, takes_part: bool = True
 ) -> None:
     """`takes_part`: whether this rank sends. Between nodes one rank of each does: ranks of a node share the rate of one flow."""
-    ranks = _together(len(group))
+    group, ranks = grid.group(name), _together(max(map(len, grid.groups(name))))
     first = group.index(link.rank) // ranks * ranks
     exchanges = _Exchanges(link, group[first : first + ranks] if takes_part else (), device)
     times[name], cpu_times, times[f"{name} waits"] = _sweep(link, exchanges, ranks, device, seconds)
@@ -185,14 +183,14 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
     links: dict[str, ClusterLink] = {}
     fits: dict[str, Fit] = {}
     problems: list[str] = []
-    grid = grid.for_plans
-    of_ranks = {"intra": _together(grid.ranks_per_node), "inter": _together(grid.nodes)}
-    of_ranks |= {"allreduce": grid.world_size, "ddp": grid.world_size}
+    most = grid.most_ranks
+    of_ranks = {"intra": _together(most), "inter": _together(grid.nodes)}
+    of_ranks |= dict.fromkeys(("allreduce", "ddp"), grid.nodes * most)  # as prices count them
     for name, points in times.items():
         if name not in of_ranks:
             continue
         ranks, exchange = of_ranks[name], name in _EXCHANGES
-        word, per_node = ("alltoall", 1) if exchange else ("allreduce", grid.ranks_per_node)
+        word, per_node = ("alltoall", 1) if exchange else ("allreduce", most)
         routing = "wires" if "cpu" in times and name != "ddp" else "direct"
         message_us = _message_of(times, name if exchange else "inter" if grid.nodes > 1 else "intra")
         try:
@@ -225,7 +223,8 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
             links[name] = replace(links[name], cpu_us=cpu.alpha_us / messages, cpu_us_per_byte=cpu.us_per_byte / sent)
     cluster = Cluster(
         nodes=grid.nodes,
-        ranks_per_node=grid.ranks_per_node,
+        ranks_per_node=most,
+        uneven=grid.ranks_per_node_if_even is None,
         intra=links.get("intra") or links["inter"],
         inter=links.get("inter") or links["intra"],
         allreduce=links["allreduce"],

@@ -51,25 +51,25 @@ class Grid:
         sizes = sorted({len(members) for members in self.members})
         if len(sizes) > 1:
             raise PlanError(
-                f"nodes have {sizes[0]} and {sizes[-1]} ranks, but hierarchical options pair each rank with one on every node. "
-                "Start equally many ranks on every node, or choose an option whose tasks are all on the inter link."
+                f"nodes have {sizes[0]} and {sizes[-1]} ranks, but this option pairs each rank with one on every node. Start "
+                "equally many ranks on every node, or choose scheme='leaders', where one rank of each node exchanges."
             )
         return sizes[0]
 
     @property
-    def for_plans(self) -> "Grid":
-        """The grid that plans and prices see: this one, or a node for each rank if nodes have different numbers of ranks.
-
-        >>> Grid.of(["a", "a", "b"], rank=1).for_plans.members
-        ((0,), (1,), (2,))
-        """
-        uneven = len({len(members) for members in self.members}) > 1
-        return Grid.even(self.world_size, 1, self.rank) if uneven else self
+    def least_ranks(self) -> int:
+        """The number of ranks of the smallest node."""
+        return min(map(len, self.members))
 
     @property
-    def ranks_per_node_if_even(self) -> int:
-        """`ranks_per_node`; 1 if nodes have different numbers of ranks, since plans are flat then."""
-        return self.for_plans.ranks_per_node
+    def most_ranks(self) -> int:
+        """The number of ranks of the largest node."""
+        return max(map(len, self.members))
+
+    @property
+    def ranks_per_node_if_even(self) -> int | None:
+        """`ranks_per_node`; None if nodes have different numbers of ranks."""
+        return self.most_ranks if self.most_ranks == self.least_ranks else None
 
     def node_of(self, rank: int) -> int:
         """The number of a rank's node."""
@@ -80,22 +80,31 @@ class Grid:
         return self.members[self.node_of(rank)].index(rank)
 
     def groups(self, link: str) -> tuple[tuple[int, ...], ...]:
-        """The groups that exchange over a link: 'all' ranks, 'intra' those of a node, 'inter' those at one place of all nodes."""
+        """The groups that exchange over a link: 'all' ranks, 'intra' those of a node, 'inter' those at one place of all nodes. A
+        rank at a place that smaller nodes do not have is a group of its own.
+
+        >>> Grid.of(["a", "a", "b"], rank=1).groups("inter")
+        ((0, 2), (1,))
+        """
         if link == "all":
             return (tuple(range(self.world_size)),)
         if link == "intra":
             return self.members
-        return tuple(tuple(members[place] for members in self.members) for place in range(self.ranks_per_node))
+        least = self.least_ranks
+        pairs = tuple(tuple(members[place] for members in self.members) for place in range(least))
+        return (*pairs, *((rank,) for members in self.members for rank in members[least:]))
 
     def group(self, link: str) -> tuple[int, ...]:
         """The group of this rank among `groups`."""
         return next(group for group in self.groups(link) if self.rank in group)
 
     def root_of(self, group: tuple[int, ...], root: int) -> int:
-        """The root of a group: `root` itself, or the member at the same place or on the same node as `root`."""
-        if root in group:
+        """The root of a group: `root` itself, or the member at the same place or on the same node as `root`. If nodes have
+        different numbers of ranks, the place is one that all nodes have."""
+        place = self.place_of(root)
+        if root in group and place < self.least_ranks:
             return root
-        same_place = [rank for rank in group if self.place_of(rank) == self.place_of(root)]
+        same_place = [rank for rank in group if self.place_of(rank) == place % self.least_ranks]
         same_node = [rank for rank in group if self.node_of(rank) == self.node_of(root)]
         return (same_place or same_node)[0]
 

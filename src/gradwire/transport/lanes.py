@@ -681,12 +681,12 @@ def _all_have(group: Group, lanes: Lanes | None) -> bool:
 
 
 def _say_if_uneven(group: Group) -> None:
-    """One rank says why ranks that share a node exchange as if they did not."""
+    """One rank says why one rank of each node exchanges for the others."""
     sizes = sorted({len(members) for members in group.grid.members})
     if group.rank == 0 and len(sizes) > 1:
         log.warning(
-            "nodes have %d to %d ranks. Policies then treat all ranks as one group, which sends more bytes between nodes. Start "
-            "equally many ranks on every node, and at every site where sites have names.",
+            "nodes have %d to %d ranks. One rank of each node then adds up its gradients and exchanges the sums, another one for "
+            "each bucket. With equally many ranks on every node, and at every site where sites have names, all share this work.",
             sizes[0],
             sizes[-1],
         )

@@ -36,10 +36,17 @@ def test_bytes_by_link() -> None:
 
 def test_uneven_nodes_are_refused_only_where_it_matters() -> None:
     grid = Grid.of(["a", "a", "a", "b"], rank=0)
-    assert grid.ranks_per_node_if_even == 1 and Grid.even(2, 3, 0).ranks_per_node_if_even == 3
+    assert grid.ranks_per_node_if_even is None and Grid.even(2, 3, 0).ranks_per_node_if_even == 3
     assert grid.nodes == 2 and grid.group("all") == (0, 1, 2, 3) and grid.split([0, 1, 1, 5]) == (2, 5)
-    with pytest.raises(PlanError, match="nodes have 1 and 3 ranks"):
-        grid.group("inter")
+    with pytest.raises(PlanError, match=r"nodes have 1 and 3 ranks.*scheme='leaders'"):
+        _ = grid.ranks_per_node
+
+
+def test_roots_of_uneven_nodes_stand_at_a_place_that_all_have() -> None:
+    grid = Grid.of(["a", "a", "a", "b", "b"], rank=0)
+    assert grid.groups("inter") == ((0, 3), (1, 4), (2,))
+    for root, leaders in ((0, [0, 3]), (1, [1, 4]), (2, [0, 3]), (3, [0, 3]), (4, [1, 4])):
+        assert [grid.root_of(group, root) for group in grid.groups("intra")] == leaders
 
 
 def test_a_node_is_named_by_torchrun_or_by_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
