@@ -23,7 +23,7 @@ from gradwire.bench.recorded import method_folder, with_rivals
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.runner import BenchRequest, run_bench, run_profile
 from gradwire.bench.table import milliseconds
-from gradwire.core import Document, make_folder
+from gradwire.core import Document, check_writable, make_folder
 from gradwire.errors import GradwireError, TestbedError
 from gradwire.record import Run
 from gradwire.report.page import write_report
@@ -98,6 +98,10 @@ def run_demo(link: str, seconds: float, out: Path, problem: str | None, watch: V
     `gradwire.bench.runner.emulation_problem()`. With an emulated link, the profile for the page's prediction is written
     too. Raises `GradwireError` if one of the methods fails.
     """
+    make_folder(out)
+    for name in ("profile.json", "cluster.json", "costs.json"):  # of an earlier demo, maybe over another link
+        (out / name).unlink(missing_ok=True)
+    check_writable(out / "run.json")
     with tempfile.TemporaryDirectory(prefix="gradwire-demo-") as folder:
         request = BenchRequest(
             jobs=[JOB],
@@ -109,7 +113,6 @@ def run_demo(link: str, seconds: float, out: Path, problem: str | None, watch: V
             alone_steps=0,
             record=Path(folder),
         )
-        make_folder(out)
         run = run_bench(request, problem, watch)
         run.save(out / "bench.json")
         if run.failures:

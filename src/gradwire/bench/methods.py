@@ -146,7 +146,7 @@ class DDPFloat16(DDP):
 
     @property
     def bytes_planned(self) -> int:
-        halves = sum(2 * parameter.numel() for parameter in self.bare_model.parameters())
+        halves = sum(2 * parameter.numel() for parameter in _trained(self.bare_model))
         return allreduce_bytes(halves, self.world_size)
 
 
@@ -162,14 +162,14 @@ class DDPPowerSGD(DDP):
 
     @property
     def bytes_planned(self) -> int:
-        numel = 0
-        for parameter in self.bare_model.parameters():
+        nbytes = 0
+        for parameter in _trained(self.bare_model):
             rows = parameter.shape[0]
             columns = parameter.numel() // rows
             low_rank = (rows + columns) * min(rows, columns, POWERSGD_RANK)
             compressed = low_rank * self.state.min_compression_rate < parameter.numel()
-            numel += low_rank if compressed else parameter.numel()
-        return allreduce_bytes(4 * numel, self.world_size)
+            nbytes += (low_rank if compressed else parameter.numel()) * parameter.element_size()
+        return allreduce_bytes(nbytes, self.world_size)
 
     def check(self) -> None:
         buckets = len(self.state.error_dict)
@@ -196,7 +196,7 @@ class Gradwire(Method):
             momentum = 0.0  # momentum of the job's optimizer, if it has any: DGC applies the momentum instead
             for group in self.optimizer.param_groups:
                 momentum, group["momentum"] = group.get("momentum", 0.0), 0.0
-            arguments = {"plan": gw.Uniform(msgspec.structs.replace(plan.default, momentum=momentum))}
+            arguments["plan"] = msgspec.structs.replace(plan, default=msgspec.structs.replace(plan.default, momentum=momentum))
         arguments = {**arguments, "process_group": process_group, "drift_check_steps": drift_check_steps}
         self.handle = gw.parallelize(self.bare_model, self.optimizer, **arguments)
         self._recording = contextlib.ExitStack()
@@ -235,7 +235,11 @@ class Gradwire(Method):
 
 def gradient_bytes(model: nn.Module) -> int:
     """Return the bytes of all gradients of the model."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return sum(p.numel() * p.element_size() for p in _trained(model))
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def allreduce_bytes(size: int, world_size: int) -> int:

@@ -1,5 +1,6 @@
 """Adds the bench's times of all methods to the recorded run of each gradwire method."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -15,15 +16,22 @@ from gradwire.record import Rival, Run
 NAMES = {"ddp": "plain DDP", "ddp-2mb": "DDP, 2 MB buckets", "ddp-fp16": "DDP, fp16 hook", "ddp-powersgd": "DDP, PowerSGD hook"}
 FEWEST_STEPS = 4
 """Fewest steps of two methods that are compared."""
+_LONGEST_NAME = 100
 
 
 def method_folder(group: Path, method: str) -> Path:
-    """Return the folder of a method's recorded run, inside the folder of its cell group.
+    """Return the folder of a method's recorded run, inside the folder of its cell group. Where the name would be long, or may be
+    that of another method too, it ends with a hash.
 
     >>> method_folder(Path("runs"), "gradwire:ErrorFeedback(TopK(0.01))").name
     'gradwire-ErrorFeedback-TopK-0.01'
+    >>> method_folder(Path("runs"), "gradwire:plans/a.json").name
+    'gradwire-plans-a.json-daa70122'
     """
-    return group / re.sub(r"[^A-Za-z0-9._=]+", "-", method).strip("-.")
+    name = re.sub(r"[^A-Za-z0-9._=]+", "-", method).strip("-.")
+    if len(name) > _LONGEST_NAME or not re.fullmatch(r"[A-Za-z0-9._=:(), @-]*", method):
+        name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(method.encode()).hexdigest()[:8]}"
+    return group / name
 
 
 def complete_runs(group: Path, cells: Sequence[Cell], warmup_steps: int, turn_steps: int, made: Made) -> None:
@@ -44,18 +52,22 @@ def with_rivals(run: Run, own: Cell, all_methods: Mapping[str, Cell], warmup_ste
         for each in run.steps
         if each.step < len(ends)
     )
-    first = own.counted[0] or warmup_steps
+    first = _first_counted(own, warmup_steps)
     counted = own.step_us[first:]
+    times_of = {name: each.step_us[_first_counted(each, warmup_steps) :] for name, each in all_methods.items()}
     rivals = tuple(
-        _rival(name, all_methods[method], counted, warmup_steps, turn_steps)
+        _rival(name, all_methods[method], times_of[method], counted, turn_steps)
         for method, name in NAMES.items()
-        if method in all_methods and len(counted) >= FEWEST_STEPS
+        if len(counted) >= FEWEST_STEPS and times_of.get(method)
     )
     return replace(run, steps=steps, rivals=rivals, warmup_steps=first)
 
 
-def _rival(name: str, theirs: Cell, counted: Sequence[float], warmup_steps: int, turn_steps: int) -> Rival:
-    times = theirs.step_us[theirs.counted[0] or warmup_steps :]
+def _first_counted(cell: Cell, warmup_steps: int) -> int:
+    return warmup_steps if cell.counted == (0, 0) else cell.counted[0]
+
+
+def _rival(name: str, theirs: Cell, times: Sequence[float], counted: Sequence[float], turn_steps: int) -> Rival:
     # A/A: the method's odd turns over its even turns
     odd, even = ([us for at, us in enumerate(times) if at // turn_steps % 2 == half] for half in (1, 0))
     return Rival(

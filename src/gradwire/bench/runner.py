@@ -167,6 +167,11 @@ def _measurable(request: BenchRequest, problem: str | None) -> tuple[list[str], 
     """Return the links that can be measured on this machine, and notes for the reader of the results."""
     notes = []
     limited = [link for link in request.links if link != UNLIMITED]
+    if request.nodes == 1 and limited:
+        raise FormatError(
+            f"links has {', '.join(limited)}, and nodes is 1: one node has no link to others, so every rate would give the same "
+            f"times. Take 2 nodes or more, or --links {UNLIMITED}."
+        )
     if "floor" not in request.methods:
         notes.append("Without the method floor there is no compute time: exposed, ideal and attainable are left out.")
     if request.ranks_per_node > 1 and limited:

@@ -102,11 +102,10 @@ def bench(
     from gradwire.bench.progress import ProgressView
     from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
     from gradwire.bench.table import print_run
+    from gradwire.core import check_writable
 
-    if files.json is not None and not files.json.parent.is_dir():
-        raise FormatError(
-            f"--json {files.json}: the folder {files.json.parent} does not exist. Create the folder; nothing was measured."
-        )
+    if files.json is not None:
+        check_writable(files.json)
     model = GivenModel.of(*given)
     if model is not None and jobs is not None:
         raise FormatError(f"--jobs {jobs} has no effect with --model, which is the one job. Leave out one of them.")
@@ -157,10 +156,13 @@ def profile(
     from gradwire.bench.jobs import make_job, profile_job
     from gradwire.bench.names import check_device, parse_spec
     from gradwire.bench.sleeping_jobs import SleepingJob
+    from gradwire.core import check_writable, make_folder
     from gradwire.profiler import described
 
     specs = [parse_spec(each) for each in spec or ("QSGD(bits=4)",)]
     made = make_job(job)
+    if os.environ.get("RANK") == "0":
+        check_writable(make_folder(out) / "profile.json")
     found = profile_job(SleepingJob(made) if check_device(device) == "sleeping" else made, out, steps, specs, specs[0])
     if os.environ.get("RANK") == "0":
         typer.echo(described(found) + f"Written to {out}.")
@@ -182,6 +184,11 @@ def emulate(
     """Run any torchrun script on an emulated cluster: gradwire emulate --inter 500mbit -- train.py --epochs 1"""
     from gradwire import testbed
 
+    if nodes == 1 and inter is not None:
+        raise FormatError(
+            f"--inter {inter} is the rate between nodes, and --nodes is 1: no message would cross it. Take 2 nodes or more, or "
+            "leave out --inter."
+        )
     testbed.reexec_in_user_namespace_if_needed([sys.executable, *sys.orig_argv[1:]])
     raise typer.Exit(testbed.emulate(nodes, ranks_per_node, inter, intra, command, sites, wan))
 

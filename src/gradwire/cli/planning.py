@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -116,18 +117,24 @@ def simulate(
     With --inter or --nodes: the scaling factors of the plan and of plain DDP on many clusters. With --slow-node: their steps
     where one node's link is slower.
     """
-    from gradwire.core import Cluster, Costs, Plan, Profile, write_whole
+    from gradwire.core import Cluster, Costs, Plan, Profile, check_writable, write_whole
     from gradwire.planner import Limits
     from gradwire.sim import as_table, as_trace, changed_rules
     from gradwire.sim import simulate as simulate_plan
 
+    if trace is not None:
+        check_writable(trace)
     times = Profile.load(profile)
     links = Cluster.load(cluster)
     codecs = Costs.load(costs) if costs is not None else Costs(codecs=())
-    inputs = PlanInputs(times, links, codecs, (), Limits(), changed_rules(times, links, **rules._asdict()))
+
+    def rules_on(there: Cluster) -> "Rules":
+        return changed_rules(times, there, **rules._asdict())
+
+    inputs = PlanInputs(times, links, codecs, (), Limits(), rules_on(links))
     if points := points_of(inputs.cluster, sweep):
         refuse_with_sweep(trace=trace, slow_node=sweep.slow_node)
-        simulate_sweep(Plan.load(plan), inputs, points, sweep.picture, json)
+        simulate_sweep(Plan.load(plan), inputs, points, rules_on, sweep.picture, json)
     elif sweep.slow_node is not None:
         if trace is not None:
             raise FormatError(f"--trace {trace} needs one cluster, and --slow-node has several. Leave out one of them.")
@@ -139,23 +146,30 @@ def simulate(
         typer.echo(timeline.to_json() if json else as_table(timeline), nl=False)
 
 
-def simulate_sweep(plan: "Plan", inputs: "PlanInputs", points: "Sequence[Cluster]", picture: Path | None, json: bool) -> None:
-    """Simulate a plan on each cluster, and show its scaling factors with those of plain DDP."""
+def simulate_sweep(
+    plan: "Plan",
+    inputs: "PlanInputs",
+    points: "Sequence[Cluster]",
+    rules_on: "Callable[[Cluster], Rules]",
+    picture: Path | None,
+    json: bool,
+) -> None:
+    """Simulate a plan on each cluster, by that cluster's rules, and show its scaling factors with those of plain DDP."""
     from gradwire.planner import sweep_plan
 
     with bar("Simulating", 2 * len(points)) as seen:
-        rows = sweep_plan(plan, inputs.profile, points, inputs.costs, inputs.rules, seen)
+        rows = sweep_plan(plan, inputs.profile, points, inputs.costs, rules_on, seen)
     show_sweep(rows, inputs.profile, picture, json)
 
 
 def simulate_slow_node(plan: "Plan", inputs: "PlanInputs", slower: str, json: bool) -> None:
     """Simulate a plan and plain DDP where one node's link is slower by each of these factors."""
     from gradwire.core import Costs
-    from gradwire.planner import PlanningJob, make_plan, read_slower, steps_with_slow_node
+    from gradwire.planner import PLAIN_DDP, PlanningJob, make_plan, read_slower, steps_with_slow_node
 
     factors = read_slower(slower)
     job = PlanningJob(inputs.profile, inputs.cluster, Costs(codecs=()), rules=inputs.rules)
-    plans = {"plain DDP": make_plan(job, "ddp").plan, "the plan": plan}
+    plans = {PLAIN_DDP: make_plan(job, "ddp").plan, "the plan": plan}
     with bar("Simulating", len(factors)) as seen:
         answer = steps_with_slow_node(plans, inputs.profile, inputs.cluster, inputs.costs, factors, inputs.rules, seen)
     typer.echo(answer.as_json() if json else answer.as_table(), nl=False)
@@ -252,12 +266,15 @@ def plan(
     many clusters. With --slow-node: a plan for each factor, and what each takes with all of them; -o writes the one with the
     least mean.
     """
+    from gradwire.core import check_writable
     from gradwire.planner import check_some_may
 
+    if out is not None:
+        check_writable(out)
     inputs = plan_inputs(files, given, limits, decode_calls)
     if points := points_of(inputs.cluster, sweep):
         refuse_with_sweep(out=out, method=None if method == "joint" else method, slow_node=sweep.slow_node)
-        plan_sweep(inputs, points, methods, sweep.picture, json)
+        plan_sweep(inputs, points, decode_calls, methods, sweep.picture, json)
         return
     if methods is not None:
         raise FormatError(
@@ -297,14 +314,23 @@ def plan_inputs(files: PlanFiles, given: GivenOptions, limits: LimitOptions, dec
     return PlanInputs(times, links, codecs, specs, allowed, changed_rules(times, links, decode_calls=decode_calls))
 
 
-def plan_sweep(inputs: PlanInputs, points: "Sequence[Cluster]", methods: str | None, picture: Path | None, json: bool) -> None:
+def plan_sweep(
+    inputs: PlanInputs,
+    points: "Sequence[Cluster]",
+    decode_calls: str | None,
+    methods: str | None,
+    picture: Path | None,
+    json: bool,
+) -> None:
     """Plan by several methods on each cluster, and show their scaling factors."""
     from gradwire.bench.names import split_names
     from gradwire.planner import SWEPT, sweep_methods
+    from gradwire.sim import changed_rules
 
+    rules_on = partial(changed_rules, inputs.profile, decode_calls=decode_calls)
     chosen = list(SWEPT) if methods is None else split_names(methods)
     with bar("Planning", len(points) * len(chosen)) as seen:
-        rows = sweep_methods(inputs.profile, points, inputs.costs, inputs.specs, inputs.limits, inputs.rules, chosen, seen)
+        rows = sweep_methods(inputs.profile, points, inputs.costs, inputs.specs, inputs.limits, rules_on, chosen, seen)
     show_sweep(rows, inputs.profile, picture, json)
 
 

@@ -38,7 +38,7 @@ from gradwire.core.collectives import (
 )
 from gradwire.core.costs import CodecCosts, Costs, Points
 from gradwire.core.entry_points import named
-from gradwire.core.files import make_folder, read_text, write_whole
+from gradwire.core.files import check_writable, make_folder, read_text, write_whole
 from gradwire.core.latest import Latest
 from gradwire.core.launch import codes_on_cpu, lanes_of_pieces, launch_tasks, tasks_by_lane
 from gradwire.core.memory_report import MemoryRecord
@@ -113,7 +113,7 @@ __all__ = [
     "ElementRun", "ElementWeights", "ErrorFeedback", "Identity", "Int8", "Latest", "Link", "LocalSteps", "Made", "MemoryRecord",
     "Natural", "Nesterov", "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "ProcessorNeed", "Profile",
     "RandomK", "Schedule", "Shaped", "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad", "Threshold", "TopK",
-    "Truncate", "TwoBit", "as_schedule", "as_spec", "changed", "check_plain", "code_bytes", "coded_bytes",
+    "Truncate", "TwoBit", "as_schedule", "as_spec", "changed", "check_plain", "check_writable", "code_bytes", "coded_bytes",
     "codes_on_cpu", "collective", "collective_of", "columns_of", "convert", "entry_points", "example_specs",
     "fingerprint", "freeze", "freeze_pairs", "gathers_of", "goes_around", "in_base_3", "index_bytes", "index_low_bits",
     "innermost", "installed_collectives", "installed_specs", "is_link_word", "kept_of", "lanes_of_pieces", "launch_tasks",

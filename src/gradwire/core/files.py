@@ -1,9 +1,12 @@
 """Writing files: a reader sees the old file or the whole new file, never a part. Reading text that people or tools wrote."""
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from gradwire.core.checks import printable
@@ -22,12 +25,31 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, private: boo
     target = Path(os.path.realpath(path))
     name = printable(os.fspath(path), longest=1024)
     data = content.encode("utf-8") if isinstance(content, str) else content
-    try:
+    with _saying_why(name, target):
         _check_links(path, name)
         if target.exists() and not target.is_file():
             target.write_bytes(data)
         else:
             _replace(target, data, private)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises WriteError where `write_whole` would, before the work whose result it is to write. Changes nothing."""
+    target = Path(os.path.realpath(path))
+    name = printable(os.fspath(path), longest=1024)
+    with _saying_why(name, target):
+        _check_links(path, name)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not target.exists() or target.is_file():
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
+
+
+@contextlib.contextmanager
+def _saying_why(name: str, target: Path) -> Iterator[None]:
+    try:
+        yield
     except WriteError:
         raise
     except FileNotFoundError as error:

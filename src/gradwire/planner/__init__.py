@@ -14,7 +14,7 @@ from gradwire.planner.listing import (
     shape_note,
 )
 from gradwire.planner.methods import explain_plan, make_plan
-from gradwire.planner.slow_node import plans_for_slow_node, steps_with_slow_node
+from gradwire.planner.slow_node import PLAIN_DDP, plans_for_slow_node, steps_with_slow_node
 from gradwire.planner.starts import ddp_draft
 from gradwire.planner.sweep import (
     LABELS,
@@ -32,7 +32,7 @@ from gradwire.planner.sweep import (
 )
 
 __all__ = [
-    "EVALUATIONS", "LABELS", "SWEPT", "Limits", "PlanningJob", "SweepRow", "check_some_may", "choose_options",
+    "EVALUATIONS", "LABELS", "PLAIN_DDP", "SWEPT", "Limits", "PlanningJob", "SweepRow", "check_some_may", "choose_options",
     "clusters", "collective_rows", "compressor_rows", "ddp_draft", "explain_plan", "joint", "make_plan", "options_json",
     "options_table", "plans_for_slow_node", "read_nodes", "read_rates", "read_slower", "rows_as_json", "rows_as_text",
     "schedule_rows", "shape_note", "steps_with_slow_node", "sweep_json", "sweep_methods", "sweep_plan", "sweep_table",

@@ -185,6 +185,13 @@ class PlanningJob:
         measured = [device for device in DEVICES if all((spec, device) in codecs for spec in self.specs)]
         restrict = self.limits.restrict
         devices = (restrict,) if restrict in DEVICES else self.limits.devices or tuple(measured)
+        if own == "cpu" and options is None and "gpu" in devices:
+            devices = tuple(device for device in devices if device == own)
+            if not devices and self.specs:
+                raise PlanError(
+                    f"the profile is of a CPU, where its gradients are encoded, and {self.specs[0]!r} may be encoded on a GPU "
+                    "alone, by --devices or by the times in costs. Measure codecs on that CPU, or the profile on the GPU."
+                )
         main = own if own in devices else next(iter(devices), own)
         self.options = options or options_within(cluster, main, self.limits.max_encodes, restrict, must_compress=bool(self.specs))
         self.offloads = main == "gpu" and "cpu" in devices

@@ -14,7 +14,9 @@ from gradwire.costs import bytes_of
 from gradwire.planner.drafts import PlanningJob
 
 _UNIT = 1000
-"""Shares are parts of so many."""
+"""Shares are parts of so many, or of more where there are many nodes."""
+_LEAST_UNITS = 100
+"""The least units of an equal share."""
 DIRECT = ("alltoall:inter", "allgather:inter")
 """The link tasks of buckets that have shards of these sizes."""
 
@@ -69,7 +71,8 @@ def shares_of(rates_gbps: Sequence[float]) -> tuple[int, ...]:
         middle = (low + high) / 2
         low, high = (low, middle) if sum(parts(middle)) >= 1 else (middle, high)
     found = parts(high)
-    return tuple(round(_UNIT * part / sum(found)) for part in found)
+    unit = max(_UNIT, _LEAST_UNITS * count)
+    return tuple(round(unit * part / sum(found)) for part in found)
 
 
 def with_shares(job: PlanningJob, plan: Plan) -> tuple[Plan, str]:

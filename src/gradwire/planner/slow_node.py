@@ -15,7 +15,10 @@ from gradwire.errors import PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import make_plan
 from gradwire.planner.starts import ddp_draft
-from gradwire.sim import Rules, simulate
+from gradwire.sim import Rules, as_ddp, device_of, rules_of, simulate
+
+PLAIN_DDP = "plain DDP"
+"""The name of the plan that DistributedDataParallel would run."""
 
 
 class SlowCase(NamedTuple):
@@ -124,13 +127,19 @@ def steps_with_slow_node(
     rules: Rules | None = None,
     seen: Seen = lambda count: None,
 ) -> SlowAnswer:
-    """Simulate each plan with one node's link slower by each of these factors. Raises PlanError as simulating does."""
+    """Simulate each plan with one node's link slower by each of these factors. The plan named `PLAIN_DDP` takes what
+    DistributedDataParallel takes for it. Raises PlanError as simulating does."""
     steps: dict[str, list[float]] = {name: [] for name in plans}
     worst = dict.fromkeys(plans, 0.0)
     for done, factor in enumerate(slower, 1):
         cases = slow_cases(cluster, factor)
         for name, plan in plans.items():
-            found = [simulate(plan, profile, case.cluster, costs, rules).step_us for case in cases]
+            found = []
+            for case in cases:
+                there, own = case.cluster, rules
+                if name == PLAIN_DDP:
+                    there, own = as_ddp(there, rules_of(device_of(profile), there) if rules is None else rules)
+                found.append(simulate(plan, profile, there, costs, own).step_us)
             steps[name].append(sum(float(case.chance) * us for case, us in zip(cases, found, strict=True)))
             worst[name] = max(worst[name], *found)
         seen(done)
@@ -156,7 +165,7 @@ def plans_for_slow_node(
     given = PlanningJob(profile, cluster, costs, specs, limits, rules)
     baseline = ddp_draft(given)
     plain = PlanningJob(profile, cluster, costs, specs, (limits or Limits()).in_backward(), rules)
-    plans = {"plain DDP": plain.plan(baseline, baseline)}
+    plans = {PLAIN_DDP: plain.plan(baseline, baseline)}
     for done, factor in enumerate(slower, 1):
         case = min(slow_cases(cluster, factor), key=lambda case: _slowest(case.cluster)).cluster
         draft = make_plan(PlanningJob(profile, case, costs, specs, limits, rules), method).draft

@@ -17,8 +17,10 @@ from gradwire.errors import FormatError, PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import METHODS, make_plan
 from gradwire.planner.starts import ddp_draft
-from gradwire.sim import FS_PER_US, Rules, as_ddp, device_of, on_cluster, rules_of, simulate
+from gradwire.sim import FS_PER_US, Rules, as_ddp, device_of, rules_of, simulate
 
+RulesOn = Callable[[Cluster], Rules]
+"""The rules of the simulated engine on a cluster: a far one has other lanes than a near one."""
 MOST_VALUES = 64
 """Most values of one list. More values make no better picture, and each takes planning time."""
 
@@ -172,11 +174,12 @@ def sweep_methods(
     costs: Costs,
     specs: Sequence[Spec] = (),
     limits: Limits | None = None,
-    rules: Rules | None = None,
+    rules_on: RulesOn | None = None,
     methods: Sequence[str] = SWEPT,
     seen: Seen = lambda count: None,
 ) -> list[SweepRow]:
-    """The step of each method's plan on each cluster. Raises PlanError for an unknown method, and as planning does."""
+    """The step of each method's plan on each cluster. rules_on: the rules of a cluster; None: the engine's. Raises PlanError for
+    an unknown method, and as planning does."""
     for method in methods:
         word("method", method, (*METHODS, "bound"), error=PlanError)
     _check_compute(profile)
@@ -189,7 +192,7 @@ def sweep_methods(
             else:
                 allowed = limits or Limits()
                 allowed = allowed.in_backward() if method == "ddp" else allowed
-                job = PlanningJob(profile, point, costs, specs, allowed, None if rules is None else on_cluster(rules, point))
+                job = PlanningJob(profile, point, costs, specs, allowed, None if rules_on is None else rules_on(point))
                 prediction = None if method == "bound" else make_plan(job, method).plan.prediction
                 if prediction is None:
                     step_us = job.lower_bound_us()
@@ -205,16 +208,17 @@ def sweep_plan(
     profile: Profile,
     points: Sequence[Cluster],
     costs: Costs,
-    rules: Rules | None = None,
+    rules_on: RulesOn | None = None,
     seen: Seen = lambda count: None,
 ) -> list[SweepRow]:
-    """The steps of one unchanged plan and of plain DDP on each cluster. Raises PlanError if the plan cannot be simulated."""
+    """The steps of one unchanged plan and of plain DDP on each cluster. rules_on: as for `sweep_methods`. Raises PlanError if the
+    plan cannot be simulated."""
     _check_compute(profile)
     rows = []
     for point in points:
         plan_us = ddp_us = profile.compute_us
         if point.world_size > 1:
-            there = rules_of(device_of(profile), point) if rules is None else on_cluster(rules, point)
+            there = rules_of(device_of(profile), point) if rules_on is None else rules_on(point)
             of_ddp, ddp_rules = as_ddp(point, there)
             job = PlanningJob(profile, of_ddp, Costs(codecs=()), rules=ddp_rules)
             found = job.step(ddp_draft(job))

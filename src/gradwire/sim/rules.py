@@ -71,13 +71,6 @@ def rules_of(device: str, cluster: Cluster | None = None) -> Rules:
     return Rules(device="cpu", lanes=LANES if cluster is None or not cluster.is_far else FAR_LANES, routing="wires")
 
 
-def on_cluster(rules: Rules, cluster: Cluster) -> Rules:
-    """The rules on another cluster: with its own number of lanes, if they have one of the engine's."""
-    if rules.lanes not in (LANES, FAR_LANES):
-        return rules
-    return msgspec.structs.replace(rules, lanes=rules_of("cpu", cluster).lanes)
-
-
 def device_of(profile: Profile) -> str:
     """cpu if the profile's device says so in words, as 'cpu' or 'CPU, 2 cores'; else gpu."""
     return "cpu" if "cpu" in profile.device.lower() else "gpu"

@@ -33,7 +33,7 @@ def as_table(timeline: Timeline) -> str:
         f"{_mb(timeline.intra_bytes / steps)} MB, its node's inter link {_mb(timeline.inter_bytes / steps)} MB."
     )
     bubbles_us = sum(bubble.end_us - bubble.start_us for bubble in timeline.bubbles)
-    lines.append(f"Bubbles on the links: {len(timeline.bubbles)}, {_ms(bubbles_us)} ms.")
+    lines.append(f"Bubbles on the links: {len(timeline.bubbles) / steps:.3g}, {_ms(bubbles_us / steps)} ms.")
     if not timeline.steady:
         lines.append(f"The steps did not settle within {timeline.simulated_steps}; all numbers are means of the later half.")
     return "\n".join(lines) + "\n"

@@ -210,7 +210,7 @@ def test_errors_are_one_message(gradwire, arguments, said):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--json", "nowhere/x.json"], "the folder nowhere does not exist"),
+        (["--json", "nowhere/x.json"], "nowhere/x.json: cannot be written: there is no folder"),
         (["--nodes", "0", "--ranks-per-node", "0"], "nodes is 0"),
         (["--model", "timm:x", "--input", "1x2", "--jobs", "mlp"], "--jobs mlp has no effect with --model"),
         (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradwire.core import Cluster, Link
-from gradwire.core.files import make_folder, write_whole
+from gradwire.core.files import check_writable, make_folder, write_whole
 from gradwire.errors import GradwireError, WriteError
 
 CLUSTER = Cluster(nodes=2, ranks_per_node=4, intra=Link(5.0, 400.0), inter=Link(30.0, 25.0))
@@ -30,6 +30,19 @@ except OSError as error:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("old")
+    for name in ("old.json", "new.json"):
+        check_writable(tmp_path / name)
+    assert contents(tmp_path) == {"old.json": b"old"}
+    with pytest.raises(WriteError, match=r"no folder .*none.*Make it"):
+        check_writable(tmp_path / "none" / "new.json")
+    with pytest.raises(WriteError, match="cannot be written: Is a directory"):
+        check_writable(tmp_path)
+    with pytest.raises(WriteError, match="cannot be written: Not a directory"):
+        check_writable(tmp_path / "old.json" / "new.json")
 
 
 def test_a_write_that_the_kernel_fails_leaves_the_old_file(tmp_path: Path) -> None:

@@ -25,6 +25,11 @@ def test_no_sizes_take_the_slowest_node_less_time(rates: list[float]) -> None:
     assert own <= 1.01 * min(least_us(1e6, rates, each) for each in others)
 
 
+def test_shares_of_thousands_of_nodes_are_not_all_nothing() -> None:
+    shares = shares_of((1.0,) * 2499 + (0.25,))
+    assert min(shares[:-1]) > 50 and shares[-1] < min(shares[:-1])
+
+
 def job_of(cluster: Cluster) -> PlanningJob:
     tensors = [TensorProfile(name=f"w{at}", shape=(512, 512), dtype="float32", backward_us=500.0) for at in range(8)]
     profile = Profile(model="made up", batch=1, device="cpu", steps=1, optimizer_us=10.0, tensors=tuple(tensors))

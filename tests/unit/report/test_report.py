@@ -18,7 +18,7 @@ from made_up_runs import CLUSTER, COSTS, NASTY, PROFILE, made_up_run
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from gradwire.bench.recorded import with_rivals
+from gradwire.bench.recorded import method_folder, with_rivals
 from gradwire.bench.results import Cell
 from gradwire.cli import app
 from gradwire.errors import FormatError, GradwireError
@@ -224,6 +224,21 @@ def test_the_bench_puts_torchs_methods_beside_a_recorded_run() -> None:
     assert first.end_s[:4] == pytest.approx((0.009, 0.018, 0.027, 0.033))
     assert run.steps[3].end_s == pytest.approx(0.008) and run.steps[3].loss == pytest.approx(0.97)
     assert {step.step_us for step in run.steps} == {2000.0}
+
+
+def test_a_rival_of_one_step_is_compared_and_one_of_none_is_left_out() -> None:
+    alone = made_up_run(30, rivals=False)
+    cell = Cell(job="mlp", link="1mbit", gbps=0.001, method="gradwire:qsgd4")
+    ours = replace(cell, step_us=[2000.0] * 30, loss=[1.0] * 30, counted=(3, 30))
+    once, never = (replace(cell, step_us=[9e6] * steps, loss=[1.1] * steps, counted=(0, steps)) for steps in (1, 0))
+    run = with_rivals(alone, ours, {"gradwire:qsgd4": ours, "ddp": once, "ddp-2mb": never}, 5, 5)
+    assert [(rival.name, rival.step_us) for rival in run.rivals] == [("plain DDP", 9e6)]
+
+
+def test_methods_of_other_names_have_other_folders() -> None:
+    names = ["plans/\u00e9.json", "plans/\u00f6.json", "plans/a.json", "plans-a.json", "x" * 300 + "1", "x" * 300 + "2"]
+    folders = {method_folder(Path("runs"), f"gradwire:{name}").name for name in names}
+    assert len(folders) == len(names) and max(map(len, folders)) < 120
 
 
 def test_tensorboard_gets_the_numbers_or_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

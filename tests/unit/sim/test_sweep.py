@@ -3,17 +3,23 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
+import gradwire as gw
 from gradwire.cli import app
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile
 from gradwire.errors import FormatError, PlanError
-from gradwire.planner.sweep import SWEPT, clusters, read_nodes, read_rates, sweep_methods
+from gradwire.planner import make_plan, steps_with_slow_node
+from gradwire.planner.drafts import PlanningJob
+from gradwire.planner.slow_node import PLAIN_DDP
+from gradwire.planner.sweep import SWEPT, clusters, read_nodes, read_rates, sweep_methods, sweep_plan
 from gradwire.report.pictures import Panel
+from gradwire.sim import changed_rules, simulate
 
 TENSORS = [
     TensorProfile(name=f"t{i}", shape=shape, dtype="float32", backward_us=900.0, forward_us=400.0)
@@ -284,3 +290,35 @@ def test_plain_ddp_is_the_same_beside_pipelined_plans(files):
     assert ddp and ddp == ddp_beside
     assert "pipelined" in ask(files, "plan", "--json", *pipelined).stdout
     assert "'ddp' is plain DDP" in str(ask(files, "plan", "--method", "ddp", *pipelined).exception)
+
+
+def on_cpus(**fields: object) -> tuple[Profile, Cluster, Costs]:
+    """A job on CPUs whose DDP has an all-reduce of its own, over far links."""
+    far = Link(1_500.0, 1.0, message_us=10.0)
+    links = {"intra": Link(2.0, 100.0), "inter": far, "allreduce": far, "ddp": Link(3_000.0, 0.4)}
+    return msgspec.structs.replace(PROFILE, device="cpu"), Cluster(nodes=4, ranks_per_node=1, **links, **fields), Costs(codecs=())
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4, 8])
+def test_a_sweep_simulates_with_the_lanes_that_are_given(lanes: int) -> None:
+    profile, cluster, costs = on_cpus()
+    plan = gw.Uniform(gw.Identity(), scheme="alltoall", bucket_bytes=2**18).plan(profile.tensor_infos("cpu"), 4)
+    rules_on = partial(changed_rules, profile, lanes=lanes)
+    rows = sweep_plan(plan, profile, clusters(cluster, [1.0], None), costs, rules_on)
+    assert rows[1].step_us == pytest.approx(simulate(plan, profile, cluster, costs, rules_on(cluster)).step_us)
+
+
+def test_plain_ddp_beside_a_slow_node_is_that_of_every_other_table() -> None:
+    profile, cluster, costs = on_cpus()
+    job = PlanningJob(profile, cluster, costs)
+    made = make_plan(job, "ddp")
+    (row,) = steps_with_slow_node({PLAIN_DDP: made.plan}, profile, cluster, costs, [1.0]).rows
+    assert made.plan.prediction is not None and row.steps_us[0] == pytest.approx(made.plan.prediction.baseline_step_us)
+    (same,) = steps_with_slow_node({"plain all-reduce": made.plan}, profile, cluster, costs, [1.0]).rows
+    assert same.steps_us[0] < 0.9 * row.steps_us[0]
+
+
+def test_codecs_of_a_gpu_are_no_plan_for_a_cpu() -> None:
+    profile, cluster, _ = on_cpus()
+    with pytest.raises(PlanError, match="QSGD.*encoded on a GPU alone"):
+        PlanningJob(profile, cluster, COSTS, [QSGD()])
