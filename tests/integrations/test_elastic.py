@@ -29,6 +29,7 @@ from gradwire.exchange import Exchange
 from gradwire.integrations import handover, quorum, torchft
 from gradwire.integrations.gradient_means import GradientMeans
 from gradwire.integrations.member_watch import LighthouseLine
+from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
 from gradwire.integrations.quorum import load_torchft
 
 EXAMPLE = Path(gw.__file__).parents[2] / "examples" / "elastic_train.py"
@@ -168,6 +169,67 @@ def test_a_grad_scaler_goes_on_after_a_step_that_does_not_count() -> None:
     scaler.update()
     assert all(torch.equal(each, before[name]) for name, each in named.items())
     assert members.committed == 0 and scaler.get_scale() == 64.0
+    means.detach()
+
+
+class AgreeingMembers(RefusingMembers):
+    """Members of whom every step counts, with the same gradients."""
+
+    def end(self, exchange: Exchange) -> bool:
+        return True
+
+
+def means_of(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[GradientMeans, AgreeingMembers]:
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    means, members = GradientMeans(model, named, optimizers), AgreeingMembers(list(named))
+    means.begin(members)  # type: ignore[arg-type]
+    return means, members
+
+
+@pytest.mark.parametrize("change", ["thawed", "added", "replaced"])
+@pytest.mark.parametrize("schedule", ["backward", "local"])
+def test_a_parameter_that_trains_later_is_refused(change: str, schedule: str) -> None:
+    """It would be averaged by nobody."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    model[0].requires_grad_(change != "thawed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if schedule == "backward":
+        means, _ = means_of(model, optimizer)
+    else:
+        named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        means = LocalRounds(model, OuterSteps(named, gw.LocalSteps(every=9)), [optimizer], every=9)  # type: ignore[assignment]
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    if change == "thawed":
+        model[0].requires_grad_(True)
+    elif change == "added":
+        model.append(torch.nn.Linear(2, 2))
+    else:
+        model[0].weight = torch.nn.Parameter(torch.ones(3, 3))
+    name = "2.weight" if change == "added" else "0.weight"
+    before = model[-1].weight.detach().clone()
+    with pytest.raises(gw.StepStateError, match=rf"'{name}' was thawed, added or replaced"):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model[-1].weight, before)
+    means.detach()
+
+
+@pytest.mark.parametrize("is_due", [False, True])
+def test_a_layer_that_is_frozen_later_stays_as_it_is(is_due: bool) -> None:
+    """Gradients of zeros would let the weight decay move it, also on a joiner that makes a step of the others again."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    means, members = means_of(model, optimizer)
+    model[0].requires_grad_(False)
+    if is_due:
+        members.meet = lambda: {name: torch.zeros_like(each) for name, each in model.named_parameters()}  # type: ignore
+    before = [each.detach().clone() for each in model.parameters()]
+    model(torch.ones(1, 3)).sum().backward()
+    assert [each.grad is None for each in model.parameters()] == [True, True, False, False]
+    optimizer.step()
+    assert members.committed == 1
+    assert [torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)][:3] == [True, True, False]
     means.detach()
 
 

@@ -169,6 +169,23 @@ def test_a_script_need_not_keep_it_and_a_second_call_is_refused(worlds: Worlds) 
     assert all("trains on islands already" in said for *_, said in ends)
 
 
+def added(shards: bool) -> str:
+    """What `optimizer.step()` raises once the model has a layer more."""
+    model, optimizer, made = built(shards, gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=EVERY)))
+    train(model, optimizer, range(1))
+    (model if shards else model.module).append(nn.Linear(5, 5))
+    with pytest.raises(gw.StepStateError) as error:
+        train(model, optimizer, range(1, 2))
+    made.detach()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
+def test_a_parameter_that_trains_later_is_refused_on_islands(worlds: Worlds, shards: bool) -> None:
+    """Nobody would average it between islands."""
+    assert all("5.weight' was thawed, added or replaced" in said for said in worlds.run(4, added, shards))
+
+
 def of_unlike_steps(who: int, how: str) -> str:
     """What a rank raises that loads its state, where rank `who` loads one of another step, or one that does not fit."""
     policy = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), schedule=gw.LocalSteps(every=EVERY))

@@ -12,6 +12,7 @@ from gradwire.exchange import Exchange
 from gradwire.integrations.catch_up import Means
 from gradwire.integrations.elastic_auto import ElasticAuto
 from gradwire.integrations.members import Members
+from gradwire.integrations.trained import TrainedParameters
 
 __all__ = ["GradientMeans"]
 
@@ -36,7 +37,7 @@ class GradientMeans:
         """auto: chooses plans; None: the plan of the script runs."""
         self._members: Members | None = None
         self._auto, self._exposed_s = auto, 0.0
-        self._parameters = dict(parameters)
+        self._parameters, self._trained = dict(parameters), TrainedParameters(model)
         self.is_paused = False
         """Whether backwards average nothing."""
         self._met: Exchange | None = None
@@ -83,6 +84,7 @@ class GradientMeans:
     def _meet(self) -> None:
         """Find the exchange of this step, whose members have equal weights, or the step's means."""
         if self._met is None and self._due is None:
+            self._trained.check()
             found = self.members.meet()
             self._met, self._due = (found, None) if isinstance(found, Exchange) else (None, found)
 
@@ -112,6 +114,9 @@ class GradientMeans:
     @torch.no_grad()
     def _send(self, exchange: Exchange, name: str, parameter: torch.nn.Parameter) -> None:
         factor = self.members.factor
+        if _is_left_alone(parameter):
+            exchange.ready(name, torch.zeros_like(parameter))
+            return
         if parameter.grad is None or factor == 0.0:
             parameter.grad = torch.zeros_like(parameter)
         elif factor != 1.0:
@@ -137,7 +142,8 @@ class GradientMeans:
 
     def _set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self._parameters.items():
-            parameter.grad = gradients[name]
+            if not _is_left_alone(parameter):
+                parameter.grad = gradients[name]
 
     @torch.no_grad()
     def _before_step(self, *_: object) -> None:
@@ -155,3 +161,8 @@ class GradientMeans:
                 self._auto.ended(self.members, self._exposed_s)
         self._met = self._due = None
         self._averaged = self._failed = False
+
+
+def _is_left_alone(parameter: torch.nn.Parameter) -> bool:
+    """Whether the parameter was frozen after the start: a gradient of zeros would let an optimizer's weight decay move it."""
+    return parameter.grad is None and not parameter.requires_grad

@@ -23,6 +23,7 @@ from gradwire.engine import Keeps, ModelHook, leave_hooks_behind
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
+from gradwire.integrations.trained import TrainedParameters
 
 __all__ = ["Islands", "islands", "owners_of", "shard_of", "share_inside"]
 
@@ -36,7 +37,8 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     mesh: of two dimensions. Ranks along the second one are an island, those along the first one have the same place in theirs.
     plan: a policy whose schedule is `gw.LocalSteps(...)`, such as `gw.Uniform(spec, schedule=...)`.
 
-    All islands begin with the weights of the first. `optimizer.step()` raises CommunicationError where a rank died or stalled.
+    All islands begin with the weights of the first. `optimizer.step()` raises CommunicationError where a rank died or stalled,
+    and StepStateError where a parameter was thawed, added or replaced since.
     What it returns lives as long as the model, or until `detach()`. Raises PlanError for another mesh or schedule, and for a
     model of which only a part is sharded; StepStateError for a model that trains on islands already.
 
@@ -88,8 +90,9 @@ class Islands:
         tensors = {name: each for name, each in tensors.items() if name in own}
         self.exchange = Exchange(tensors, plan, self._between) if tensors else None
         """The exchange with the same place of the other islands; None on a rank without a tensor."""
-        self._model = weakref.ref(model)
-        self._hook = optimizer.register_step_post_hook(ModelHook(self, Islands._after_step))
+        self._model, self._trained = weakref.ref(model), TrainedParameters(model)
+        self._hooks = [optimizer.register_step_pre_hook(ModelHook(self, Islands._before_step))]
+        self._hooks.append(optimizer.register_step_post_hook(ModelHook(self, Islands._after_step)))
 
     def global_weights(self) -> AbstractContextManager[None]:
         """Inside, the model holds the weights that are the same on all islands, to evaluate or to save them."""
@@ -136,11 +139,15 @@ class Islands:
 
     def detach(self) -> None:
         """End the exchanges. The model keeps the weights that it has."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if (model := self._model()) is not None:
             vars(model).pop(_KEPT, None)
         if self.exchange is not None:
             self.exchange.close()
+
+    def _before_step(self, *_: object) -> None:
+        self._trained.check()
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:

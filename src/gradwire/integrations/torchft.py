@@ -76,7 +76,7 @@ def elastic(
     Raises PlanError without the package torchft, for other schedules, and for a timeout of 0 or without end; StepStateError
     without an address, and for a model that a handle or another job trains. The job lives as long as the model, or until
     `leave()`. The training forward, or with local steps `optimizer.step()`, raises CommunicationError where members do not come
-    within `patience_s`.
+    within `patience_s`, and StepStateError where a parameter was thawed, added or replaced since.
 
     Example, in a script that one torchrun on each machine starts::
 
