@@ -140,12 +140,13 @@ class RefusingMembers:
     factor = 1.0
 
     def __init__(self, names: list[str]) -> None:
-        self.committed, self._exchange = 0, RefusedExchange(names)
+        self.committed, self.begun, self._exchange = 0, 0, RefusedExchange(names)
 
     def meet(self) -> Exchange:
         return self._exchange
 
     def begin(self, exchange: Exchange) -> None:
+        self.begun += 1
         exchange.sent.clear()
 
     def end(self, exchange: Exchange) -> bool:
@@ -212,6 +213,85 @@ def test_a_parameter_that_trains_later_is_refused(change: str, schedule: str) ->
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
     assert torch.equal(model[-1].weight, before)
+    means.detach()
+
+
+def two() -> tuple[torch.nn.Sequential, list[torch.optim.Optimizer]]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    return model, [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+
+
+def test_a_closure_is_refused() -> None:
+    """It computes gradients inside the step, after those of before were averaged."""
+    model, optimizer = linear()
+    means, members = means_of(model, optimizer)
+    before = model.weight.detach().clone()  # type: ignore[union-attr,operator]
+    with pytest.raises(gw.StepStateError, match="closure"):
+        optimizer.step(lambda: model(torch.ones(1, 3)).sum())
+    assert members.begun == 0 and torch.equal(model.weight, before)  # type: ignore[arg-type]
+    means.detach()
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+@pytest.mark.parametrize("training", [True, False])
+def test_several_optimizers_make_one_step_in_any_order(order: list[int], training: bool) -> None:
+    model, optimizers = two()
+    model.train(training)
+    means, members = means_of(model, *optimizers)
+    for steps in (1, 2, 3):
+        model(torch.ones(1, 3)).sum().backward()
+        for at in order:
+            optimizers[at].step()
+            assert members.committed == steps
+        assert members.begun == steps
+    means.detach()
+
+
+def test_a_grad_scaler_may_skip_one_of_several_optimizers() -> None:
+    model, optimizers = two()
+    means, members = means_of(model, *optimizers)
+    for steps, stepped in enumerate([[0, 1], [0], [0, 1], [1], [0, 1]], 1):
+        model(torch.ones(1, 3)).sum().backward()
+        for at in stepped:
+            optimizers[at].step()
+        assert members.begun == members.committed == steps
+    means.detach()
+
+
+def test_optimizers_that_step_in_turns_are_refused() -> None:
+    """A joiner that makes a step again does not know which optimizer made it."""
+    model, optimizers = two()
+    means, members = means_of(model, *optimizers)
+    for turn in optimizers:
+        model(torch.ones(1, 3)).sum().backward()
+        turn.step()
+    with pytest.raises(gw.StepStateError, match=r"in turns.*LocalSteps"):
+        model(torch.ones(1, 3))
+    assert members.committed == 2
+    means.detach()
+
+
+def test_a_second_backward_of_a_step_is_refused() -> None:
+    """Its gradients would be averaged in an exchange that joiners do not expect."""
+    model, optimizer = linear()
+    means, members = means_of(model, optimizer)
+    one, other = (model(torch.ones(1, 3)).sum() for _ in range(2))
+    one.backward()
+    with pytest.raises(gw.StepStateError, match=r"no_sync\(\)"):
+        other.backward()
+    assert members.begun == 1
+    means.detach()
+
+
+def test_a_step_that_fails_and_that_the_script_skips_is_over_with_the_next_forward() -> None:
+    model, optimizer = linear()
+    means, members = means_of(model, optimizer)
+    members.end = lambda exchange: False  # type: ignore[method-assign]
+    model(torch.ones(1, 3)).sum().backward()
+    members.end = lambda exchange: True  # type: ignore[method-assign]
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert (members.begun, members.committed) == (2, 1)
     means.detach()
 
 

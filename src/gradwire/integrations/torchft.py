@@ -55,7 +55,7 @@ def elastic(
 ) -> "ElasticJob":
     """Train with members that come and go. Each is one process with a whole replica of the model.
 
-    optimizer: of the model, or a list of several.
+    optimizer: of the model, or a list of several, which step after one backward and without closures.
     plan: "auto" measures the job and keeps the fastest plan, anew after each change of the members; `accuracy` is as in
     `gw.parallelize`. Or as in `gw.Exchange`, with the schedule `gw.Backward()` or `gw.LocalSteps(...)`; the plan is made again
     for each number of members.
