@@ -62,6 +62,12 @@ def members_of(*answers: Any) -> tuple[Members, Any]:
     return members, exchange
 
 
+def test_a_first_step_that_a_grad_scaler_skips_parts_nobody() -> None:
+    """Before the first step that counts, torchft lets all members but one load a state."""
+    members, exchange = members_of(answer(heal=True), answer(heal=True))
+    assert members.meet() is exchange
+
+
 @pytest.mark.parametrize("change", [{"quorum_id": 6}, {"replica_ids": ["a", "c"]}])
 def test_other_members_meet_anew_also_under_a_number_of_before(change: dict[str, Any]) -> None:
     """A lighthouse that is started again counts from the beginning."""

@@ -97,7 +97,7 @@ class Members:
                 quorum, self._named = self._named or self._lighthouse.ask(self.step, self._failures), None
                 if quorum_key(quorum) != self._quorum or self.exchange is None:
                     self._lighthouse.all_do(partial(self._meet, quorum))
-                elif quorum.heal:
+                elif quorum.heal and quorum.max_step != self.step:  # in step 0 torchft lets all heal
                     raise LinkError(None, ConnectionError(f"the others are at step {quorum.max_step}, and this one is not"))
                 else:
                     self.parts, self.takes_part = quorum.max_world_size, True
