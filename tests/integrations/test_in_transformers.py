@@ -243,6 +243,27 @@ def test_a_tracker_file_has_bytes_step_times_and_the_decision(framework_worlds: 
     assert run.decision.by.startswith("plan='auto'") and "A step takes" in write_report(tmp_path / "run")
 
 
+def twice(folder: str, scaled: bool) -> list[str]:
+    """The weights after each of two trainings with the delayed schedule, maybe with a GradScaler."""
+    from gradwire.integrations.transformers import use
+
+    trainer = trainer_of(folder, max_grad_norm=0.0, dropout=0.0, optim="adamw_torch")
+    if scaled:  # as with fp16=True, which Accelerate has for GPUs alone
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    use(trainer, plan=gw.Uniform(gw.Identity(), schedule=gw.Delayed()))
+    ends = []
+    for _ in range(2):
+        trainer.train()
+        ends.append(digest(trainer.model.parameters()))
+    return ends
+
+
+def test_a_grad_scaler_leaves_the_step_to_the_schedule(framework_worlds: Worlds, tmp_path: Path) -> None:
+    """With each step Accelerate puts the step of before back. Scales of powers of two change no bit."""
+    plain, scaled = (framework_worlds.run(2, twice, str(tmp_path), scale, deadline_s=300.0) for scale in (False, True))
+    assert plain[0] == plain[1] == scaled[0] == scaled[1]
+
+
 def another_accelerator(folder: str) -> str:
     from gradwire.integrations.transformers import use
 
