@@ -264,6 +264,27 @@ def test_a_grad_scaler_leaves_the_step_to_the_schedule(framework_worlds: Worlds,
     assert plain[0] == plain[1] == scaled[0] == scaled[1]
 
 
+def compiled(folder: str, plan: Any) -> list[str]:
+    """The weights after two trainings of a compiled model, which was evaluated before."""
+    from gradwire.integrations.transformers import use
+
+    trainer = trainer_of(folder, dropout=0.0, torch_compile=True, torch_compile_backend="eager")
+    if plan is not None:
+        use(trainer, plan=plan)
+    trainer.evaluate()
+    ends = []
+    for _ in range(2):
+        trainer.train()
+        ends.append(digest(trainer.model.parameters()))
+    assert plan is None or not (hasattr(trainer.model, "no_sync") or trainer.model._forward_pre_hooks)
+    return ends
+
+
+def test_a_compiled_model_trains_after_an_evaluation_and_again(framework_worlds: Worlds, tmp_path: Path) -> None:
+    first, second = framework_worlds.run(2, compiled, str(tmp_path), gw.Uniform(gw.Identity()), deadline_s=300.0)
+    assert first == second and first[0] != first[1]
+
+
 def another_accelerator(folder: str) -> str:
     from gradwire.integrations.transformers import use
 

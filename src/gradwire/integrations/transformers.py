@@ -121,15 +121,22 @@ class GradwireCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Load the states that ranks saved with the checkpoint from which the Trainer resumes, and begin the record."""
         if dist.is_initialized() and self._model is None:
-            raise StepStateError(
-                "the Trainer made another Accelerator after gradwire was put in, so DDP averages the gradients. Make the Trainer "
-                "anew, and call use(trainer) before train(); a search of hyperparameters needs a Trainer for each trial."
-            )
+            self._take_prepared()
         plain_optimizers([self._trainer.optimizer])  # the Trainer wraps it after the model
         if self._checkpoint and self.handle is not None:
             load_handle(self.handle, self._checkpoint)
         if self._folder and self.handle is not None:
             self._recording = self._training.enter_context(self.handle.record(self._folder))
+
+    def _take_prepared(self) -> None:
+        """Parallelize a compiled model: where the Trainer prepared it before, in another training or for an evaluation, it does
+        not ask Accelerate again."""
+        if getattr(self._trainer.accelerator.prepare_model, "__self__", None) is not self:
+            raise StepStateError(
+                "the Trainer made another Accelerator after gradwire was put in, so DDP averages the gradients. Make the Trainer "
+                "anew, and call use(trainer) before train(); a search of hyperparameters needs a Trainer for each trial."
+            )
+        self._parallelize(self._trainer.model_wrapped)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Write this rank's state into the folder of the Trainer's checkpoint."""
