@@ -285,6 +285,31 @@ def test_a_compiled_model_trains_after_an_evaluation_and_again(framework_worlds:
     assert first == second and first[0] != first[1]
 
 
+def out_of_memory(folder: str) -> None:
+    """A recorded training that runs out of memory in its second step, and begins again with smaller batches."""
+    from transformers import TrainerCallback
+
+    from gradwire.integrations.transformers import use
+
+    class RunsOut(TrainerCallback):
+        is_out = False
+
+        def on_step_end(self, args: Any, state: Any, *_: Any, **named: Any) -> None:
+            if state.global_step == 2 and not self.is_out:
+                self.is_out = True
+                raise RuntimeError("CUDA out of memory. as ordered")
+
+    trainer = trainer_of(folder, auto_find_batch_size=True)
+    trainer.add_callback(RunsOut())
+    use(trainer, plan=gw.QSGD(bits=4), record=f"{folder}/run")
+    trainer.train()
+
+
+def test_a_record_is_of_the_training_after_it_ran_out_of_memory(framework_worlds: Worlds, tmp_path: Path) -> None:
+    framework_worlds.run(2, out_of_memory, str(tmp_path), deadline_s=300.0)
+    assert len(Run.read(tmp_path / "run").steps) == 6
+
+
 def another_accelerator(folder: str) -> str:
     from gradwire.integrations.transformers import use
 

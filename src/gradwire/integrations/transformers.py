@@ -104,6 +104,9 @@ class GradwireCallback(TrainerCallback):
         self._tracked = Tracked(self.handle)
 
     def _detach(self) -> None:
+        if self._recording is not None:
+            self._recording.__exit__(*sys.exc_info())
+            self._recording = None
         if self._model is not None and self.handle is not None:
             self.handle.detach()
             del self._model.no_sync
@@ -126,7 +129,7 @@ class GradwireCallback(TrainerCallback):
         if self._checkpoint and self.handle is not None:
             load_handle(self.handle, self._checkpoint)
         if self._folder and self.handle is not None:
-            self._recording = self._training.enter_context(self.handle.record(self._folder))
+            self._recording = self.handle.record(self._folder).__enter__()
 
     def _take_prepared(self) -> None:
         """Parallelize a compiled model: where the Trainer prepared it before, in another training or for an evaluation, it does
@@ -145,5 +148,4 @@ class GradwireCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """End the record, and detach gradwire from the model."""
-        self._recording = None
         self._training.close()
