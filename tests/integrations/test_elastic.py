@@ -24,7 +24,7 @@ from elastic_member import TIMEOUT_S
 from interpreters import Interpreters
 
 import gradwire as gw
-from gradwire.engine import REGISTRY, Keeps
+from gradwire.engine import REGISTRY, Keeps, prepare
 from gradwire.exchange import Exchange
 from gradwire.integrations import handover, quorum, torchft
 from gradwire.integrations.gradient_means import GradientMeans
@@ -99,6 +99,16 @@ def test_a_model_with_a_handle_is_refused() -> None:
     REGISTRY.add(model, model.parameters(), None)
     with pytest.raises(gw.StepStateError, match="detach"):
         gw.elastic(model, optimizer, plan=gw.Identity(), lighthouse="127.0.0.1:1")
+
+
+def test_a_model_of_a_job_gets_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchft, "Members", Nobody)
+    model, optimizer = linear()
+    job = gw.elastic(model, optimizer, plan=gw.Identity(), lighthouse="127.0.0.1:1")
+    with pytest.raises(gw.StepStateError, match=r"averaged twice.*leave\(\)"):
+        prepare(model, gw.Identity(), 2)
+    job.leave()
+    prepare(model, gw.Identity(), 2)
 
 
 def test_states_of_optimizers_in_another_order_are_refused() -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.engine import REGISTRY, prepare
 
 EVERY, STEPS = 4, 12
 
@@ -167,6 +168,25 @@ def test_a_script_need_not_keep_it_and_a_second_call_is_refused(worlds: Worlds) 
     assert len({before for before, *_ in ends}) == 2, "islands train apart"
     assert len({after for _, after, _ in ends}) == 1
     assert all("trains on islands already" in said for *_, said in ends)
+
+
+def with_a_handle() -> list[str]:
+    """What is raised for a handle of a model that trains on islands, and for islands of a model that has a handle."""
+    policy = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=EVERY))
+    model, optimizer, made = built(False, policy)
+    with pytest.raises(gw.StepStateError) as first:
+        prepare(model.module, gw.Identity(), 4)
+    made.detach()
+    prepare(model.module, gw.Identity(), 4)
+    REGISTRY.add(model.module, model.parameters(), None)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    with pytest.raises(gw.StepStateError) as second:
+        gw.islands(model, optimizer, mesh, policy)
+    return [str(first.value), str(second.value)]
+
+
+def test_a_model_on_islands_has_no_handle(worlds: Worlds) -> None:
+    assert all("averaged twice" in said for told in worlds.run(4, with_a_handle) for said in told)
 
 
 def added(shards: bool) -> str:

@@ -39,7 +39,7 @@ class GradientMeans:
         """auto: chooses plans; None: the plan of the script runs."""
         self._members: Members | None = None
         self._auto, self._exposed_s = auto, 0.0
-        self._parameters, self._trained = dict(parameters), TrainedParameters(model)
+        self._parameters, self.trained = dict(parameters), TrainedParameters(model)
         self._turns = OptimizerTurns(optimizers)
         self.is_paused = False
         """Whether backwards average nothing."""
@@ -87,7 +87,7 @@ class GradientMeans:
     def _meet(self) -> None:
         """Find the exchange of this step, whose members have equal weights, or the step's means."""
         if self._met is None and self._due is None:
-            self._trained.check()
+            self.trained.check()
             found = self.members.meet()
             self._met, self._due = (found, None) if isinstance(found, Exchange) else (None, found)
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradwire.core import show
-from gradwire.engine import Keeps, ModelHook, leave_hooks_behind
+from gradwire.engine import REGISTRY, ModelHook, leave_hooks_behind
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
@@ -28,7 +28,6 @@ from gradwire.integrations.trained import TrainedParameters
 __all__ = ["Islands", "islands", "owners_of", "shard_of", "share_inside"]
 
 _NOT_LOADED = -1
-_KEPT = "_gradwire_islands"
 
 
 def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, plan: Any) -> "Islands":
@@ -54,14 +53,14 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     schedule: Any = getattr(plan, "schedule", None)
     if schedule is None or schedule.word != "local":
         raise PlanError(f"plan is {show(plan)}: islands train apart, so pass a policy with schedule=gw.LocalSteps(...).")
-    if _KEPT in vars(model):
+    if any(map(REGISTRY.owns, model.parameters())):
         raise StepStateError(
-            "the model trains on islands already: its weights would be averaged twice. Keep what the first call returned, or "
-            "call its detach() before."
+            "the model trains on islands already, in an elastic job or with a handle: its weights would be averaged twice. Keep "
+            "what the first call returned; or call its detach(), or leave() of the job, before."
         )
     made = Islands(model, optimizer, mesh, plan)
     leave_hooks_behind(model)
-    vars(model)[_KEPT] = Keeps(made)
+    REGISTRY.add(model, made.trained.parameters.values(), made)
     return made
 
 
@@ -90,7 +89,7 @@ class Islands:
         tensors = {name: each for name, each in tensors.items() if name in own}
         self.exchange = Exchange(tensors, plan, self._between) if tensors else None
         """The exchange with the same place of the other islands; None on a rank without a tensor."""
-        self._model, self._trained = weakref.ref(model), TrainedParameters(model)
+        self._model, self.trained = weakref.ref(model), TrainedParameters(model)
         self._hooks = [optimizer.register_step_pre_hook(ModelHook(self, Islands._before_step))]
         self._hooks.append(optimizer.register_step_post_hook(ModelHook(self, Islands._after_step)))
 
@@ -141,13 +140,12 @@ class Islands:
         """End the exchanges. The model keeps the weights that it has."""
         for hook in self._hooks:
             hook.remove()
-        if (model := self._model()) is not None:
-            vars(model).pop(_KEPT, None)
+        REGISTRY.forget(self._model(), self.trained.parameters.values())
         if self.exchange is not None:
             self.exchange.close()
 
     def _before_step(self, *_: object) -> None:
-        self._trained.check()
+        self.trained.check()
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:

@@ -103,7 +103,7 @@ class LocalRounds:
         self._members: Members | None = None
         self._every, self._local_steps = every, 0
         self._outer, self._share = outer, share
-        self._trained = TrainedParameters(model)
+        self.trained = TrainedParameters(model)
         leave_hooks_behind(model)
         self._hooks: list[Any] = [model.register_forward_pre_hook(ModelHook(self, LocalRounds._before_forward), prepend=True)]
         self._hooks += [each.register_step_pre_hook(ModelHook(self, LocalRounds._before_step)) for each in optimizers]
@@ -139,7 +139,7 @@ class LocalRounds:
             self._round()
 
     def _before_step(self, *_: object) -> None:
-        self._trained.check()
+        self.trained.check()
 
     def _after_step(self, *_: object) -> None:
         self._local_steps += 1

@@ -15,9 +15,9 @@ class TrainedParameters:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         # kept, so that no other parameter gets the id of one of them
-        self._ids = {id(each) for each in self._parameters.values()}
+        self._ids = {id(each) for each in self.parameters.values()}
 
     def check(self) -> None:
         """Raises StepStateError where a parameter of the model trains now, and did not at the start."""
@@ -26,7 +26,7 @@ class TrainedParameters:
         if model is None or not any(self._is_new(each) for module in model.modules() for each in module._parameters.values()):
             return
         for name, each in model.named_parameters():
-            if not self._is_new(each) or isinstance(self._parameters.get(name), DTensor):  # fully_shard puts others in its place
+            if not self._is_new(each) or isinstance(self.parameters.get(name), DTensor):  # fully_shard puts others in its place
                 continue
             if not isinstance(each, torch.nn.Parameter):
                 return  # torch.func.functional_call: others stand in for this one forward
