@@ -36,7 +36,7 @@ class Others:
         pass
 
     def quorum(self, step: int) -> Any:
-        return SimpleNamespace(quorum_id=self.quorum_id, max_step=step)
+        return SimpleNamespace(quorum_id=self.quorum_id, max_step=step, replica_ids=["a", "b"])
 
     def ask(self) -> Any:
         self.made.release()

@@ -24,11 +24,12 @@ from elastic_member import TIMEOUT_S
 from interpreters import Interpreters
 
 import gradwire as gw
-from gradwire.engine import REGISTRY, Keeps
+from gradwire.engine import REGISTRY, Keeps, prepare
 from gradwire.exchange import Exchange
 from gradwire.integrations import handover, quorum, torchft
 from gradwire.integrations.gradient_means import GradientMeans
 from gradwire.integrations.member_watch import LighthouseLine
+from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
 from gradwire.integrations.quorum import load_torchft
 
 EXAMPLE = Path(gw.__file__).parents[2] / "examples" / "elastic_train.py"
@@ -100,6 +101,16 @@ def test_a_model_with_a_handle_is_refused() -> None:
         gw.elastic(model, optimizer, plan=gw.Identity(), lighthouse="127.0.0.1:1")
 
 
+def test_a_model_of_a_job_gets_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchft, "Members", Nobody)
+    model, optimizer = linear()
+    job = gw.elastic(model, optimizer, plan=gw.Identity(), lighthouse="127.0.0.1:1")
+    with pytest.raises(gw.StepStateError, match=r"averaged twice.*leave\(\)"):
+        prepare(model, gw.Identity(), 2)
+    job.leave()
+    prepare(model, gw.Identity(), 2)
+
+
 def test_states_of_optimizers_in_another_order_are_refused() -> None:
     """The state of an optimizer has numbers in place of names, so another one of the same size would take it without a word."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
@@ -139,12 +150,13 @@ class RefusingMembers:
     factor = 1.0
 
     def __init__(self, names: list[str]) -> None:
-        self.committed, self._exchange = 0, RefusedExchange(names)
+        self.committed, self.begun, self._exchange = 0, 0, RefusedExchange(names)
 
     def meet(self) -> Exchange:
         return self._exchange
 
     def begin(self, exchange: Exchange) -> None:
+        self.begun += 1
         exchange.sent.clear()
 
     def end(self, exchange: Exchange) -> bool:
@@ -168,6 +180,146 @@ def test_a_grad_scaler_goes_on_after_a_step_that_does_not_count() -> None:
     scaler.update()
     assert all(torch.equal(each, before[name]) for name, each in named.items())
     assert members.committed == 0 and scaler.get_scale() == 64.0
+    means.detach()
+
+
+class AgreeingMembers(RefusingMembers):
+    """Members of whom every step counts, with the same gradients."""
+
+    def end(self, exchange: Exchange) -> bool:
+        return True
+
+
+def means_of(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[GradientMeans, AgreeingMembers]:
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    means, members = GradientMeans(model, named, optimizers), AgreeingMembers(list(named))
+    means.begin(members)  # type: ignore[arg-type]
+    return means, members
+
+
+@pytest.mark.parametrize("change", ["thawed", "added", "replaced"])
+@pytest.mark.parametrize("schedule", ["backward", "local"])
+def test_a_parameter_that_trains_later_is_refused(change: str, schedule: str) -> None:
+    """It would be averaged by nobody."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    model[0].requires_grad_(change != "thawed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if schedule == "backward":
+        means, _ = means_of(model, optimizer)
+    else:
+        named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        means = LocalRounds(model, OuterSteps(named, gw.LocalSteps(every=9)), [optimizer], every=9)  # type: ignore[assignment]
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    if change == "thawed":
+        model[0].requires_grad_(True)
+    elif change == "added":
+        model.append(torch.nn.Linear(2, 2))
+    else:
+        model[0].weight = torch.nn.Parameter(torch.ones(3, 3))
+    name = "2.weight" if change == "added" else "0.weight"
+    before = model[-1].weight.detach().clone()
+    with pytest.raises(gw.StepStateError, match=rf"'{name}' was thawed, added or replaced"):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model[-1].weight, before)
+    means.detach()
+
+
+def two() -> tuple[torch.nn.Sequential, list[torch.optim.Optimizer]]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    return model, [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+
+
+def test_a_closure_is_refused() -> None:
+    """It computes gradients inside the step, after those of before were averaged."""
+    model, optimizer = linear()
+    means, members = means_of(model, optimizer)
+    before = model.weight.detach().clone()  # type: ignore[union-attr,operator]
+    with pytest.raises(gw.StepStateError, match="closure"):
+        optimizer.step(lambda: model(torch.ones(1, 3)).sum())
+    assert members.begun == 0 and torch.equal(model.weight, before)  # type: ignore[arg-type]
+    means.detach()
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+@pytest.mark.parametrize("training", [True, False])
+def test_several_optimizers_make_one_step_in_any_order(order: list[int], training: bool) -> None:
+    model, optimizers = two()
+    model.train(training)
+    means, members = means_of(model, *optimizers)
+    for steps in (1, 2, 3):
+        model(torch.ones(1, 3)).sum().backward()
+        for at in order:
+            optimizers[at].step()
+            assert members.committed == steps
+        assert members.begun == steps
+    means.detach()
+
+
+def test_a_grad_scaler_may_skip_one_of_several_optimizers() -> None:
+    model, optimizers = two()
+    means, members = means_of(model, *optimizers)
+    for steps, stepped in enumerate([[0, 1], [0], [0, 1], [1], [0, 1]], 1):
+        model(torch.ones(1, 3)).sum().backward()
+        for at in stepped:
+            optimizers[at].step()
+        assert members.begun == members.committed == steps
+    means.detach()
+
+
+def test_optimizers_that_step_in_turns_are_refused() -> None:
+    """A joiner that makes a step again does not know which optimizer made it."""
+    model, optimizers = two()
+    means, members = means_of(model, *optimizers)
+    for turn in optimizers:
+        model(torch.ones(1, 3)).sum().backward()
+        turn.step()
+    with pytest.raises(gw.StepStateError, match=r"in turns.*LocalSteps"):
+        model(torch.ones(1, 3))
+    assert members.committed == 2
+    means.detach()
+
+
+def test_a_second_backward_of_a_step_is_refused() -> None:
+    """Its gradients would be averaged in an exchange that joiners do not expect."""
+    model, optimizer = linear()
+    means, members = means_of(model, optimizer)
+    one, other = (model(torch.ones(1, 3)).sum() for _ in range(2))
+    one.backward()
+    with pytest.raises(gw.StepStateError, match=r"no_sync\(\)"):
+        other.backward()
+    assert members.begun == 1
+    means.detach()
+
+
+def test_a_step_that_fails_and_that_the_script_skips_is_over_with_the_next_forward() -> None:
+    model, optimizer = linear()
+    means, members = means_of(model, optimizer)
+    members.end = lambda exchange: False  # type: ignore[method-assign]
+    model(torch.ones(1, 3)).sum().backward()
+    members.end = lambda exchange: True  # type: ignore[method-assign]
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert (members.begun, members.committed) == (2, 1)
+    means.detach()
+
+
+@pytest.mark.parametrize("is_due", [False, True])
+def test_a_layer_that_is_frozen_later_stays_as_it_is(is_due: bool) -> None:
+    """Gradients of zeros would let the weight decay move it, also on a joiner that makes a step of the others again."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    means, members = means_of(model, optimizer)
+    model[0].requires_grad_(False)
+    if is_due:
+        members.meet = lambda: {name: torch.zeros_like(each) for name, each in model.named_parameters()}  # type: ignore
+    before = [each.detach().clone() for each in model.parameters()]
+    model(torch.ones(1, 3)).sum().backward()
+    assert [each.grad is None for each in model.parameters()] == [True, True, False, False]
+    optimizer.step()
+    assert members.committed == 1
+    assert [torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)][:3] == [True, True, False]
     means.detach()
 
 

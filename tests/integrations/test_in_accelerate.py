@@ -272,6 +272,48 @@ def test_threads_and_descriptors_stay_as_they_were(framework_worlds: Worlds, fre
         assert handles == 1
 
 
+STEPPING = {
+    "delayed": gw.Uniform(gw.Identity(), schedule=gw.Delayed()),
+    "pipelined": gw.Uniform(gw.Identity(), schedule=gw.Pipelined()),
+    "local": gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=2)),
+}
+"""Schedules that take an optimizer."""
+
+
+def of_one_optimizer(schedule: str, scaled: bool, preparations: int) -> str:
+    """The parameters of a model that was prepared so many times with the same optimizer, maybe with a GradScaler."""
+    from gradwire.integrations.accelerate import prepare
+
+    run = Run(None)
+    accelerator, model = run.accelerator, normalised()
+    if scaled:  # as with mixed_precision="fp16", which Accelerate has for GPUs alone
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.randn(64, 6, generator=seeded(1))), batch_size=4))
+    for _ in range(preparations):
+        model, optimizer = prepare(accelerator, model, optimizer, plan=STEPPING[schedule])
+        for (inputs,) in [*loader][:6]:
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    told = digest(parameter for name, parameter in model.state_dict().items() if "running" not in name and "num" not in name)
+    accelerator.free_memory()
+    assert isinstance(pickle.loads(pickle.dumps(optimizer)), type(optimizer))
+    return told
+
+
+@pytest.mark.parametrize("preparations", [1, 2])
+@pytest.mark.parametrize("schedule", STEPPING)
+def test_an_optimizer_may_have_a_grad_scaler_and_be_prepared_again(
+    framework_worlds: Worlds, schedule: str, preparations: int
+) -> None:
+    """With each step of a GradScaler Accelerate puts the step of before back. Scales of powers of two change no bit."""
+    plain, scaled = (
+        framework_worlds.run(2, of_one_optimizer, schedule, scale, preparations, deadline_s=200.0) for scale in (False, True)
+    )
+    assert len({*plain, *scaled}) == 1
+
+
 def freed() -> list[str]:
     run = Run(FEEDBACK)
     run.train(2)

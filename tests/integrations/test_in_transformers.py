@@ -243,6 +243,73 @@ def test_a_tracker_file_has_bytes_step_times_and_the_decision(framework_worlds: 
     assert run.decision.by.startswith("plan='auto'") and "A step takes" in write_report(tmp_path / "run")
 
 
+def twice(folder: str, scaled: bool) -> list[str]:
+    """The weights after each of two trainings with the delayed schedule, maybe with a GradScaler."""
+    from gradwire.integrations.transformers import use
+
+    trainer = trainer_of(folder, max_grad_norm=0.0, dropout=0.0, optim="adamw_torch")
+    if scaled:  # as with fp16=True, which Accelerate has for GPUs alone
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    use(trainer, plan=gw.Uniform(gw.Identity(), schedule=gw.Delayed()))
+    ends = []
+    for _ in range(2):
+        trainer.train()
+        ends.append(digest(trainer.model.parameters()))
+    return ends
+
+
+def test_a_grad_scaler_leaves_the_step_to_the_schedule(framework_worlds: Worlds, tmp_path: Path) -> None:
+    """With each step Accelerate puts the step of before back. Scales of powers of two change no bit."""
+    plain, scaled = (framework_worlds.run(2, twice, str(tmp_path), scale, deadline_s=300.0) for scale in (False, True))
+    assert plain[0] == plain[1] == scaled[0] == scaled[1]
+
+
+def compiled(folder: str, plan: Any) -> list[str]:
+    """The weights after two trainings of a compiled model, which was evaluated before."""
+    from gradwire.integrations.transformers import use
+
+    trainer = trainer_of(folder, dropout=0.0, torch_compile=True, torch_compile_backend="eager")
+    if plan is not None:
+        use(trainer, plan=plan)
+    trainer.evaluate()
+    ends = []
+    for _ in range(2):
+        trainer.train()
+        ends.append(digest(trainer.model.parameters()))
+    assert plan is None or not (hasattr(trainer.model, "no_sync") or trainer.model._forward_pre_hooks)
+    return ends
+
+
+def test_a_compiled_model_trains_after_an_evaluation_and_again(framework_worlds: Worlds, tmp_path: Path) -> None:
+    first, second = framework_worlds.run(2, compiled, str(tmp_path), gw.Uniform(gw.Identity()), deadline_s=300.0)
+    assert first == second and first[0] != first[1]
+
+
+def out_of_memory(folder: str) -> None:
+    """A recorded training that runs out of memory in its second step, and begins again with smaller batches."""
+    from transformers import TrainerCallback
+
+    from gradwire.integrations.transformers import use
+
+    class RunsOut(TrainerCallback):
+        is_out = False
+
+        def on_step_end(self, args: Any, state: Any, *_: Any, **named: Any) -> None:
+            if state.global_step == 2 and not self.is_out:
+                self.is_out = True
+                raise RuntimeError("CUDA out of memory. as ordered")
+
+    trainer = trainer_of(folder, auto_find_batch_size=True)
+    trainer.add_callback(RunsOut())
+    use(trainer, plan=gw.QSGD(bits=4), record=f"{folder}/run")
+    trainer.train()
+
+
+def test_a_record_is_of_the_training_after_it_ran_out_of_memory(framework_worlds: Worlds, tmp_path: Path) -> None:
+    framework_worlds.run(2, out_of_memory, str(tmp_path), deadline_s=300.0)
+    assert len(Run.read(tmp_path / "run").steps) == 6
+
+
 def another_accelerator(folder: str) -> str:
     from gradwire.integrations.transformers import use
 

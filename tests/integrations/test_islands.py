@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.engine import REGISTRY, prepare
 
 EVERY, STEPS = 4, 12
 
@@ -167,6 +168,42 @@ def test_a_script_need_not_keep_it_and_a_second_call_is_refused(worlds: Worlds) 
     assert len({before for before, *_ in ends}) == 2, "islands train apart"
     assert len({after for _, after, _ in ends}) == 1
     assert all("trains on islands already" in said for *_, said in ends)
+
+
+def with_a_handle() -> list[str]:
+    """What is raised for a handle of a model that trains on islands, and for islands of a model that has a handle."""
+    policy = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=EVERY))
+    model, optimizer, made = built(False, policy)
+    with pytest.raises(gw.StepStateError) as first:
+        prepare(model.module, gw.Identity(), 4)
+    made.detach()
+    prepare(model.module, gw.Identity(), 4)
+    REGISTRY.add(model.module, model.parameters(), None)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    with pytest.raises(gw.StepStateError) as second:
+        gw.islands(model, optimizer, mesh, policy)
+    return [str(first.value), str(second.value)]
+
+
+def test_a_model_on_islands_has_no_handle(worlds: Worlds) -> None:
+    assert all("averaged twice" in said for told in worlds.run(4, with_a_handle) for said in told)
+
+
+def added(shards: bool) -> str:
+    """What `optimizer.step()` raises once the model has a layer more."""
+    model, optimizer, made = built(shards, gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=EVERY)))
+    train(model, optimizer, range(1))
+    (model if shards else model.module).append(nn.Linear(5, 5))
+    with pytest.raises(gw.StepStateError) as error:
+        train(model, optimizer, range(1, 2))
+    made.detach()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
+def test_a_parameter_that_trains_later_is_refused_on_islands(worlds: Worlds, shards: bool) -> None:
+    """Nobody would average it between islands."""
+    assert all("5.weight' was thawed, added or replaced" in said for said in worlds.run(4, added, shards))
 
 
 def of_unlike_steps(who: int, how: str) -> str:

@@ -111,6 +111,38 @@ def test_the_timeline_shows_the_tasks_of_the_plan_where_they_ran(worlds: Worlds,
     assert parts == pytest.approx(timeline.step_us, abs=1.0)
 
 
+def of_two_plans(folder: str) -> list[tuple[int, list[int], int]]:
+    """The number of buckets of the plan, those of the timeline, and those with times; after steps with many buckets, then as
+    another plan is taken up, and after a step of it."""
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+    many, one = (gw.Uniform(gw.QSGD(bits=4), bucket_bytes=size) for size in (8_000, 10**6))
+    handle = gw.parallelize(model, plan=many)
+    found = []
+
+    def look() -> None:
+        if dist.get_rank():
+            return
+        run = recording.run()
+        drawn = {event.bucket for event in run.timeline.events if event.bucket >= 0} if run.timeline is not None else set()
+        found.append((len(run.buckets), sorted(drawn), sum(each.exchange_us is not None for each in run.buckets)))
+
+    with handle.record(folder, error_steps=0) as recording:
+        for number in range(8):
+            if number == 7:
+                look()
+                handle.session.change_to(handle.session.plan_of(one))
+                look()
+            model(torch.ones(2, 40)).sum().backward()
+            model.zero_grad()
+        look()
+    return found
+
+
+def test_times_are_those_of_the_plan_that_ran_last(worlds: Worlds, tmp_path: Path) -> None:
+    first, _ = worlds.run(2, of_two_plans, str(tmp_path))
+    assert first == [(2, [0, 1], 2), (1, [], 0), (1, [0], 1)]
+
+
 def alone(folder: str) -> list[str]:
     """Errors of a recording without a step, and a run that a script's error ended."""
     model = nn.Linear(3, 2)

@@ -51,8 +51,9 @@ def prepare(
     for name, parameter in parameters.items():
         if REGISTRY.owns(parameter) and id(parameter) not in known:
             raise StepStateError(
-                f"parameter {name!r} belongs to a model that is parallelized already: its gradient would be averaged "
-                "twice. Keep the first handle, or call its detach() before."
+                f"parameter {name!r} belongs to a model that is parallelized already, or that trains in an elastic job or on "
+                "islands: its gradient would be averaged twice. Keep the first handle; or call its detach(), or leave() of the "
+                "job, before."
             )
         if type(parameter.data) is not torch.Tensor:
             raise PlanError(

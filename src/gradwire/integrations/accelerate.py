@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 
 from gradwire.api import Handle, parallelize
 from gradwire.core import show
@@ -63,14 +64,37 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
         prepared = _as_tuple(accelerator.prepare(*objects))
     finally:
         accelerator.prepare_model = wraps
-    model, optimizers = prepared[places[0]], [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+    model, optimizers = prepared[places[0]], [each for each in prepared if isinstance(each, torch.optim.Optimizer)]
     handles = _handles_of(accelerator)
     handles.forget([each for each in handles if not each.attached or each.session.model is model])
     heed_options_of_ddp(accelerator.ddp_handler, model)
-    handle = parallelize(model, optimizers or None, plan=plan, **options)
+    handle = parallelize(model, plain_optimizers(optimizers) or None, plan=plan, **options)
     model.no_sync = NoSync(handle)
     handles.add(handle)
     return prepared
+
+
+def plain_optimizers(optimizers: Iterable[Any]) -> list[Any]:
+    """The optimizers inside those of Accelerate, whose steps then are those that a schedule puts in their place."""
+    for each in optimizers:
+        if type(each) is AcceleratedOptimizer and each.scaler is not None:
+            each.__class__ = _ScaledOptimizer
+    return [getattr(each, "optimizer", each) for each in optimizers]
+
+
+class _ScaledOptimizer(AcceleratedOptimizer):
+    """An optimizer with a GradScaler. With each step Accelerate puts back the `step` that the optimizer inside had when it was
+    prepared, and schedules put another one in its place after that. Here it is the one from before the step."""
+
+    @property
+    def _optimizer_patched_step_method(self) -> Any:
+        """Is read as a step begins."""
+        step = self.__dict__["_optimizer_original_step_method"] = self.optimizer.step
+        return patch_optimizer_step(self, step)
+
+    @_optimizer_patched_step_method.setter
+    def _optimizer_patched_step_method(self, step: Any) -> None:
+        """Do nothing: Accelerate sets it where a copy is loaded."""
 
 
 def _as_tuple(prepared: Any) -> tuple[Any, ...]:

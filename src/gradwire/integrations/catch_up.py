@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gradwire.exchange import Exchange, TensorMeta
+from gradwire.integrations.meetings import quorum_key
 from gradwire.transport import LinkError
 
 __all__ = ["CatchUp", "Means"]
@@ -98,7 +99,7 @@ class CatchUp:
     def _steps(self, first: Any) -> Iterator[Means]:
         """The means of the others' steps, until one fails or the members change."""
         quorum = first
-        while quorum.quorum_id == first.quorum_id:
+        while quorum_key(quorum) == quorum_key(first):
             self._exchange.step = quorum.max_step
             means = {name: each.zeros() for name, each in self._tensors.items()}
             self._exchange.begin()

@@ -8,10 +8,13 @@ import torch
 from torch.autograd import Variable
 
 from gradwire.engine import ModelHook, in_reentrant_backward, leave_hooks_behind
+from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange
 from gradwire.integrations.catch_up import Means
 from gradwire.integrations.elastic_auto import ElasticAuto
 from gradwire.integrations.members import Members
+from gradwire.integrations.optimizer_turns import OptimizerTurns
+from gradwire.integrations.trained import TrainedParameters
 
 __all__ = ["GradientMeans"]
 
@@ -36,7 +39,8 @@ class GradientMeans:
         """auto: chooses plans; None: the plan of the script runs."""
         self._members: Members | None = None
         self._auto, self._exposed_s = auto, 0.0
-        self._parameters = dict(parameters)
+        self._parameters, self.trained = dict(parameters), TrainedParameters(model)
+        self._turns = OptimizerTurns(optimizers)
         self.is_paused = False
         """Whether backwards average nothing."""
         self._met: Exchange | None = None
@@ -51,7 +55,7 @@ class GradientMeans:
             arrived = ModelHook(self, lambda self, parameter, name=name: self._arrived(name, parameter))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
         self._hooks += [each.register_step_pre_hook(ModelHook(self, act._before_step)) for each in optimizers]
-        self._hooks.append(optimizers[-1].register_step_post_hook(ModelHook(self, act._after_step)))
+        self._hooks += [each.register_step_post_hook(ModelHook(self, act._after_step)) for each in optimizers]
 
     def begin(self, members: Members) -> None:
         """Train among these members."""
@@ -76,13 +80,14 @@ class GradientMeans:
         if self._sends:  # an exception left the last backward
             self._sends, self._met = False, None
             self.members.give_up()
-        if self._averaged:  # no optimizer stepped after it, as where a GradScaler skips a step
-            self._met = self._due = None
+        if self._averaged:  # not all optimizers stepped after it, as where a GradScaler skips a step
+            self._end()
         self._meet()
 
     def _meet(self) -> None:
         """Find the exchange of this step, whose members have equal weights, or the step's means."""
         if self._met is None and self._due is None:
+            self.trained.check()
             found = self.members.meet()
             self._met, self._due = (found, None) if isinstance(found, Exchange) else (None, found)
 
@@ -96,11 +101,16 @@ class GradientMeans:
 
     def _arrived(self, name: str, parameter: torch.nn.Parameter) -> None:
         """A gradient is accumulated. The optimizer's step averages what no backward does."""
-        if self.is_paused or self._failed or (self._met is None and self._due is None):
+        if self.is_paused or (self._met is None and self._due is None):
             return
         if not self._sends:
             if in_reentrant_backward():
                 return
+            if self._averaged:
+                raise StepStateError(
+                    "a second backward began after the gradients of this step were averaged, and members that join do not expect "
+                    "another exchange. Call all backwards but the last inside `with job.no_sync():`, or add up the losses."
+                )
             self._sends = True
             self._begin()
             Variable._execution_engine.queue_callback(self._finish)
@@ -112,6 +122,9 @@ class GradientMeans:
     @torch.no_grad()
     def _send(self, exchange: Exchange, name: str, parameter: torch.nn.Parameter) -> None:
         factor = self.members.factor
+        if _is_left_alone(parameter):
+            exchange.ready(name, torch.zeros_like(parameter))
+            return
         if parameter.grad is None or factor == 0.0:
             parameter.grad = torch.zeros_like(parameter)
         elif factor != 1.0:
@@ -137,21 +150,37 @@ class GradientMeans:
 
     def _set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self._parameters.items():
-            parameter.grad = gradients[name]
+            if not _is_left_alone(parameter):
+                parameter.grad = gradients[name]
 
     @torch.no_grad()
-    def _before_step(self, *_: object) -> None:
-        if not (self._averaged or self._failed):
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        if self._turns.has(optimizer):  # again, without a training forward
+            self._end()
+        self._turns.check(optimizer, [*arguments, *named.values()])
+        if not self._averaged:
             self._begin()
             self._finish()
         if self._failed:
             for parameter in self._parameters.values():
                 parameter.grad = None
 
-    def _after_step(self, *_: object) -> None:
-        if not self._failed:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """The step counts with the first optimizer; the others take the gradients of the same step."""
+        if self._turns.note(optimizer) and not self._failed:
             self.members.commit()
             if self._auto is not None and self._met is not None:
                 self._auto.ended(self.members, self._exposed_s)
+        if self._turns.is_over:
+            self._end()
+
+    def _end(self) -> None:
+        """The next step begins."""
         self._met = self._due = None
         self._averaged = self._failed = False
+        self._turns.end()
+
+
+def _is_left_alone(parameter: torch.nn.Parameter) -> bool:
+    """Whether the parameter was frozen after the start: a gradient of zeros would let an optimizer's weight decay move it."""
+    return parameter.grad is None and not parameter.requires_grad

@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradwire.core import show
-from gradwire.engine import Keeps, ModelHook, leave_hooks_behind
+from gradwire.engine import REGISTRY, ModelHook, leave_hooks_behind
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
+from gradwire.integrations.trained import TrainedParameters
 
 __all__ = ["Islands", "islands", "owners_of", "shard_of", "share_inside"]
 
 _NOT_LOADED = -1
-_KEPT = "_gradwire_islands"
 
 
 def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, plan: Any) -> "Islands":
@@ -36,7 +36,8 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     mesh: of two dimensions. Ranks along the second one are an island, those along the first one have the same place in theirs.
     plan: a policy whose schedule is `gw.LocalSteps(...)`, such as `gw.Uniform(spec, schedule=...)`.
 
-    All islands begin with the weights of the first. `optimizer.step()` raises CommunicationError where a rank died or stalled.
+    All islands begin with the weights of the first. `optimizer.step()` raises CommunicationError where a rank died or stalled,
+    and StepStateError where a parameter was thawed, added or replaced since.
     What it returns lives as long as the model, or until `detach()`. Raises PlanError for another mesh or schedule, and for a
     model of which only a part is sharded; StepStateError for a model that trains on islands already.
 
@@ -52,14 +53,14 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     schedule: Any = getattr(plan, "schedule", None)
     if schedule is None or schedule.word != "local":
         raise PlanError(f"plan is {show(plan)}: islands train apart, so pass a policy with schedule=gw.LocalSteps(...).")
-    if _KEPT in vars(model):
+    if any(map(REGISTRY.owns, model.parameters())):
         raise StepStateError(
-            "the model trains on islands already: its weights would be averaged twice. Keep what the first call returned, or "
-            "call its detach() before."
+            "the model trains on islands already, in an elastic job or with a handle: its weights would be averaged twice. Keep "
+            "what the first call returned; or call its detach(), or leave() of the job, before."
         )
     made = Islands(model, optimizer, mesh, plan)
     leave_hooks_behind(model)
-    vars(model)[_KEPT] = Keeps(made)
+    REGISTRY.add(model, made.trained.parameters.values(), made)
     return made
 
 
@@ -88,8 +89,9 @@ class Islands:
         tensors = {name: each for name, each in tensors.items() if name in own}
         self.exchange = Exchange(tensors, plan, self._between) if tensors else None
         """The exchange with the same place of the other islands; None on a rank without a tensor."""
-        self._model = weakref.ref(model)
-        self._hook = optimizer.register_step_post_hook(ModelHook(self, Islands._after_step))
+        self._model, self.trained = weakref.ref(model), TrainedParameters(model)
+        self._hooks = [optimizer.register_step_pre_hook(ModelHook(self, Islands._before_step))]
+        self._hooks.append(optimizer.register_step_post_hook(ModelHook(self, Islands._after_step)))
 
     def global_weights(self) -> AbstractContextManager[None]:
         """Inside, the model holds the weights that are the same on all islands, to evaluate or to save them."""
@@ -136,11 +138,14 @@ class Islands:
 
     def detach(self) -> None:
         """End the exchanges. The model keeps the weights that it has."""
-        self._hook.remove()
-        if (model := self._model()) is not None:
-            vars(model).pop(_KEPT, None)
+        for hook in self._hooks:
+            hook.remove()
+        REGISTRY.forget(self._model(), self.trained.parameters.values())
         if self.exchange is not None:
             self.exchange.close()
+
+    def _before_step(self, *_: object) -> None:
+        self.trained.check()
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:

@@ -3,7 +3,7 @@
 A member is one process with a whole replica of the model. Before a step it asks torchft's lighthouse for the quorum, the members
 that make the step together. While the quorum stays, so does the exchange. Otherwise the members meet anew:
 
-1. They reach the store of one of them, under the quorum's number, and make a group and an exchange there.
+1. They reach the store of one of them, under the quorum's name, and make a group and an exchange there.
 2. Members that are at the step already give their state to those that are not: weights, optimizer, step. No bytes are unpickled.
    The others do not wait for it: a joiner catches up (`catch_up.py`). Only in step 0, and where members are islands, all wait.
 3. Residuals go on, multiplied by the old number of members over the new one. Joiners begin with zeros.
@@ -22,6 +22,7 @@ from gradwire.exchange import Exchange, State, TensorMeta, is_alike
 from gradwire.integrations.catch_up import CatchUp, Means
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.handover import MemberCard, MemberState, StateOffer, copied, fetch, hand_over
+from gradwire.integrations.meetings import meeting_name, quorum_key
 from gradwire.integrations.quorum import Lighthouse, NoQuorumError
 from gradwire.integrations.rehearsal import rehearse
 from gradwire.transport import LinkError
@@ -52,7 +53,8 @@ class Members:
         """The members whose gradients count in this step, 0 where all join, and whether this is one of them."""
         self.exchange: Exchange | None = None
         """The exchange of the present quorum; None before the first, and after a failure."""
-        self._quorum_id, self._failures, self._took_part = -1, 0, False
+        self._quorum: tuple[int, tuple[str, ...]] = -1, ()
+        self._failures, self._took_part = 0, False
         self._named: Any = None
         """A quorum that was named while this member caught up, and that it is to meet."""
         self._kept: tuple[State, int] = {}, 1
@@ -93,9 +95,9 @@ class Members:
                         return means
                     self._catch_up = None
                 quorum, self._named = self._named or self._lighthouse.ask(self.step, self._failures), None
-                if quorum.quorum_id != self._quorum_id or self.exchange is None:
+                if quorum_key(quorum) != self._quorum or self.exchange is None:
                     self._lighthouse.all_do(partial(self._meet, quorum))
-                elif quorum.heal:
+                elif quorum.heal and quorum.max_step != self.step:  # in step 0 torchft lets all heal
                     raise LinkError(None, ConnectionError(f"the others are at step {quorum.max_step}, and this one is not"))
                 else:
                     self.parts, self.takes_part = quorum.max_world_size, True
@@ -107,7 +109,7 @@ class Members:
             except (CommunicationError, LinkError, DisagreementError) as error:
                 if isinstance(error, NoQuorumError) or (isinstance(error, DisagreementError) and not self._took_part):
                     raise  # who joins with another model goes, and the others go on
-                log.info("the members of quorum %d did not meet: %s", self._quorum_id, error)
+                log.info("the members of quorum %d did not meet: %s", self._quorum[0], error)
                 self._failures += 1
                 self._part()
 
@@ -164,12 +166,12 @@ class Members:
         """Make the exchange of a quorum. Residuals of the last one go on, or the state of another member is loaded."""
         began_s = time.monotonic()
         self._part()
-        self._quorum_id = quorum.quorum_id
+        self._quorum = quorum_key(quorum)
         group = self._lighthouse.group_of(quorum)
         exchange = self.exchange = Exchange(self._tensors, self._plan, group)
         exchange.go_on(self._kept[0], quorum.max_step, self._kept[1])
         waits, joiners = not self._catches_up or not quorum.max_step, quorum.recover_dst_replica_ranks
-        key, card, data = f"state {quorum.quorum_id}", MemberCard(quorum.heal or not self._took_part, {}), b""
+        key, card, data = f"state of {meeting_name(quorum)}", MemberCard(quorum.heal or not self._took_part, {}), b""
         if joiners:
             alike = {key: value for key, value in exchange.residuals.carried().items() if is_alike(key)}
             state = self._state.save()

@@ -15,6 +15,7 @@ from gradwire.errors import PlanError
 from gradwire.exchange import Exchange
 from gradwire.integrations.handover import MemberState
 from gradwire.integrations.members import Members
+from gradwire.integrations.trained import TrainedParameters
 
 __all__ = ["LocalRounds", "OuterSteps", "check_rounds"]
 
@@ -102,8 +103,10 @@ class LocalRounds:
         self._members: Members | None = None
         self._every, self._local_steps = every, 0
         self._outer, self._share = outer, share
+        self.trained = TrainedParameters(model)
         leave_hooks_behind(model)
         self._hooks: list[Any] = [model.register_forward_pre_hook(ModelHook(self, LocalRounds._before_forward), prepend=True)]
+        self._hooks += [each.register_step_pre_hook(ModelHook(self, LocalRounds._before_step)) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(ModelHook(self, LocalRounds._after_step)))
 
     def begin(self, members: Members) -> None:
@@ -134,6 +137,9 @@ class LocalRounds:
         joins = self._members is not None and self._members.exchange is None and not self._local_steps
         if joins and model.training and torch.is_grad_enabled():
             self._round()
+
+    def _before_step(self, *_: object) -> None:
+        self.trained.check()
 
     def _after_step(self, *_: object) -> None:
         self._local_steps += 1

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from gradwire.errors import CommunicationError, PlanError
 from gradwire.integrations.handover import reach
+from gradwire.integrations.meetings import meeting_name
 from gradwire.integrations.member_watch import LighthouseLine, MemberWatch
 from gradwire.transport import Group, own_address, start_store_thread
 
@@ -136,7 +137,7 @@ class Lighthouse:
         """The group of the members of a quorum. Raises LinkError, also later where one of them ends before all have met."""
         self.end_watch()
         self._watch = MemberWatch([each for each in quorum.replica_ids if each != self.store_address])
-        store = PrefixStore(f"quorum {quorum.quorum_id}/{self.place}", reach(quorum.store_address, self.timeout))
+        store = PrefixStore(f"{meeting_name(quorum)}/{self.place}", reach(quorum.store_address, self.timeout))
         return Group.of_store(store, quorum.replica_rank, quorum.replica_world_size, self.timeout, self._watch.check)
 
     def end_watch(self) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from gradwire.auto import AutoDecision
 from gradwire.core import Backward, Plan, number, show, whole
-from gradwire.engine import REGISTRY, Keeps
+from gradwire.engine import REGISTRY
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import ExchangeStats, TensorMeta, embeddings_of, info_of
 from gradwire.integrations.elastic_auto import ElasticAuto
@@ -36,8 +36,6 @@ from gradwire.integrations.outer_steps import LocalRounds, OuterSteps, check_rou
 from gradwire.integrations.quorum import Lighthouse
 
 __all__ = ["ElasticJob", "elastic"]
-
-_KEPT = "_gradwire_elastic"
 
 
 def elastic(
@@ -55,7 +53,7 @@ def elastic(
 ) -> "ElasticJob":
     """Train with members that come and go. Each is one process with a whole replica of the model.
 
-    optimizer: of the model, or a list of several.
+    optimizer: of the model, or a list of several, which step after one backward and without closures.
     plan: "auto" measures the job and keeps the fastest plan, anew after each change of the members; `accuracy` is as in
     `gw.parallelize`. Or as in `gw.Exchange`, with the schedule `gw.Backward()` or `gw.LocalSteps(...)`; the plan is made again
     for each number of members.
@@ -76,7 +74,7 @@ def elastic(
     Raises PlanError without the package torchft, for other schedules, and for a timeout of 0 or without end; StepStateError
     without an address, and for a model that a handle or another job trains. The job lives as long as the model, or until
     `leave()`. The training forward, or with local steps `optimizer.step()`, raises CommunicationError where members do not come
-    within `patience_s`.
+    within `patience_s`, and StepStateError where a parameter was thawed, added or replaced since.
 
     Example, in a script that one torchrun on each machine starts::
 
@@ -88,10 +86,10 @@ def elastic(
     """
     number("timeout_s", timeout_s, "seconds that a wait for another member may take", positive=True, error=PlanError)
     whole("min_replicas", min_replicas, "the least members of a step", low=1, error=PlanError)
-    if _KEPT in vars(model) or any(map(REGISTRY.owns, model.parameters())):
+    if any(map(REGISTRY.owns, model.parameters())):
         raise StepStateError(
-            "the model trains in an elastic job or with a handle already: its gradients would be averaged twice. Call leave() of "
-            "the job, or detach() of the handle, before."
+            "the model trains in a job, with a handle or on islands already: its gradients would be averaged twice. Call leave() "
+            "of the job, or detach() of the handle or the islands, before."
         )
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
@@ -134,7 +132,7 @@ def elastic(
     members = Members(tensors, plan, state, reached, catches_up=island is None)
     means.begin(members)
     job = ElasticJob(model, members, means, auto)
-    vars(model)[_KEPT] = Keeps(job)
+    REGISTRY.add(model, means.trained.parameters.values(), job)
     return job
 
 
@@ -196,5 +194,4 @@ class ElasticJob:
         """Leave the job, and the model alone. The others go on."""
         self._means.detach()
         self._members.leave()
-        if (model := self._model()) is not None:
-            vars(model).pop(_KEPT, None)
+        REGISTRY.forget(self._model(), self._means.trained.parameters.values())

@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from gradwire.api import Handle, parallelize
 from gradwire.errors import PlanError, StepStateError
+from gradwire.integrations.accelerate import plain_optimizers
 from gradwire.integrations.handles import NoSync, heed_options_of_ddp, load_handle, save_handle
 from gradwire.integrations.trackers import Tracked, lines_to
 from gradwire.record.recording import Recording
@@ -91,15 +92,21 @@ class GradwireCallback(TrainerCallback):
         """Replaces Accelerate's method, which wraps a model that trains in DDP."""
         prepared: Any = self._plain_prepare(model, device_placement, evaluation_mode=True)
         if dist.is_initialized() and not evaluation_mode:
-            self._detach()
-            optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
-            heed_options_of_ddp(self._trainer.accelerator.ddp_handler, prepared)
-            self.handle, self._model = parallelize(prepared, optimizer, plan=self._plan, **self._options), prepared
-            prepared.no_sync = NoSync(self.handle)  # Accelerate calls it while gradients are accumulated
-            self._tracked = Tracked(self.handle)
+            self._parallelize(prepared)
         return prepared
 
+    def _parallelize(self, model: Any) -> None:
+        self._detach()
+        (optimizer,) = plain_optimizers([self._trainer.optimizer])
+        heed_options_of_ddp(self._trainer.accelerator.ddp_handler, model)
+        self.handle, self._model = parallelize(model, optimizer, plan=self._plan, **self._options), model
+        model.no_sync = NoSync(self.handle)  # Accelerate calls it while gradients are accumulated
+        self._tracked = Tracked(self.handle)
+
     def _detach(self) -> None:
+        if self._recording is not None:
+            self._recording.__exit__(*sys.exc_info())
+            self._recording = None
         if self._model is not None and self.handle is not None:
             self.handle.detach()
             del self._model.no_sync
@@ -117,14 +124,22 @@ class GradwireCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Load the states that ranks saved with the checkpoint from which the Trainer resumes, and begin the record."""
         if dist.is_initialized() and self._model is None:
+            self._take_prepared()
+        plain_optimizers([self._trainer.optimizer])  # the Trainer wraps it after the model
+        if self._checkpoint and self.handle is not None:
+            load_handle(self.handle, self._checkpoint)
+        if self._folder and self.handle is not None:
+            self._recording = self.handle.record(self._folder).__enter__()
+
+    def _take_prepared(self) -> None:
+        """Parallelize a compiled model: where the Trainer prepared it before, in another training or for an evaluation, it does
+        not ask Accelerate again."""
+        if getattr(self._trainer.accelerator.prepare_model, "__self__", None) is not self:
             raise StepStateError(
                 "the Trainer made another Accelerator after gradwire was put in, so DDP averages the gradients. Make the Trainer "
                 "anew, and call use(trainer) before train(); a search of hyperparameters needs a Trainer for each trial."
             )
-        if self._checkpoint and self.handle is not None:
-            load_handle(self.handle, self._checkpoint)
-        if self._folder and self.handle is not None:
-            self._recording = self._training.enter_context(self.handle.record(self._folder))
+        self._parallelize(self._trainer.model_wrapped)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Write this rank's state into the folder of the Trainer's checkpoint."""
@@ -133,5 +148,4 @@ class GradwireCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """End the record, and detach gradwire from the model."""
-        self._recording = None
         self._training.close()

@@ -212,6 +212,8 @@ class Recording(Observer, LanesObserver):
 
         Raises StepStateError if there is no measured step.
         """
+        if self._watched:
+            self._note_plan()
         if not self._watched:
             raise StepStateError("no step has a timeline. Train a whole step inside record(), on a CPU, and ask on rank 0.")
         watched = [each for each in self._watched if each.step.ended < each.step.forward] or list(self._watched)
@@ -230,7 +232,7 @@ class Recording(Observer, LanesObserver):
             raise StepStateError("no step ran yet: there is no plan to record. Train a whole step inside record().")
         stats = job.stats()
         self._go_back()
-        self._tensors.use(job.exchange, job.plan, job.tensors, job.step)
+        self._note_plan()
         times, predicted = self._times_of_buckets(), job.predicted_us
         return Run(
             made=self._made,
@@ -293,10 +295,16 @@ class Recording(Observer, LanesObserver):
             self._look()
         self._forward = self._in_backward = time.perf_counter()
 
+    def _note_plan(self) -> None:
+        job = self._job
+        if self._tensors.use(job.exchange, job.plan, job.tensors, job.step):
+            self._watched.clear()  # their tasks have the numbers of other buckets
+            self._times = []
+
     def _look(self) -> None:
         """Note the plan of the step, and choose tensors for a measurement of errors."""
-        self._looked, job = True, self._job
-        self._tensors.use(job.exchange, job.plan, job.tensors, job.step)
+        self._looked = True
+        self._note_plan()
         if self._error_steps and self._kept.seen % self._error_steps == 0:
             self._tensors.ask()
 

@@ -33,11 +33,12 @@ class Tensors:
         self._wanted: set[str] = set()
         self._gradients: dict[str, torch.Tensor] = {}
 
-    def use(self, exchange: object, plan: Plan, tensors: Iterable[TensorInfo], step: int) -> None:
-        """Note the bits of a plan that is in use from this step on. exchange: another object after each change."""
+    def use(self, exchange: object, plan: Plan, tensors: Iterable[TensorInfo], step: int) -> bool:
+        """Note the bits of a plan that is in use from this step on. exchange: another object after each change. Returns whether
+        the plan has other buckets than the one before."""
         if exchange is self._exchange:
-            return
-        self._exchange, self._plan = exchange, plan
+            return False
+        before, self._exchange, self._plan = self._plan, exchange, plan
         infos = {tensor.name: tensor for tensor in tensors}
         for bucket in plan.buckets:
             for info in map(infos.__getitem__, bucket.tensors):
@@ -50,6 +51,7 @@ class Tensors:
                     known.append((step, bits))
                     if len(known) > MOST_POINTS:
                         del known[1:-1:2]
+        return before is not None and [each.tensors for each in before.buckets] != [each.tensors for each in plan.buckets]
 
     def forget_from(self, step: int) -> None:
         """Drop the values of this step and of later steps."""
