@@ -320,5 +320,5 @@ def test_plain_ddp_beside_a_slow_node_is_that_of_every_other_table() -> None:
 
 def test_codecs_of_a_gpu_are_no_plan_for_a_cpu() -> None:
     profile, cluster, _ = on_cpus()
-    with pytest.raises(PlanError, match="QSGD.*encoded on a GPU alone"):
+    with pytest.raises(PlanError, match=r"QSGD.*encoded on a GPU alone"):
         PlanningJob(profile, cluster, COSTS, [QSGD()])
