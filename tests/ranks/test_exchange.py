@@ -16,6 +16,7 @@ from gradwire.core.collectives import COLLECTIVES
 from gradwire.core.specs import example_specs
 from gradwire.core.tensors import TensorInfo
 from gradwire.exchange import Slot, TaskTimes
+from gradwire.exchange import exchange as exchanges
 from gradwire.exchange.plans import info_of
 from gradwire.transport import LanesObserver
 
@@ -451,6 +452,32 @@ def beside_a_model() -> bool:
 
 def test_several_exchanges_work_beside_a_handle(threads: Threads) -> None:
     assert threads.run(2, beside_a_model) == [True, True]
+
+
+def weighed(spec: gw.Spec, together: bool) -> bool:
+    """Whether a step is the weighted mean, of ranks with the weights 0 and 2."""
+    rank, mine = here.rank, {"w": torch.full((64, 8), 1.0 + here.rank), "v": torch.full((40,), 3.0 + here.rank)}
+    exchange = exchange_of(mine, plan=spec)
+    exchange.weigh(2.0 * rank)
+    if rank == 0:
+        mine["v"].fill_(float("nan"))  # a rank of weight 0 sends zeros, whatever it has
+    if together:
+        exchange.begin()
+        exchange.ready_all(mine)
+        exchange.wait()
+    else:
+        exchange.average_()
+    exchange.close()
+    return torch.allclose(mine["w"], torch.full((64, 8), 2.0)) and torch.allclose(mine["v"], torch.full((40,), 4.0))
+
+
+@pytest.mark.parametrize(("together", "launches"), [(False, False), (True, True)])
+@pytest.mark.parametrize("spec", [gw.Identity(), gw.QSGD(bits=8)], ids=["copied", "in place"])
+def test_weights_of_ranks_count_wherever_tensors_are_exchanged(
+    threads: Threads, spec: gw.Spec, launches: bool, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchanges, "launches", lambda device: launches)
+    assert threads.run(2, weighed, spec, together) == [True, True]
 
 
 def test_what_a_planner_knows_of_a_tensor() -> None:

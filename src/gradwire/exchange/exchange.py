@@ -267,10 +267,10 @@ class Exchange:
         by_bucket: dict[int, list[Slot]] = {}
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for slot, name, tensor in pairs:
-            source = self._sources[name] = fitting(name, tensor, slot.view, slot.device)
-            if slot.apart:
-                self._lent.lend(slot, source.detach())
+            if slot.apart or not self.weight:
+                self._placed(name, tensor)
             else:
+                source = self._sources[name] = fitting(name, tensor, slot.view, slot.device)
                 copied.append((slot.view, source.detach()))
             by_bucket.setdefault(slot.bucket, []).append(slot)
         if copied:
@@ -656,12 +656,12 @@ class Exchange:
         """Put a tensor in its place, or lend it. Returns the place."""
         slot = self._checked(name)
         source = fitting(name, self._tensors.get(name) if tensor is None else tensor, slot.view, slot.device)
-        if slot.apart:
+        if slot.apart and (self.weight == 1 or self._phases == GATHER):  # kernels divide what is lent by the ranks alone
             self._lent.lend(slot, source.detach())
         elif self._phases == GATHER:
             slot.view.copy_(source)
         else:
-            torch.mul(source.detach(), self.share, out=slot.view)
+            self.place(slot, source.detach())
         self._sources[name] = source
         return slot
 
