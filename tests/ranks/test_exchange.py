@@ -480,6 +480,33 @@ def test_weights_of_ranks_count_wherever_tensors_are_exchanged(
     assert threads.run(2, weighed, spec, together) == [True, True]
 
 
+def two_buckets() -> tuple[gw.Exchange, dict[str, torch.Tensor]]:
+    """An exchange of two tensors, each in a bucket of its own."""
+    mine = {"a": torch.full((3000,), float(here.rank)), "b": torch.full((3000,), 7.0)}
+    return exchange_of(mine, plan=gw.Uniform(gw.Identity(), scheme="alltoall", bucket_bytes=12_000)), mine
+
+
+def part_of_a_step() -> list[str]:
+    """What is said of a tensor whose bucket is not in the step."""
+    exchange, mine = two_buckets()
+    bucket = {name: slot.bucket for name, slot in exchange.slots.items()}
+    exchange.begin(buckets=[bucket["a"]])
+    told = [refused(lambda: exchange.ready("b")), refused(lambda: exchange.ready_all({"b": mine["b"]}))]
+    told += [refused(lambda: exchange.wait("b")), refused(lambda: exchange.wait(bucket["b"]))]
+    exchange.ready("a")
+    exchange.wait()
+    assert torch.equal(mine["a"], torch.full((3000,), 0.5)) and torch.equal(mine["b"], torch.full((3000,), 7.0))
+    exchange.average_()  # the next step has both
+    exchange.close()
+    return told
+
+
+def test_a_tensor_whose_bucket_is_not_in_the_step_is_refused(threads: Threads) -> None:
+    for told in threads.run(2, part_of_a_step):
+        for words, call in zip(told, ("ready('b')", "ready('b')", "wait('b')", "wait(1)"), strict=True):
+            assert words.startswith(f"StepStateError: {call}") and "bucket 1 (b)" in words and "begin(buckets=[0])" in words
+
+
 def test_what_a_planner_knows_of_a_tensor() -> None:
     assert info_of("a", torch.ones(2, 3, dtype=torch.bfloat16)) == TensorInfo("a", (2, 3), "bfloat16", "cpu")
 

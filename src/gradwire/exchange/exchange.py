@@ -170,6 +170,8 @@ class Exchange:
         """The places whose tensors are ready in this step."""
         self._left: list[int] = []
         """How many tensors of each bucket are not ready yet; empty between steps."""
+        self._chosen: Sequence[int] = ()
+        """The buckets of this step."""
         self._phases, self._counts_steps = BOTH, True
         self._sources: dict[str, torch.Tensor] = {}
         """The tensors that `wait` writes means to."""
@@ -203,7 +205,8 @@ class Exchange:
         self.lanes.begin(step)
         self._lent.give_back()
         self.step, self._phases, self.sent = step, phases, set()
-        self._left = [len(each.slots) if buckets is None or each.index in buckets else 0 for each in self._buckets]
+        self._chosen = range(len(self._buckets)) if buckets is None else tuple(buckets)
+        self._left = [len(each.slots) if each.index in self._chosen else 0 for each in self._buckets]
         for keys in self.random:
             keys[:, :, 1].fill_(step)  # an assignment would make a tensor first
         self._executor.start(phases, buckets)
@@ -235,8 +238,8 @@ class Exchange:
 
         what: the tensor's name; or places of one bucket that the caller has filled, or whose tensors it has lent.
 
-        Raises StepStateError without `begin`, for a name that is ready already, for a tensor that does not fit, and without a
-        tensor where the exchange was made with a `TensorMeta`.
+        Raises StepStateError without `begin`, for a name that is ready already or whose bucket is not in the step, for a tensor
+        that does not fit, and without a tensor where the exchange was made with a `TensorMeta`.
         """
         slots = (self._placed(what, tensor),) if isinstance(what, str) else what
         bucket = slots[0].bucket
@@ -284,8 +287,8 @@ class Exchange:
         """Wait until a tensor holds the mean over ranks, by name; all tensors of a bucket, by number; or None: all. The wait for
         all ends the step, and waits for the `others` too.
 
-        Raises StepStateError where tensors of the step are not ready, CommunicationError where another rank failed, and what
-        one of the others raises.
+        Raises StepStateError where tensors of the step are not ready, and for what is not in the step; CommunicationError where
+        another rank failed, and what one of the others raises.
         """
         if self._counts_steps:
             self._check_open()
@@ -293,6 +296,8 @@ class Exchange:
             raise StepStateError(f"wait({what!r}) was called and no step runs. Call begin() and ready() first.")
         names = list(self.slots) if what is None else [self._known(what)] if isinstance(what, str) else []
         bucket = what if isinstance(what, int) else None if what is None else self.slots[what].bucket
+        if bucket is not None:
+            self._check_chosen(bucket, f"wait({what!r})")
         # lanes take buckets in launch order, so those before it must be ready too
         count = len(self._order) if bucket is None or self.lanes.holds else self._order.index(bucket) + 1
         unready = [each for each in self._order[:count] if self._left and self._left[each]]
@@ -671,9 +676,20 @@ class Exchange:
         slot = self.slots[self._known(name)]
         if not self._left:
             raise StepStateError(f"ready({name!r}) was called and no step runs. Call begin() first.")
+        self._check_chosen(slot.bucket, f"ready({name!r})")
         if slot in self.sent:
             raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
         return slot
+
+    def _check_chosen(self, bucket: int, call: str) -> None:
+        """Raises StepStateError where `begin` left out the bucket: nothing would be sent, and a wait would never end."""
+        if bucket not in self._chosen:
+            tensors, chosen = self.plan.buckets[bucket].tensors, [*self._chosen]
+            raise StepStateError(
+                f"{call} was called, and bucket {bucket} ({_first_and_last(tensors)}) is not in step {self.step}, since "
+                f"begin(buckets={chosen}) left it out: its tensors are not exchanged. Add it to `buckets` on every rank, or call "
+                "ready() and wait() for the tensors of the step alone."
+            )
 
     @torch.no_grad()
     def _put_back(self, sources: Mapping[str, torch.Tensor]) -> None:
@@ -956,8 +972,7 @@ class Executor:
     def in_words(self, task: PhaseTask) -> str:
         """The task, its bucket and its tensors."""
         bucket = self.plan.buckets[task.bucket]
-        names = bucket.tensors[0] if len(bucket.tensors) == 1 else f"{bucket.tensors[0]} .. {bucket.tensors[-1]}"
-        return f"bucket {task.bucket} ({names}), chunk {task.chunk}, {bucket.link_tasks[task.phase]}"
+        return f"bucket {task.bucket} ({_first_and_last(bucket.tensors)}), chunk {task.chunk}, {bucket.link_tasks[task.phase]}"
 
     def await_tasks(self, tasks: "Future[list[Mark] | None]") -> None:
         """Wait for tasks: `progress.at_gate`, or a bucket's in `progress.done`. Raises TaskFailed if a lane failed first."""
@@ -1049,6 +1064,11 @@ class Executor:
         self._at[lane] = None
         with link.streams.decoding():
             return meter, link.streams.mark()
+
+
+def _first_and_last(tensors: Sequence[str]) -> str:
+    """The names of a bucket's tensors, in short."""
+    return tensors[0] if len(tensors) == 1 else f"{tensors[0]} .. {tensors[-1]}"
 
 
 class _KeepsTimes(LanesObserver):
