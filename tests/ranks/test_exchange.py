@@ -1,7 +1,10 @@
 """`gw.Exchange` alone: the bits of `parallelize`, phases alone, states, and wrong use."""
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from itertools import cycle, groupby, islice
 from typing import Any
 
@@ -505,6 +508,44 @@ def test_a_tensor_whose_bucket_is_not_in_the_step_is_refused(threads: Threads) -
     for told in threads.run(2, part_of_a_step):
         for words, call in zip(told, ("ready('b')", "ready('b')", "wait('b')", "wait(1)"), strict=True):
             assert words.startswith(f"StepStateError: {call}") and "bucket 1 (b)" in words and "begin(buckets=[0])" in words
+
+
+WAITS: dict[str, Callable[[gw.Exchange], Any]] = {
+    "the step": gw.Exchange.wait,
+    "a tensor": lambda exchange: exchange.wait("a"),
+    "the gate": gw.Exchange.await_gate,
+    "another result": lambda exchange: exchange.await_result(Future[None]()),
+}
+
+
+def ended_by_another_thread(wait: str, end: str, comes_s: float) -> str:
+    """What a wait says when another thread ends the exchange, so long after the wait could begin."""
+    exchange, mine = two_buckets()
+    exchange.begin(step=0)
+    said = ""
+    if here.rank == 0:
+        for name in mine if wait != "another result" else ():  # rank 1 has nothing ready, so lanes wait for it
+            exchange.ready(name)
+        other = threading.Timer(comes_s, partial(END[end], exchange))
+        other.start()
+        if not comes_s:
+            other.join()
+        said = refused(lambda: WAITS[wait](exchange))
+        other.join()
+    here.gather(None)
+    exchange.close()
+    return said
+
+
+END = {"close": gw.Exchange.close, "abort": gw.Exchange.abort}
+
+
+@pytest.mark.parametrize("comes_s", [0.0, 0.1])
+@pytest.mark.parametrize("end", END)
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_says_that_another_thread_ended_the_exchange(threads: Threads, wait: str, end: str, comes_s: float) -> None:
+    told = threads.run(2, ended_by_another_thread, wait, end, comes_s)
+    assert told[0].startswith("StepStateError: step 0 was given up") and "close()" in told[0]
 
 
 def test_what_a_planner_knows_of_a_tensor() -> None:
