@@ -61,8 +61,8 @@ class _Moving:
         self.is_done = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is done. Raises ConnectionError, TimeoutError, ValueError for a message of another length, and DamagedError
-        for bytes that the other rank did not encrypt."""
+        """Wait until it is done. Raises ConnectionError, TimeoutError, ValueError for a message of another length, and
+        DamagedError for bytes that the other rank did not encrypt."""
         self._messages.wait(self, timeout)
         return True
 
