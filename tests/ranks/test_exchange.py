@@ -1,7 +1,10 @@
 """`gw.Exchange` alone: the bits of `parallelize`, phases alone, states, and wrong use."""
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from itertools import cycle, groupby, islice
 from typing import Any
 
@@ -16,6 +19,7 @@ from gradwire.core.collectives import COLLECTIVES
 from gradwire.core.specs import example_specs
 from gradwire.core.tensors import TensorInfo
 from gradwire.exchange import Slot, TaskTimes
+from gradwire.exchange import exchange as exchanges
 from gradwire.exchange.plans import info_of
 from gradwire.transport import LanesObserver
 
@@ -451,6 +455,97 @@ def beside_a_model() -> bool:
 
 def test_several_exchanges_work_beside_a_handle(threads: Threads) -> None:
     assert threads.run(2, beside_a_model) == [True, True]
+
+
+def weighed(spec: gw.Spec, together: bool) -> bool:
+    """Whether a step is the weighted mean, of ranks with the weights 0 and 2."""
+    rank, mine = here.rank, {"w": torch.full((64, 8), 1.0 + here.rank), "v": torch.full((40,), 3.0 + here.rank)}
+    exchange = exchange_of(mine, plan=spec)
+    exchange.weigh(2.0 * rank)
+    if rank == 0:
+        mine["v"].fill_(float("nan"))  # a rank of weight 0 sends zeros, whatever it has
+    if together:
+        exchange.begin()
+        exchange.ready_all(mine)
+        exchange.wait()
+    else:
+        exchange.average_()
+    exchange.close()
+    return torch.allclose(mine["w"], torch.full((64, 8), 2.0)) and torch.allclose(mine["v"], torch.full((40,), 4.0))
+
+
+@pytest.mark.parametrize(("together", "launches"), [(False, False), (True, True)])
+@pytest.mark.parametrize("spec", [gw.Identity(), gw.QSGD(bits=8)], ids=["copied", "in place"])
+def test_weights_of_ranks_count_wherever_tensors_are_exchanged(
+    threads: Threads, spec: gw.Spec, launches: bool, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchanges, "launches", lambda device: launches)
+    assert threads.run(2, weighed, spec, together) == [True, True]
+
+
+def two_buckets() -> tuple[gw.Exchange, dict[str, torch.Tensor]]:
+    """An exchange of two tensors, each in a bucket of its own."""
+    mine = {"a": torch.full((3000,), float(here.rank)), "b": torch.full((3000,), 7.0)}
+    return exchange_of(mine, plan=gw.Uniform(gw.Identity(), scheme="alltoall", bucket_bytes=12_000)), mine
+
+
+def part_of_a_step() -> list[str]:
+    """What is said of a tensor whose bucket is not in the step."""
+    exchange, mine = two_buckets()
+    bucket = {name: slot.bucket for name, slot in exchange.slots.items()}
+    exchange.begin(buckets=[bucket["a"]])
+    told = [refused(lambda: exchange.ready("b")), refused(lambda: exchange.ready_all({"b": mine["b"]}))]
+    told += [refused(lambda: exchange.wait("b")), refused(lambda: exchange.wait(bucket["b"]))]
+    exchange.ready("a")
+    exchange.wait()
+    assert torch.equal(mine["a"], torch.full((3000,), 0.5)) and torch.equal(mine["b"], torch.full((3000,), 7.0))
+    exchange.average_()  # the next step has both
+    exchange.close()
+    return told
+
+
+def test_a_tensor_whose_bucket_is_not_in_the_step_is_refused(threads: Threads) -> None:
+    for told in threads.run(2, part_of_a_step):
+        for words, call in zip(told, ("ready('b')", "ready('b')", "wait('b')", "wait(1)"), strict=True):
+            assert words.startswith(f"StepStateError: {call}") and "bucket 1 (b)" in words and "begin(buckets=[0])" in words
+
+
+WAITS: dict[str, Callable[[gw.Exchange], Any]] = {
+    "the step": gw.Exchange.wait,
+    "a tensor": lambda exchange: exchange.wait("a"),
+    "the gate": gw.Exchange.await_gate,
+    "another result": lambda exchange: exchange.await_result(Future[None]()),
+}
+
+
+def ended_by_another_thread(wait: str, end: str, comes_s: float) -> str:
+    """What a wait says when another thread ends the exchange, so long after the wait could begin."""
+    exchange, mine = two_buckets()
+    exchange.begin(step=0)
+    said = ""
+    if here.rank == 0:
+        for name in mine if wait != "another result" else ():  # rank 1 has nothing ready, so lanes wait for it
+            exchange.ready(name)
+        other = threading.Timer(comes_s, partial(END[end], exchange))
+        other.start()
+        if not comes_s:
+            other.join()
+        said = refused(lambda: WAITS[wait](exchange))
+        other.join()
+    here.gather(None)
+    exchange.close()
+    return said
+
+
+END = {"close": gw.Exchange.close, "abort": gw.Exchange.abort}
+
+
+@pytest.mark.parametrize("comes_s", [0.0, 0.1])
+@pytest.mark.parametrize("end", END)
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_says_that_another_thread_ended_the_exchange(threads: Threads, wait: str, end: str, comes_s: float) -> None:
+    told = threads.run(2, ended_by_another_thread, wait, end, comes_s)
+    assert told[0].startswith("StepStateError: step 0 was given up") and "close()" in told[0]
 
 
 def test_what_a_planner_knows_of_a_tensor() -> None:

@@ -164,8 +164,8 @@ def refuse(how: str, refuser: int) -> tuple[str, list[list[int]], list[str], int
     limits, make, give = resource.getrlimit(resource.RLIMIT_FSIZE), sharing.Handles.make, sharing.MemoryOffer.give
     mapped, before, user_of = 0, held(), sharing._user_of
 
-    def give_nobody(offer: Any, cards: Any) -> None:
-        give(offer, [card | {"address": b"\0nobody".hex()} for card in cards])
+    def give_nobody(offer: Any, cards: Any, apart: range) -> None:
+        give(offer, [card | {"address": b"\0nobody".hex()} for card in cards], apart)
 
     def map_one(*arguments: Any) -> Rings:
         nonlocal mapped
@@ -225,7 +225,7 @@ def die_while_memory_is_given() -> tuple[str, int]:
     """Rank 2 is killed when ranks give each other memory. The error, and what is left of the memory."""
     before, give = held(), sharing.MemoryOffer.give
 
-    def killed(offer: Any, cards: Any) -> None:
+    def killed(offer: Any, cards: Any, apart: range) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if dist.get_rank() == 2:

@@ -109,6 +109,8 @@ class AllReduce(OneEncode):
         sums = WireSum(flat, grid, even_bounds(flat.numel(), grid.world_size))
         self._on_wire = sums if can_sum(flat) else None
         self._grid, self._staged = grid, dict[int, WireSum]()
+        self._staged_for: object = None
+        """The generation of the page-locked memory in which the sums of `_staged` are."""
         self.bytes_to = around_ring(flat.nbytes, grid.rank, grid.world_size) if self._on_wire is None else sums.bytes_to
         self._tag = 0
 
@@ -123,6 +125,8 @@ class AllReduce(OneEncode):
             with link.streams.encoding(ready):
                 meter.begins(link.streams)
                 staged = link.pinned.fetch([self.flat])
+            if self._staged_for is not link.pinned.generation:
+                self._staged, self._staged_for = {}, link.pinned.generation
             sums = self._sums_at(staged.parts[0])
             link.wire.run(sums.operations((0, 1), self._tag, link.wire.shared_with), meter)
             with link.streams.decoding():

@@ -170,6 +170,8 @@ class Exchange:
         """The places whose tensors are ready in this step."""
         self._left: list[int] = []
         """How many tensors of each bucket are not ready yet; empty between steps."""
+        self._chosen: Sequence[int] = ()
+        """The buckets of this step."""
         self._phases, self._counts_steps = BOTH, True
         self._sources: dict[str, torch.Tensor] = {}
         """The tensors that `wait` writes means to."""
@@ -203,7 +205,8 @@ class Exchange:
         self.lanes.begin(step)
         self._lent.give_back()
         self.step, self._phases, self.sent = step, phases, set()
-        self._left = [len(each.slots) if buckets is None or each.index in buckets else 0 for each in self._buckets]
+        self._chosen = range(len(self._buckets)) if buckets is None else tuple(buckets)
+        self._left = [len(each.slots) if each.index in self._chosen else 0 for each in self._buckets]
         for keys in self.random:
             keys[:, :, 1].fill_(step)  # an assignment would make a tensor first
         self._executor.start(phases, buckets)
@@ -235,8 +238,8 @@ class Exchange:
 
         what: the tensor's name; or places of one bucket that the caller has filled, or whose tensors it has lent.
 
-        Raises StepStateError without `begin`, for a name that is ready already, for a tensor that does not fit, and without a
-        tensor where the exchange was made with a `TensorMeta`.
+        Raises StepStateError without `begin`, for a name that is ready already or whose bucket is not in the step, for a tensor
+        that does not fit, and without a tensor where the exchange was made with a `TensorMeta`.
         """
         slots = (self._placed(what, tensor),) if isinstance(what, str) else what
         bucket = slots[0].bucket
@@ -267,10 +270,10 @@ class Exchange:
         by_bucket: dict[int, list[Slot]] = {}
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for slot, name, tensor in pairs:
-            source = self._sources[name] = fitting(name, tensor, slot.view, slot.device)
-            if slot.apart:
-                self._lent.lend(slot, source.detach())
+            if slot.apart or not self.weight:
+                self._placed(name, tensor)
             else:
+                source = self._sources[name] = fitting(name, tensor, slot.view, slot.device)
                 copied.append((slot.view, source.detach()))
             by_bucket.setdefault(slot.bucket, []).append(slot)
         if copied:
@@ -284,8 +287,8 @@ class Exchange:
         """Wait until a tensor holds the mean over ranks, by name; all tensors of a bucket, by number; or None: all. The wait for
         all ends the step, and waits for the `others` too.
 
-        Raises StepStateError where tensors of the step are not ready, CommunicationError where another rank failed, and what
-        one of the others raises.
+        Raises StepStateError where tensors of the step are not ready, and for what is not in the step; CommunicationError where
+        another rank failed, and what one of the others raises.
         """
         if self._counts_steps:
             self._check_open()
@@ -293,6 +296,8 @@ class Exchange:
             raise StepStateError(f"wait({what!r}) was called and no step runs. Call begin() and ready() first.")
         names = list(self.slots) if what is None else [self._known(what)] if isinstance(what, str) else []
         bucket = what if isinstance(what, int) else None if what is None else self.slots[what].bucket
+        if bucket is not None:
+            self._check_chosen(bucket, f"wait({what!r})")
         # lanes take buckets in launch order, so those before it must be ready too
         count = len(self._order) if bucket is None or self.lanes.holds else self._order.index(bucket) + 1
         unready = [each for each in self._order[:count] if self._left and self._left[each]]
@@ -308,7 +313,7 @@ class Exchange:
                     self.meters = self._executor.finish(others, self.step)
                 else:
                     self._executor.open_gate()
-                    self._executor.await_tasks(self._executor.progress.done[bucket])
+                    self._executor.await_tasks(bucket)
         if self._sources:
             self._put_back({each: source for each in names if (source := self._sources.pop(each, None)) is not None})
         if bucket is None and self._left:
@@ -564,8 +569,8 @@ class Exchange:
     def last_task(self) -> "Future[Any] | None":
         """A future that completes with the last task of the step; its result is None if a lane failed. None if tasks wait for the
         gate, or no step runs."""
-        executor = self._executor
-        return None if executor.has_gate or not executor.running else executor.progress.at_gate
+        step = self._executor.running
+        return None if self._executor.has_gate or not step.lanes else step.progress.at_gate
 
     def take_back(self, slot: Slot) -> None:
         """No rank uses the sum of this slot: residuals take it back."""
@@ -574,7 +579,7 @@ class Exchange:
     def await_gate(self) -> None:
         """Wait for all tasks before the gate."""
         with self._failures_named():
-            self._executor.await_tasks(self._executor.progress.at_gate)
+            self._executor.await_tasks()
 
     def await_result(self, other: "Future[T]") -> T:
         """Wait for something else while lanes go on."""
@@ -616,23 +621,36 @@ class Exchange:
 
     def check_lanes(self) -> None:
         """Raises if a lane has failed in this step."""
-        if self._executor.progress.has_failed and (failed := self._executor.failure()) is not None:
+        if self._executor.running.progress.has_failed and (failed := self._executor.failure()) is not None:
             raise self._error_of(failed)
 
     @contextmanager
     def _failures_named(self) -> Iterator[None]:
         """Guard a wait for lanes. If another rank or a link failed, raises CommunicationError that names the bucket and the
-        ranks that were waited for; otherwise an error of this rank."""
+        ranks that were waited for; StepStateError if another thread gave up the step; otherwise an error of this rank."""
         try:
             yield
+        except Abandoned:
+            raise self._given_up() from None
         except TaskFailed as error:
             raise self._error_of(error) from error.cause
         except LinkError as error:
+            if self._closed:
+                raise self._given_up() from error
             after = f"the control exchange at the end of backward, after bucket {self.plan.launch[-1][0]}"
             raise self.lanes.broken(self._executor.waiting_for() or after, error, self.step) from error
 
+    def _given_up(self) -> StepStateError:
+        """The error of a wait for a step that another thread gave up."""
+        return StepStateError(
+            f"step {self.step} was given up while this thread waited for it: another thread ended the exchange or its handle, by "
+            "close(), abort() or detach(). What the step exchanged is not complete. End it after its last step."
+        )
+
     def _error_of(self, failed: "TaskFailed") -> GradwireError:
         """The error to raise for a task that failed."""
+        if self._closed and isinstance(failed.cause, LinkError):  # its own end closed the connections
+            return self._given_up()
         raised = self.lanes.broken if isinstance(failed.cause, LinkError) else self.lanes.failed_here
         return raised(self._executor.in_words(failed.task), failed.cause, self.step, failed.task.bucket)
 
@@ -656,12 +674,12 @@ class Exchange:
         """Put a tensor in its place, or lend it. Returns the place."""
         slot = self._checked(name)
         source = fitting(name, self._tensors.get(name) if tensor is None else tensor, slot.view, slot.device)
-        if slot.apart:
+        if slot.apart and (self.weight == 1 or self._phases == GATHER):  # kernels divide what is lent by the ranks alone
             self._lent.lend(slot, source.detach())
         elif self._phases == GATHER:
             slot.view.copy_(source)
         else:
-            torch.mul(source.detach(), self.share, out=slot.view)
+            self.place(slot, source.detach())
         self._sources[name] = source
         return slot
 
@@ -671,9 +689,20 @@ class Exchange:
         slot = self.slots[self._known(name)]
         if not self._left:
             raise StepStateError(f"ready({name!r}) was called and no step runs. Call begin() first.")
+        self._check_chosen(slot.bucket, f"ready({name!r})")
         if slot in self.sent:
             raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
         return slot
+
+    def _check_chosen(self, bucket: int, call: str) -> None:
+        """Raises StepStateError where `begin` left out the bucket: nothing would be sent, and a wait would never end."""
+        if bucket not in self._chosen:
+            tensors, chosen = self.plan.buckets[bucket].tensors, [*self._chosen]
+            raise StepStateError(
+                f"{call} was called, and bucket {bucket} ({_first_and_last(tensors)}) is not in step {self.step}, since "
+                f"begin(buckets={chosen}) left it out: its tensors are not exchanged. Add it to `buckets` on every rank, or call "
+                "ready() and wait() for the tensors of the step alone."
+            )
 
     @torch.no_grad()
     def _put_back(self, sources: Mapping[str, torch.Tensor]) -> None:
@@ -825,6 +854,26 @@ class _StepTasks(NamedTuple):
     """How many come before the gate."""
 
 
+class _RunningStep(NamedTuple):
+    """The step that a wait began for, whichever step runs meanwhile."""
+
+    progress: _Progress
+    lanes: list["Future[tuple[Meter, Mark]]"]
+    """The result of each lane; none where no step runs."""
+
+    def failure(self, at: Sequence[PhaseTask | None]) -> TaskFailed | None:
+        """The error of a lane that has failed. `at`: the task of each lane."""
+        if not self.progress.has_failed:
+            return None
+        errors = [future.exception() if future.done() else None for future in self.lanes]
+        cut = [
+            TaskFailed(task or PhaseTask(0, 0, 0), error)
+            for task, error in zip(at, errors, strict=False)
+            if isinstance(error, LinkError)
+        ]
+        return next((error for error in errors if isinstance(error, TaskFailed)), cut[0] if cut else None)
+
+
 class Executor:
     """Runs one set of buckets on the lanes of a group."""
 
@@ -842,11 +891,11 @@ class Executor:
         self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
         pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
         self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=lanes.first_tag), strict=False))
-        self.progress = _Progress(0, ())
+        self.running = _RunningStep(_Progress(0, ()), [])
+        """The step that runs, or ran last. Another thread may replace it by one that is given up."""
         self.streams = Streams()
         self.device_times: DeviceTimes | None = None
         """The times of the last step on the device; None if nobody wanted them."""
-        self.running: list[Future[tuple[Meter, Mark]]] = []
         self._at: list[PhaseTask | None] = [None] * count
         self._is_timed = False
         self._held: list[int] = []
@@ -863,15 +912,16 @@ class Executor:
         chosen = tuple(range(len(self.buckets))) if buckets is None else tuple(buckets)
         planned = self._of_part(phases, chosen)
         self._awaited, self.streams = len(chosen), self.lanes.data[0].link.streams
-        self.progress = progress = _Progress(len(planned.lists), planned.counts, planned.before_gate)
+        progress = _Progress(len(planned.lists), planned.counts, planned.before_gate)
         self._held, self.lanes.running = [], weakref.ref(self)
         self._at = [tasks[0].task if tasks else None for tasks in planned.lists]
         times = [kept for observer in self.lanes.observers if (kept := observer.task_times()) is not None]
         self._is_timed = self.lanes.times_device
-        self.running = [
+        results = [
             lane.submit(partial(self._run, number, planned, progress, times)) for number, lane in enumerate(self.lanes.data)
         ]
-        for future in self.running:
+        self.running = _RunningStep(progress, results)
+        for future in results:
             future.add_done_callback(progress.lane_done)
 
     def _of_part(self, phases: str, buckets: tuple[int, ...]) -> _StepTasks:
@@ -916,37 +966,32 @@ class Executor:
             return
         mark = self.streams.mark()
         for each in self._held:
-            self.progress.tell(each, mark, self._lanes_of[each])
+            self.running.progress.tell(each, mark, self._lanes_of[each])
         self._held = []
 
     def open_gate(self) -> None:
         """Let the tasks behind the gate run, each lane's after its own before it, and after what the caller has queued."""
-        if not self.progress.is_open:
-            self.progress.is_open = True
-            self.progress.tell(_OPEN, self.streams.mark())
+        progress = self.running.progress
+        if not progress.is_open:
+            progress.is_open = True
+            progress.tell(_OPEN, self.streams.mark())
 
     def drain(self) -> None:
         """Wait for the lanes' last task or failure."""
-        wait(self.running)
+        wait(self.running.lanes)
 
     def give_up(self) -> None:
         """Let the lanes go that wait for buckets or before the gate, and forget the step."""
-        if not all(future.done() for future in self.running):
+        progress, results = self.running
+        if not all(future.done() for future in results):
             self.lanes.step_given_up()
-        self.progress.tell(_GIVE_UP)
-        self.progress, self.running = _Progress(0, ()), []  # their errors hold the frames they passed
+        progress.tell(_GIVE_UP)
+        self.running = _RunningStep(_Progress(0, [0] * len(self.buckets)), [])  # errors hold the frames they passed
+        self.running.progress.fail()
 
     def failure(self) -> TaskFailed | None:
         """The error of a lane that has failed in this step."""
-        if not self.progress.has_failed:
-            return None
-        errors = [future.exception() if future.done() else None for future in self.running]
-        cut = [
-            TaskFailed(at or PhaseTask(0, 0, 0), error)
-            for at, error in zip(self._at, errors, strict=False)
-            if isinstance(error, LinkError)
-        ]
-        return next((error for error in errors if isinstance(error, TaskFailed)), cut[0] if cut else None)
+        return self.running.failure(self._at)
 
     def waiting_for(self) -> str:
         """The first task that no lane has done yet, in words; '' where all are done."""
@@ -956,48 +1001,61 @@ class Executor:
     def in_words(self, task: PhaseTask) -> str:
         """The task, its bucket and its tensors."""
         bucket = self.plan.buckets[task.bucket]
-        names = bucket.tensors[0] if len(bucket.tensors) == 1 else f"{bucket.tensors[0]} .. {bucket.tensors[-1]}"
-        return f"bucket {task.bucket} ({names}), chunk {task.chunk}, {bucket.link_tasks[task.phase]}"
+        return f"bucket {task.bucket} ({_first_and_last(bucket.tensors)}), chunk {task.chunk}, {bucket.link_tasks[task.phase]}"
 
-    def await_tasks(self, tasks: "Future[list[Mark] | None]") -> None:
-        """Wait for tasks: `progress.at_gate`, or a bucket's in `progress.done`. Raises TaskFailed if a lane failed first."""
-        marks = tasks.result()
-        if marks is None:
-            raise self._lanes_failure()
+    def await_tasks(self, bucket: int | None = None) -> None:
+        """Wait for the tasks of a bucket, or all before the gate. Raises TaskFailed if a lane failed first, Abandoned if the step
+        was given up."""
+        step = self.running
+        try:
+            marks = (step.progress.at_gate if bucket is None else step.progress.done[bucket]).result()
+            if marks is None:
+                raise self._failure_in(step)
+        finally:
+            del step  # the error has this frame
         for mark in marks:
             self.streams.wait(mark)
 
     def await_result(self, other: "Future[T]") -> T:
-        """Wait for something else while lanes go on. Raises TaskFailed as soon as any lane fails."""
-        either: list[Future[Any]] = [other, self.progress.failed]
-        wait(either, return_when=FIRST_COMPLETED)
-        if self.progress.failed.done():
-            raise self._lanes_failure()
+        """Wait for something else while lanes go on. Raises TaskFailed as soon as any lane fails, Abandoned if the step was given
+        up."""
+        step = self.running
+        try:
+            either: list[Future[Any]] = [other, step.progress.failed]
+            wait(either, return_when=FIRST_COMPLETED)
+            if step.progress.failed.done():
+                raise self._failure_in(step)
+        finally:
+            del step
         return other.result()
 
-    def _lanes_failure(self) -> Exception:
-        wait(self.running, return_when=FIRST_EXCEPTION)
-        return self.failure() or Abandoned()
+    def _failure_in(self, step: _RunningStep) -> Exception:
+        wait(step.lanes, return_when=FIRST_EXCEPTION)
+        return step.failure(self._at) or Abandoned()
 
     def finish(self, others: Sequence["Future[Any]"], step: int) -> list[Meter]:
         """Open the gate and wait for the step's last task and the other futures. Raises TaskFailed as soon as any lane
-        fails, and what another future raises as soon as it does. `step`: its number."""
-        self.open_gate()
-        began, self.device_times = self.streams.timed_mark() if self._is_timed else None, None
-        wait([*self.running, *others], return_when=FIRST_EXCEPTION)
-        if self.progress.failed.done():
-            raise self._lanes_failure()
-        for future in others:
-            if future.done():
-                future.result()
-        results = [future.result() for future in self.running]
+        fails, Abandoned if the step was given up, and what another future raises as soon as it does. `step`: its number."""
+        running = self.running
+        try:
+            self.open_gate()
+            began, self.device_times = self.streams.timed_mark() if self._is_timed else None, None
+            wait([*running.lanes, *others], return_when=FIRST_EXCEPTION)
+            if running.progress.failed.done():
+                raise self._failure_in(running)
+            for future in others:
+                if future.done():
+                    future.result()
+            results, done = [future.result() for future in running.lanes], running.progress.done
+        finally:
+            del running
         for lane, (_, mark) in zip(self.lanes.data, results, strict=True):
             lane.link.streams.wait(mark)
         if self._is_timed:
             tasks = [task for meter, _ in results for task in meter.on_device or ()]
             self.device_times = DeviceTimes(self.streams, began, self.streams.timed_mark(), tasks)
         last = [(lane.link, mark) for lane, (_, mark) in zip(self.lanes.data, results, strict=True)]
-        self.lanes.step_queued(QueuedStep(step, last, self.progress.done, self._order))
+        self.lanes.step_queued(QueuedStep(step, last, done, self._order))
         return [meter for meter, _ in results]
 
     def _run(
@@ -1049,6 +1107,11 @@ class Executor:
         self._at[lane] = None
         with link.streams.decoding():
             return meter, link.streams.mark()
+
+
+def _first_and_last(tensors: Sequence[str]) -> str:
+    """The names of a bucket's tensors, in short."""
+    return tensors[0] if len(tensors) == 1 else f"{tensors[0]} .. {tensors[-1]}"
 
 
 class _KeepsTimes(LanesObserver):

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -60,25 +60,35 @@ class Lane:
         self._thread = threading.Thread(target=_work, args=(self._jobs, link), name=name, daemon=True)
         with short_slices():
             self._thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread, link)
+        self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread, link, self._pending)
 
     def submit(self, job: Callable[[Link], T]) -> "Future[T]":
-        """Run job(link) on the lane's thread, after all jobs before it."""
+        """Run job(link) on the lane's thread, after all jobs before it. After `stop` the future fails with LinkError."""
         future: Future[T] = Future()
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         self._jobs.put((lambda: job(self.link), future))
+        if not self._finalizer.alive:  # asked after `put`: the thread may have ended already
+            _cut([future], _closed())
         return future
 
     def cut(self, error: Exception) -> None:
         """Fail all jobs that are not done. For any thread. The lane's thread may wait for longer than those who wait for it."""
-        for future in list(self._pending):
-            with suppress(InvalidStateError):  # done meanwhile
-                future.set_exception(error)
+        _cut(self._pending, error)
 
     def stop(self) -> None:
-        """End the thread. A collective that still waits fails, here and on the other ranks."""
+        """End the thread. A collective that still waits fails, here and on the other ranks. Jobs that are not done then fail."""
         self._finalizer()
+
+
+def _cut(futures: "Collection[Future[Any]]", error: Exception) -> None:
+    for future in list(futures):
+        with suppress(InvalidStateError):  # done meanwhile
+            future.set_exception(error)
+
+
+def _closed() -> LinkError:
+    return LinkError(None, ConnectionError("the lane was closed"))
 
 
 def _work(jobs: "queue.SimpleQueue[Any]", link: Link) -> None:
@@ -97,7 +107,7 @@ def _work(jobs: "queue.SimpleQueue[Any]", link: Link) -> None:
     link.close()
 
 
-def _stop(jobs: "queue.SimpleQueue[Any]", thread: threading.Thread, link: Link) -> None:
+def _stop(jobs: "queue.SimpleQueue[Any]", thread: threading.Thread, link: Link, pending: "set[Future[Any]]") -> None:
     jobs.put(None)
     if thread is threading.current_thread():
         return  # the job in hand dropped the last reference to the lane; the thread ends after it
@@ -110,6 +120,7 @@ def _stop(jobs: "queue.SimpleQueue[Any]", thread: threading.Thread, link: Link) 
         thread.join(timeout=1.0)
     if thread.is_alive():
         link.abandon()
+    _cut(pending, _closed())
 
 
 class UsesLanes(Protocol):
@@ -368,7 +379,10 @@ class Lanes:
 
     def abort(self) -> None:
         """End the threads and close all connections at once, also in the middle of a step. Waits of other ranks for this one
-        fail. Nobody may use these lanes afterwards."""
+        fail. Nobody may use these lanes afterwards: `begin` and `check` raise StepStateError."""
+        ended = StepStateError("these lanes were aborted, so no step can begin. Make another exchange or handle.")
+        self.failure = self.failure or ended
+        self.shared.failure = self.shared.failure or self.failure
         self.shared.break_off()
         self.shared.remove(self)
         self._close()

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.transport.rounds import MergeRound, merge_peers, merge_rounds
-from gradwire.transport.tls import Connected
-from gradwire.transport.wire import LinkError, Reach
+from gradwire.transport.tls import Connected, TlsError
+from gradwire.transport.wire import DamagedError, LinkError, Reach
 
 _HEADER = struct.Struct("<QQ")
 """The bytes of the message, and its tag."""
@@ -61,7 +61,8 @@ class _Moving:
         self.is_done = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is done. Raises ConnectionError, TimeoutError, ValueError for a message of another length."""
+        """Wait until it is done. Raises ConnectionError, TimeoutError, ValueError for a message of another length, and
+        DamagedError for bytes that the other rank did not encrypt."""
         self._messages.wait(self, timeout)
         return True
 
@@ -277,6 +278,8 @@ class Messages:
         for each in moving:
             try:
                 self.wait(each, None)
+            except LinkError:
+                raise
             except Exception as error:
                 raise LinkError(each.rank, error) from error
 
@@ -290,7 +293,7 @@ class Messages:
             self._pull(peer)
         while not moving.is_done:
             if peer.error is not None:
-                raise ConnectionError(peer.error.errno, str(peer.error.strerror or peer.error)) from peer.error
+                raise _error_of(peer.rank, peer.error) from peer.error
             for each in self._peers.values():
                 self._watch(each)
             left = until - time.monotonic()
@@ -358,7 +361,7 @@ class Messages:
     def _came(what: Any) -> Any:
         """Return `what`. Raises ConnectionResetError if it is empty: the connection has ended."""
         if not len(what):
-            raise ConnectionResetError(None, "Connection closed by peer")
+            raise ConnectionResetError("Connection closed by peer")
         return what
 
     def _begin(self, peer: _Peer) -> None:
@@ -417,7 +420,16 @@ def _unpacked(packed: memoryview) -> Iterator[bytes]:
 
 def _never_raised(error: OSError) -> OSError:
     """A copy without a traceback, whose frames would keep all that the lane's job uses as long as the lane's thread lives."""
-    return OSError(*error.args)
+    return TlsError(*error.args) if isinstance(error, TlsError) else OSError(*error.args)
+
+
+def _error_of(rank: int, error: OSError) -> Exception:
+    """The error to raise where the connection with that rank has this one."""
+    if isinstance(error, TlsError) and "alert" not in str(error):  # an alert comes from the other rank
+        return DamagedError(rank, error)
+    if error.errno is None:
+        return ConnectionError(str(error))
+    return ConnectionError(error.errno, str(error.strerror or error))
 
 
 class _Done:

@@ -45,6 +45,8 @@ class PinnedRing:
     def __init__(self, streams: Streams, pinned: bool) -> None:
         self._streams, self._pinned = streams, pinned
         self._ring, self._next, self._largest = [_PinnedSlot() for _ in range(_SLOTS)], 0, 0
+        self.generation = object()
+        """Another object from the moment that a slot has other memory: what is kept by address is of no use then."""
 
     def reserve(self, parts: Sequence[torch.Tensor]) -> None:
         """Announce a message."""
@@ -88,6 +90,7 @@ class PinnedRing:
         self._largest = max(self._largest, nbytes)
         if slot.memory.numel() < self._largest:
             slot.memory = torch.empty(self._largest, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            self.generation = object()
         return slot
 
 

@@ -10,6 +10,7 @@ own lanes are doing. So no lane waits for another lane of another rank. Where th
 the higher one for a call.
 """
 
+import errno
 import logging
 import math
 import os
@@ -138,6 +139,8 @@ class Rendezvous:
         """Whom the thread shall call."""
         self._errors: dict[int, LinkError] = {}
         """Why a rank could not be reached."""
+        self._ended_by: Exception | None = None
+        """The error that ended the thread."""
         self._is_closed = False
         self._round_trips_us: dict[int, float] = {}
         """The shortest round trip with each rank so far: a packet may wait behind others."""
@@ -391,6 +394,8 @@ class Rendezvous:
             while missing := wanted - self._known:
                 if self._is_closed:
                     raise LinkError(None, _shut_down())
+                if self._ended_by is not None:
+                    raise LinkError(None, self._ended_by)
                 for peer, _ in missing:
                     if peer in self._errors:
                         raise LinkError(peer, self._errors[peer])
@@ -421,8 +426,19 @@ class Rendezvous:
         return ends
 
     def _begin_call(self, handshakes: "_Handshakes", peer: int, name: str) -> None:
-        connection = socket.socket(_family(self._cards[peer].host), socket.SOCK_STREAM)
+        try:
+            connection = socket.socket(_family(self._cards[peer].host), socket.SOCK_STREAM)
+        except OSError as error:
+            handshakes.fail(peer, _with_cure(error))
+            return
         handshakes.begin(connection, self._call(connection, peer, name), (peer, name))
+
+    def thread_failed(self, error: Exception) -> None:
+        """Fail all waits for connections, now and later: the thread has ended too early."""
+        log.error("rank %d can connect with no more ranks: %s", self._rank, error, exc_info=error)
+        with self._changed:
+            self._ended_by = error
+            self._changed.notify_all()
 
     def _lacks(self, name: str, peer: int) -> bool:
         return peer != self._rank and (peer, name) not in self._known
@@ -530,6 +546,14 @@ def _in_time(missing: Set[Called]) -> LinkError:
     return LinkError(ranks[0], TimeoutError(f"no connection with ranks {', '.join(map(str, ranks))} in time"))
 
 
+def _with_cure(error: OSError) -> OSError:
+    """The error of a socket that could not be opened, with what helps where descriptors are short."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return error
+    words = f"{error.strerror}: no descriptor is left for a connection. Raise the limit on every rank (`ulimit -n`)"
+    return OSError(error.errno, words)
+
+
 def _shut_down() -> ConnectionError:
     return ConnectionError("the connections were shut down")
 
@@ -541,6 +565,14 @@ def _ring(bell: socket.socket) -> None:
 
 def _serve(of: "weakref.ref[Rendezvous]", listener: socket.socket, bell: socket.socket) -> None:
     """Call and answer, until the meeting is closed or nobody has it any more."""
+    try:
+        _serve_calls(of, listener, bell)
+    except Exception as error:
+        if (meeting := of()) is not None:
+            meeting.thread_failed(error)
+
+
+def _serve_calls(of: "weakref.ref[Rendezvous]", listener: socket.socket, bell: socket.socket) -> None:
     ready: Sequence[socket.socket] = ()
     with listener, bell, _Handshakes() as handshakes:
         handshakes.watch(bell)
@@ -606,6 +638,10 @@ class _Handshakes:
         """The ranks that could not be called, or not encrypted with, since the last call."""
         found, self._failed = self._failed, []
         return found
+
+    def fail(self, peer: int, error: OSError) -> None:
+        """This rank cannot be called."""
+        self._failed.append(_of(peer, error))
 
     def calls(self, peer: int, name: str) -> bool:
         """Whether this rank is being called."""
@@ -677,7 +713,7 @@ class _Handshakes:
             if called is not None and isinstance(error, ConnectionResetError) and self._tries[called] < _TRIES:
                 self._hung_up.append(called)
             elif called is not None:
-                self._failed.append(_of(called[0], error))
+                self.fail(called[0], error)
             return
         if connection in self._selector.get_map():
             self._selector.modify(connection, event)

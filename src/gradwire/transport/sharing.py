@@ -5,12 +5,15 @@ import hmac
 import json
 import logging
 import os
+import resource
 import secrets
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from gradwire.transport.agreement import gather_bytes
 from gradwire.transport.grid import Grid
@@ -27,6 +30,8 @@ _HELLO = struct.Struct("<16sI")
 _CREDENTIALS = struct.Struct("3i")
 """Linux's ucred: process, user, group."""
 _PATIENCE_S = 10.0
+_A_PAIR = 3
+"""Descriptors that a pair of ranks shares on each lane."""
 
 
 def share_memory_of_machines(control: Link, grid: Grid, wires: Sequence[Wire]) -> None:
@@ -37,23 +42,49 @@ def share_memory_of_machines(control: Link, grid: Grid, wires: Sequence[Wire]) -
     until = time.monotonic() + min(_PATIENCE_S, 0.2 * control.timeout.total_seconds())
     offer = MemoryOffer(grid, len(wires), until)
     try:
-        card = {"problem": _problem(offer.make), "address": offer.address.hex(), "token": offer.token.hex()}
+        card: dict[str, Any] = {"problem": _problem(offer.make), "address": offer.address.hex(), "token": offer.token.hex()}
+        card["descriptors"] = _descriptor_limit()
         cards = [json.loads(raw) for raw in gather_bytes(control, json.dumps(card).encode())]
         problems = [card["problem"] for card in cards]
         together = [members for members in grid.members if len(members) > 1]
         if all(any(problems[rank] for rank in members) for members in together):
             _tell(grid, problems)
             return
-        # a listener's queue holds what nobody has accepted yet: so all know who failed before anybody waits
-        for step in (lambda: offer.give(cards), offer.get):
-            mine = {rank: problems[rank] for rank in grid.group("intra") if problems[rank]}
-            own = problems[control.rank] or ("" if mine else _problem(step))
-            problems = [raw.decode() for raw in gather_bytes(control, own.encode())]
+        # half of what one user may have on the way: the other jobs of a user count too
+        most = min(card["descriptors"] for card in cards) // 2
+        for apart in distances_at_a_time(max(map(len, together)), _A_PAIR * len(wires), most):
+            # a listener's queue holds what nobody has accepted yet: so all know who failed before anybody waits
+            for step in (partial(offer.give, cards, apart), partial(offer.get, apart)):
+                mine = {rank: problems[rank] for rank in grid.group("intra") if problems[rank]}
+                own = problems[control.rank] or ("" if mine else _problem(step))
+                problems = [raw.decode() for raw in gather_bytes(control, own.encode())]
         if not any(problems[rank] for rank in grid.group("intra")):
             offer.attach(wires)
         _tell(grid, problems)
     finally:
         offer.close()
+
+
+def distances_at_a_time(ranks: int, each: int, most: int) -> list[range]:
+    """Which distances between the ranks of a machine have a turn together, so that at most `most` descriptors are on their way at
+    a time, where a pair has `each`. One distance at least has a turn.
+
+    >>> distances_at_a_time(16, each=12, most=512)
+    [range(1, 4), range(4, 8), range(8, 16)]
+    """
+    turns, first, pairs = [], 1, 0
+    for apart in range(1, ranks):
+        if pairs and (pairs + ranks - apart) * each > most:
+            turns.append(range(first, apart))
+            first, pairs = apart, 0
+        pairs += ranks - apart
+    return [*turns, range(first, ranks)]
+
+
+def _descriptor_limit() -> int:
+    """The limit of descriptors that this process has open, which is also that of all that one user has on the way."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**30 if limit == resource.RLIM_INFINITY else limit
 
 
 def _problem(step: Callable[[], None]) -> str:
@@ -72,7 +103,7 @@ class MemoryOffer:
         self.address, self.token = b"\0gradwire-" + secrets.token_hex(8).encode(), secrets.token_bytes(16)
         self._rank, self._lanes, self._until = grid.rank, lanes, until
         self._mates = grid.group("intra")
-        place = self._mates.index(grid.rank)
+        self._place = place = self._mates.index(grid.rank)
         self._lower, self._higher = self._mates[:place], self._mates[place + 1 :]
         self._capacity = ring_bytes(len(self._mates))
         self._made: dict[int, list[Handles]] = {}
@@ -105,9 +136,13 @@ class MemoryOffer:
             "pairs of lanes) and 3 descriptors a pair; see the container's limit of memory and `ulimit -a`"
         )
 
-    def give(self, cards: Sequence[dict[str, str]]) -> None:
-        """Give the lower ranks what was made for them."""
-        for peer in self._lower:
+    def _at(self, peers: Sequence[int], apart: range) -> list[int]:
+        """The ranks among `peers` that are so far from this one."""
+        return [peer for peer in peers if abs(self._mates.index(peer) - self._place) in apart]
+
+    def give(self, cards: Sequence[dict[str, Any]], apart: range) -> None:
+        """Give the lower ranks at these distances what was made for them."""
+        for peer in self._at(self._lower, apart):
             lanes = self._made[peer]
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
                 connection.settimeout(max(0.1, self._until - time.monotonic()))
@@ -122,13 +157,29 @@ class MemoryOffer:
                 if (user := _user_of(connection)) != os.geteuid():
                     raise OSError(errno.EPERM, f"rank {peer} is a process of user {user}, and this one of user {os.geteuid()}")
                 hello = _HELLO.pack(bytes.fromhex(cards[peer]["token"]), self._rank)
-                socket.send_fds(connection, [hello], [number for handles in lanes for number in handles.numbers])
+                try:
+                    socket.send_fds(connection, [hello], [number for handles in lanes for number in handles.numbers])
+                except OSError as error:
+                    raise self._with_cure(error, apart) from error
             self._map(peer, lanes, True)
 
-    def get(self) -> None:
-        """Get what the higher ranks made."""
+    def _with_cure(self, error: OSError, apart: range) -> OSError:
+        """The error of a message that could not be sent, with what helps where too many descriptors are on the way."""
+        if error.errno != errno.ETOOMANYREFS:
+            return error
+        count, limit = _A_PAIR * self._lanes * sum(len(self._mates) - each for each in apart), _descriptor_limit()
+        enough = 2 * max(count, limit)
+        return OSError(
+            error.errno,
+            f"{error.strerror}. The {len(self._mates)} ranks of this node pass each other {count} descriptors at a time, and the "
+            f"limit of descriptors, {limit}, holds for all that a user's processes have on the way, of other jobs too. Raise it "
+            f"to at least {enough} on every rank (`ulimit -n {enough}`)",
+        )
+
+    def get(self, apart: range) -> None:
+        """Get what the higher ranks at these distances made."""
         assert self._listener is not None
-        while missing := [rank for rank in self._higher if rank not in self._mapped]:
+        while missing := [rank for rank in self._at(self._higher, apart) if rank not in self._mapped]:
             self._listener.settimeout(max(0.1, self._until - time.monotonic()))
             try:
                 connection, _ = self._listener.accept()
@@ -136,9 +187,9 @@ class MemoryOffer:
                 raise OSError(f"no memory came from ranks {missing} in time") from error
             told, numbers = self._received(connection)
             token, peer = _HELLO.unpack(told) if len(told) == _HELLO.size else (b"", -1)
-            count, known = 3 * self._lanes, hmac.compare_digest(token, self.token)
+            count, known = _A_PAIR * self._lanes, hmac.compare_digest(token, self.token)
             if known and peer in missing and len(numbers) == count:
-                lanes = zip(*[iter(numbers)] * 3, strict=True)
+                lanes = zip(*[iter(numbers)] * _A_PAIR, strict=True)
                 self._map(peer, [Handles(memory, (bell, other)) for memory, bell, other in lanes], False)
                 continue
             for number in numbers:
@@ -151,7 +202,7 @@ class MemoryOffer:
         with connection, suppress(OSError):
             if _user_of(connection) == os.geteuid():
                 connection.settimeout(1.0)
-                told, numbers, _, _ = socket.recv_fds(connection, _HELLO.size, 3 * self._lanes, socket.MSG_CMSG_CLOEXEC)
+                told, numbers, _, _ = socket.recv_fds(connection, _HELLO.size, _A_PAIR * self._lanes, socket.MSG_CMSG_CLOEXEC)
                 return told, numbers
         return b"", []
 

@@ -31,6 +31,8 @@ class StagedLink(Link):
         self.streams, self._device = DeviceStreams(device), device
         self.pinned = PinnedRing(self.streams, pinned=device.type == "cuda")
         self._lists: dict[tuple[int, ...], Operations] = {}
+        self._lists_for: object = None
+        """The generation of `pinned` in whose memory the lists move parts."""
 
     def expect(self, tag: int, received: Sequence[torch.Tensor], checked: bool = True) -> AllToAll:
         return _StagedExchange(self, tag, received, checked)
@@ -56,6 +58,8 @@ class StagedLink(Link):
     def exchange(self, tag: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
         """Send and receive parts in the host's memory on the wire. Returns when all have arrived. Raises LinkError."""
         assert self.wire is not None
+        if self._lists_for is not self.pinned.generation:
+            self._lists, self._lists_for = {}, self.pinned.generation
         # the parts of one exchange lie at the same few places in every step
         key = (tag, *(number for part in (*sent, *received) for number in (part.data_ptr(), part.nbytes)))
         if key not in self._lists:

@@ -9,7 +9,10 @@ from datetime import timedelta
 import pytest
 import torch
 
+from gradwire.transport.keys import JobKey
 from gradwire.transport.messages import Messages
+from gradwire.transport.tls import Tls
+from gradwire.transport.wire import DamagedError, LinkError
 
 Pair = tuple[Messages, Messages]
 
@@ -52,3 +55,34 @@ def test_a_connection_that_failed_keeps_no_job(pair: Pair) -> None:
     job = wait_for_a_rank_that_leaves(pair)
     gc.collect()
     assert job() is None
+
+
+def test_a_rank_that_leaves_is_named_without_an_empty_number(pair: Pair) -> None:
+    pair[0].shut_down()
+    with pytest.raises(ConnectionError) as caught:
+        pair[1].recv([torch.zeros(4)], 0, 1).wait()
+    assert str(caught.value) == "Connection closed by peer"
+    with pytest.raises(LinkError) as collective:
+        pair[1].gather(b"own")
+    assert str(collective.value) == "Connection closed by peer" and collective.value.peer == 0
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_an_encrypted_record_that_was_changed_is_damage(gathers: bool) -> None:
+    ends, encryption = socket.socketpair(), Tls(JobKey(bytes(32)), None)
+    for end in ends:
+        end.setblocking(False)
+    near, far = (encryption.socket(end, calls) for end, calls in zip(ends, (True, False), strict=True))
+    steps = [near.handshake(), far.handshake()]
+    while steps:
+        steps = [each for each in steps if next(each, None) is not None]
+    other = Messages({0: far}, 1, 2, timedelta(seconds=10))
+    ends[0].send(bytes.fromhex("1703030020") + bytes(32))  # a record of 32 bytes that nobody encrypted
+    with pytest.raises(DamagedError, match="bad record mac") as caught:
+        if gathers:
+            other.gather(b"own")
+        else:
+            other.recv([torch.zeros(4)], 0, 1).wait()
+    assert caught.value.peer == 0
+    other.close()
+    near.close()

@@ -1,0 +1,59 @@
+"""Connections that a thread makes when a lane needs them, where it fails: who waits for one learns why, at once."""
+
+import errno
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from gradwire.transport import rendezvous
+from gradwire.transport.keys import JobKey
+from gradwire.transport.rendezvous import Rendezvous
+from gradwire.transport.wire import LinkError
+
+
+def fails(error: Exception) -> Callable[..., Any]:
+    def call(*_: object) -> Any:
+        raise error
+
+    return call
+
+
+def reached_by_rank_1(before: Callable[[], None]) -> LinkError:
+    """What rank 1 learns as it connects with rank 0, where `before` comes before that."""
+    store, ends = HashStore(), timedelta(seconds=20)
+    with ThreadPoolExecutor(2) as ranks:
+        made = list(ranks.map(lambda rank: Rendezvous("test", JobKey(bytes(32)), rank, 2, store, "here", ends), range(2)))
+    try:
+        for each in made:
+            each.start()
+        before()
+        began_s = time.monotonic()
+        with pytest.raises(LinkError) as caught:
+            made[1].reach("lane", [0])
+        assert time.monotonic() - began_s < 4, "it waited its whole patience"
+        return caught.value
+    finally:
+        for each in made:
+            each.close()
+
+
+@pytest.fixture(autouse=True)
+def many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks are too many to connect all with all."""
+    monkeypatch.setattr(rendezvous, "AT_ONCE", 1)
+
+
+def test_a_call_without_a_descriptor_fails_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.EMFILE, "Too many open files")
+    error = reached_by_rank_1(lambda: monkeypatch.setattr(rendezvous, "_family", fails(full)))
+    assert error.peer == 0 and "Too many open files" in str(error) and "ulimit -n" in str(error)
+
+
+def test_nobody_waits_for_a_thread_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = reached_by_rank_1(lambda: monkeypatch.setattr(Rendezvous, "_begin_call", fails(RuntimeError("out of luck"))))
+    assert "out of luck" in str(error)
