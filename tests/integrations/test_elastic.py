@@ -568,6 +568,49 @@ def started_lighthouse(interpreters: Interpreters, bind: str) -> tuple[Any, str]
     return lighthouse, lighthouse.stdout.readline().rstrip().rpartition("//")[2]
 
 
+RESTARTED = """
+import sys
+import torch
+import gradwire as gw
+step = int(sys.argv[2])
+torch.manual_seed(step)
+model = torch.nn.Linear(20, 3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+job = gw.elastic(model, optimizer, plan=gw.Identity(), lighthouse=sys.argv[1])
+job.step = step
+while job.step < 110:
+    model(torch.randn(8, 20)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(job.step, sum(weight.double().sum().item() for weight in model.parameters()))
+job.leave()
+"""
+
+
+@pytest.mark.parametrize("steps", [(100, 100), (100, 0), (0, 98)])
+def test_a_job_counts_on_from_a_checkpoint(interpreters: Interpreters, steps: tuple[int, int]) -> None:
+    pytest.importorskip("torchft")
+    lighthouse, address = started_lighthouse(interpreters, "127.0.0.1:0")
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    try:
+        ends = [interpreters.start([sys.executable, "-c", RESTARTED, address, str(step)], **pipes) for step in steps]
+        first, second = (each.communicate(timeout=120)[0].split() for each in ends)
+    finally:
+        lighthouse.send_signal(signal.SIGINT)
+        lighthouse.wait(10)
+    assert first == second and first[0] == "110"
+
+
+def test_steps_are_set_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchft, "Members", lambda *_, **__: SimpleNamespace(step=0, world_size=0, leave=lambda: None))
+    job = gw.elastic(*linear(), plan=gw.Identity(), lighthouse="127.0.0.1:1")
+    with pytest.raises(gw.PlanError, match="step is -1"):
+        job.step = -1
+    job.step = 5
+    with pytest.raises(gw.StepStateError, match=r"step is set to 6.*met already"):
+        job.step = 6
+
+
 def until_decided(crowd: Crowd, members: list[Member]) -> None:
     while not all(each.steps and each.steps[-1]["decided"] for each in members):
         crowd.await_steps(members, 1, START_S)

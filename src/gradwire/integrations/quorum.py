@@ -12,25 +12,33 @@ from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from gradwire.errors import CommunicationError, PlanError
+from gradwire.errors import CommunicationError, PlanError, StepStateError
 from gradwire.integrations.handover import reach
 from gradwire.integrations.meetings import meeting_name
 from gradwire.integrations.member_watch import LighthouseLine, MemberWatch
 from gradwire.transport import Group, own_address, start_store_thread
 
-__all__ = ["Lighthouse", "NoQuorumError", "load_torchft"]
+__all__ = ["Lighthouse", "NoQuorumError", "lighthouse_address", "load_torchft"]
 
 _AGAIN_S = 0.2
 """Between two questions for a quorum of too few members."""
 _SETTLE_S = 1.0
-"""Between two questions before the first step. Members begin once nobody new has come between them: whoever comes later has
-to catch up."""
+"""Between two questions before the first step. Members begin when nobody new came between them: later ones must catch up."""
 _HEARTBEAT = timedelta(milliseconds=100)
 _ASK_S = 60.0
 """For one request; then the next. If a request ends while its answer is on the way, the others count on a member that does not
 know it. So this is long."""
 _LOOK_S = 1.0
 """Between two looks whether the lighthouse ended: it never answers the requests that it had."""
+
+
+def lighthouse_address(given: str | None) -> str:
+    """The address of the lighthouse: the given one, or that of the environment. Raises StepStateError without one."""
+    if found := given or os.environ.get("TORCHFT_LIGHTHOUSE"):
+        return found
+    raise StepStateError(
+        'no lighthouse is named, which says who the members are. Start `gradwire lighthouse`, pass lighthouse="HOST:29510".'
+    )
 
 
 class NoQuorumError(CommunicationError):

@@ -33,7 +33,7 @@ from gradwire.integrations.gradient_means import GradientMeans
 from gradwire.integrations.handover import state_of
 from gradwire.integrations.members import Members
 from gradwire.integrations.outer_steps import LocalRounds, OuterSteps, check_rounds
-from gradwire.integrations.quorum import Lighthouse
+from gradwire.integrations.quorum import Lighthouse, lighthouse_address
 
 __all__ = ["ElasticJob", "elastic"]
 
@@ -63,7 +63,6 @@ def elastic(
     scheduler or a GradScaler.
     timeout_s: how long a wait for another member may take before the step is given up.
     patience_s: how long to wait for enough members before a step. Longer than the lighthouse's own `--patience`.
-
     island: the ranks of this member, where it is more than one process, with a backend for CPU tensors. The script averages
     gradients inside, with DDP or `fully_shard`, and islands train apart with `gw.LocalSteps`. All ranks make the same calls.
 
@@ -92,11 +91,7 @@ def elastic(
             "of the job, or detach() of the handle or the islands, before."
         )
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
-    if not lighthouse:
-        raise StepStateError(
-            'no lighthouse is named, which says who the members are. Start `gradwire lighthouse`, pass lighthouse="HOST:29510".'
-        )
+    lighthouse = lighthouse_address(lighthouse)
     embeddings = embeddings_of(model)
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
     auto = None
@@ -147,8 +142,16 @@ class ElasticJob:
 
     @property
     def step(self) -> int:
-        """The steps that count so far: the same on all members. A joiner has those of the others."""
+        """The steps that count so far: the same on all members. A joiner has those of the others. Set it after a
+        checkpoint was loaded, before the first step: members of an earlier one, or of none, get the state of this one."""
         return self._members.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        whole("step", step, "the steps of a checkpoint", error=PlanError)
+        if self.world_size or self.step:
+            raise StepStateError(f"step is set to {step}, and the members met already. Set it before the first forward.")
+        self._members.step = step
 
     @property
     def rank(self) -> int:
