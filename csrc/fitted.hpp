@@ -403,7 +403,8 @@ GW_INLINE float level_of(u32 code, const float* value) {
   }
   if (Bits > 3) {
     const float below = code & 1u ? value[5] : value[4], above = code & 1u ? value[7] : value[6];
-    level = code & 4u ? (code & 2u ? above : below) : level;
+    const float upper = code & 2u ? above : below;
+    level = code & 4u ? upper : level;
   }
   return float_of(bits_of(level) ^ ((code & (1u << (Bits - 1))) << (32 - Bits)));
 }
