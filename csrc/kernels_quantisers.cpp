@@ -65,7 +65,10 @@ void learn_energy(const void* mean, Dtype dtype, int64_t numel, float kept, floa
 }
 
 void weigh_elements(const float* energy, int64_t numel, int64_t block, double floor, uint8_t* weights) {
-  for (i64 at = 0; at < numel; at += block) weigh_block(energy + at, numel - at < block ? numel - at : block, floor, weights + at);
+  const i64 blocks = block == kUnit ? numel / kUnit : 0;
+  weigh_blocks(energy, blocks, floor, weights);
+  for (i64 at = blocks * kUnit; at < numel; at += block)
+    weigh_block(energy + at, numel - at < block ? numel - at : block, floor, weights + at);
 }
 
 template <class T>

@@ -33,6 +33,38 @@ static __attribute__((noinline)) void weigh_block(const float* __restrict energy
   for (i64 i = 0; i < n; ++i) weights[i] = u8(base + root_of(energy[i] + least));
 }
 
+// Whole blocks of 128, eight at a time: sums, floors and exponents of as many blocks are found by whole vectors.
+static __attribute__((noinline)) void weigh_blocks(const float* __restrict energy, i64 blocks, double floor, u8* __restrict weights) {
+  constexpr int fits = int(kFitted / kUnit);
+  alignas(64) float partial[kFold * fits] = {}, sums[fits], least[fits];
+  alignas(64) i32 base[fits];
+  for (i64 done = 0; done < blocks; done += fits, energy += fits * kUnit, weights += fits * kUnit) {
+    const i64 count = blocks - done < fits ? blocks - done : fits;
+    for (i64 c = 0; c < count; ++c) {
+      float* const to[1] = {partial + kFold * c};
+      sum_block<1, kUnit>(kUnit, [&](i64 i, float* lane) { lane[0] += energy[c * kUnit + i]; }, to);
+    }
+    GW_SETTLE(partial);
+    fold_blocks<fits>(partial, sums);
+    GW_SETTLE(sums);
+    for (int c = 0; c < fits; ++c) {
+      const double mean = double(sums[c]) / double(kUnit);
+      least[c] = float(mean * floor);
+      base[c] = 127 - root_of(float(mean) + least[c]);
+    }
+    GW_SETTLE(base);
+    for (i64 c = 0; c < count; ++c) {
+      u8* const to = weights + c * kUnit;
+      if (!(sums[c] > 0.0f)) {
+        __builtin_memset(to, 127, kUnit);
+        continue;
+      }
+      const float* const from = energy + c * kUnit;
+      for (i64 i = 0; i < kUnit; ++i) to[i] = u8(base[c] + root_of(from[i] + least[c]));
+    }
+  }
+}
+
 // Decoded values times their weights, written or added.
 template <class T, bool Add>
 static __attribute__((noinline)) void weigh_into(const float* __restrict values, const u8* __restrict weights, i64 n, T* __restrict to) {
