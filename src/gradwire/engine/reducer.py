@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import Variable
 
+from gradwire.core import Spec
 from gradwire.engine.batch_weights import BatchWeights
 from gradwire.engine.control import BackwardState, ControlExchange, RankReports, exchange_reports
 from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of
@@ -606,6 +607,19 @@ def taken_in_backward(reducer: Reducer, name: str, optimizer: str) -> GradwireEr
     if not reducer.in_hand:
         reducer.begin_by_schedule()
     return leave(reducer, words)
+
+
+def scaled_too_far(reducer: Reducer, spec: Spec, scale: float) -> GradwireError:
+    """End the step of a backward whose loss was multiplied by a scale that the spec does not follow. Returns the error to raise
+    here."""
+    reducer.lanes.check()
+    reducer.begin_by_schedule()
+    return leave(
+        reducer,
+        f"a GradScaler multiplied the loss by {scale:g}, and the plan has {spec!r}, which has a magnitude of its own (a threshold, "
+        "a clip, or signs of size 1). It would see scaled gradients, and after the division by the scale the means are of another "
+        "size. Train in bfloat16, which needs no GradScaler, or use a spec that follows the scale, such as gw.QSGD(bits=4).",
+    )
 
 
 @torch.no_grad()

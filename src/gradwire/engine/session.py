@@ -21,7 +21,7 @@ from gradwire.engine.buffers import ModelBuffers, shared_tensors
 from gradwire.engine.control import OwnSteps
 from gradwire.engine.crossing import CROSSING, Whereabouts
 from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
-from gradwire.engine.reducer import Observer, Observers, Reducer, announce_change, reset, taken_in_backward
+from gradwire.engine.reducer import Observer, Observers, Reducer, announce_change, reset, scaled_too_far, taken_in_backward
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import CopiesWeights, Corrects, PutsOff, ShardsOptimizer, TrainingJob
 from gradwire.engine.schedules.factory import make_schedule, why_not, why_not_weighed
@@ -130,10 +130,13 @@ class ScriptWatch:
         return name
 
     def begins(self, exchange: Exchange, settle: Callable[[], None]) -> None:
-        """A backward begins. What was not sent yet of a loss of another scale takes up the new one."""
+        """A backward begins. What was not sent yet of a loss of another scale takes up the new one. Raises StepStateError, on all
+        ranks, if what a spec sends does not follow the scale."""
         scale, before = scale_of_this_backward(), self._loss_scale
         if scale is None:
             return
+        if scale != 1 and (fixed := next((spec for spec in exchange.plan.specs if not spec.follows_scale), None)):
+            raise scaled_too_far(self._reducer, fixed, scale)
         self._loss_scale = scale
         if before is not None and scale != before:
             settle()

@@ -98,6 +98,8 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether encode and decode leave elements outside their segments alone."""
     keeps_zeros: ClassVar[bool] = True
     """Whether zeros decode to zeros, also among other values. Else rows of an embedding that no batch used are changed."""
+    follows_scale: ClassVar[bool] = True
+    """Whether a number times the gradient is sent as this number times the values. Else a loss scale changes what is sent."""
     compressor: ClassVar[Any] = None
     """The factory of the spec's compressor, or its "module:name". None if `kernels` describes the compressor completely."""
 

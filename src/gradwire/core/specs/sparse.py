@@ -90,6 +90,10 @@ class TopK(_Selected, frozen=True):
         return self.per == "tensor"
 
     @property
+    def follows_scale(self) -> bool:  # type: ignore[override]
+        return self.values.follows_scale
+
+    @property
     def element_bits(self) -> int:
         return self.values.element_bits
 
@@ -156,6 +160,7 @@ class Threshold(_Selected, frozen=True):
     id: ClassVar[str] = "threshold"
     example: ClassVar[tuple[float]] = (1e-3,)
     part: ClassVar[str] = "capacity"
+    follows_scale: ClassVar[bool] = False
     law: ClassVar[Law] = Law("contractive")
 
     threshold: float
@@ -251,6 +256,10 @@ class DGC(_Selected, frozen=True):
     @property
     def owns_momentum(self) -> bool:
         return self.momentum > 0
+
+    @property
+    def follows_scale(self) -> bool:  # type: ignore[override]
+        return not self.clip
 
     def at_step(self, step: int) -> "DGC":
         """
