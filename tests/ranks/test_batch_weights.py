@@ -175,6 +175,27 @@ def test_compressed_means_are_weighted_too(threads: Threads, spec: gw.Spec, size
     assert max((a - b).abs().max().item() for a, b in zip(weighted, plain, strict=True)) > 0.04, "the test sees no weights"
 
 
+def signs_of_a_weighted_vote(weights: Sequence[Sequence[float]]) -> list[float]:
+    """The gradient of each step, by signs, where all ranks have the gradient -1 and these weights."""
+    model = nn.Linear(4, 1, bias=False)
+    plan = gw.Policy(default=gw.SignSGD(), exempt_vectors=False)
+    handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, process_group=here.group)
+    seen = []
+    for each in weights:
+        handle.weight(each[here.rank])
+        model(-torch.ones(1, 4)).sum().backward()
+        assert model.weight.grad is not None
+        seen.append(model.weight.grad[0, 0].item())
+        model.zero_grad()
+    handle.detach()
+    return seen
+
+
+def test_votes_are_not_multiplied_by_weights(threads: Threads) -> None:
+    weights = [(32, 32), (32, 32), (48, 80), (32, 32)]
+    assert threads.run(2, signs_of_a_weighted_vote, weights) == [[-1.0] * 4] * 2
+
+
 # ---- local steps
 
 

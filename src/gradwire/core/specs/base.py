@@ -100,6 +100,8 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether zeros decode to zeros, also among other values. Else rows of an embedding that no batch used are changed."""
     follows_scale: ClassVar[bool] = True
     """Whether a number times the gradient is sent as this number times the values. Else a loss scale changes what is sent."""
+    votes: ClassVar[bool] = False
+    """Whether the sum over ranks is a vote: each rank counts as much as any other, also one whose gradient is zero."""
     compressor: ClassVar[Any] = None
     """The factory of the spec's compressor, or its "module:name". None if `kernels` describes the compressor completely."""
 

@@ -15,6 +15,7 @@ class SignSGD(Spec, frozen=True):
     touches_segments_only: ClassVar[bool] = True
     keeps_zeros: ClassVar[bool] = False
     follows_scale: ClassVar[bool] = False
+    votes: ClassVar[bool] = True
     schemes: ClassVar[tuple[str, ...]] = ("alltoall",)
     compressor: ClassVar[str] = "gradwire.compressors.signs:SignSGDCompressor"
 
