@@ -196,6 +196,42 @@ def test_votes_are_not_multiplied_by_weights(threads: Threads) -> None:
     assert threads.run(2, signs_of_a_weighted_vote, weights) == [[-1.0] * 4] * 2
 
 
+def without_a_batch(schedule: Any, joins: bool) -> list[str]:
+    """The errors where rank 1 has no batch and the plan takes votes, of join() or of a step; the next step counts."""
+    model = make_model()
+    optimizer = plain_sgd(model.parameters())
+    plan = gw.Policy(default=gw.Signum(), exempt_vectors=False, schedule=schedule)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    words = []
+    for count in (0, 4):
+        try:
+            if joins:
+                with handle.join():
+                    raise AssertionError
+            handle.weight(count if here.rank else 4)
+            loss_of(model, *samples(0, 4)).backward()
+            optimizer.step()
+        except gw.StepStateError as error:
+            words.append(str(error))
+            if not joins:
+                handle.reset()
+        optimizer.zero_grad()
+    handle.detach()
+    return words
+
+
+@pytest.mark.parametrize("schedule", ["backward", gw.LocalSteps(every=1)], ids=repr)
+def test_a_vote_in_which_a_rank_has_no_batch_is_void_on_all(threads: Threads, schedule: Any) -> None:
+    first, second = threads.run(2, without_a_batch, schedule, False)
+    assert first == second and len(first) == 1
+    assert "rank 1 has no batch" in first[0] and "EFSignSGD" in first[0]
+
+
+def test_a_plan_with_votes_refuses_join(threads: Threads) -> None:
+    for words in threads.run(2, without_a_batch, "backward", True):
+        assert len(words) == 2 and words[0].startswith("handle.join() was called, and the plan has Signum()")
+
+
 # ---- local steps
 
 

@@ -489,6 +489,9 @@ class Reducer:
         """Send this rank's report to all ranks, and receive theirs. A rank reports after its lanes' last task: a step counts on
         all ranks or none."""
         self._used.update(self.arrivals.came)
+        idle = state is BackwardState.OUT or (state is BackwardState.DONE and not self.running.weight)
+        if idle and any(spec.votes for spec in self.running.plan.specs):
+            state = BackwardState.NO_VOICE
         self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
         after, self.control.samples = self.running.last_task, self.batches.running
         return self.control.tell(self.step, state, len(self.arrivals.came), self._used, after)
