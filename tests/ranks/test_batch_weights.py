@@ -232,6 +232,41 @@ def test_a_plan_with_votes_refuses_join(threads: Threads) -> None:
         assert len(words) == 2 and words[0].startswith("handle.join() was called, and the plan has Signum()")
 
 
+def first_mean(spec: gw.Spec, weight: float, schedule: Any) -> list[float]:
+    """The mean in the first two steps, of gradients of 0.4; in the local schedule of changes by a learning rate of 1."""
+    model = nn.Linear(64, 1, bias=False)
+    plan = gw.Policy(default=spec, exempt_vectors=False, schedule=schedule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    seen = []
+    for _ in range(2):
+        before = model.state_dict()["weight"].clone()
+        handle.weight(weight)
+        model(torch.full((1, 64), 0.4)).sum().backward()
+        optimizer.step()
+        seen.append((before - model.state_dict()["weight"]).amax().item())
+        optimizer.zero_grad()
+    handle.detach()
+    return seen
+
+
+@pytest.mark.parametrize("schedule", ["backward", gw.LocalSteps(every=1)], ids=repr)
+@pytest.mark.parametrize(
+    ("spec", "sent"),
+    [
+        (gw.Cast("float16"), [0.4, 0.4]),
+        (gw.ErrorFeedback(gw.Cast("float16")), [0.4, 0.4]),
+        (gw.ErrorFeedback(gw.Threshold(0.5, capacity=1.0)), [0.0, 0.8]),
+    ],
+    ids=repr,
+)
+def test_the_first_weighted_step_sends_what_later_ones_send(
+    threads: Threads, spec: gw.Spec, sent: list[float], schedule: Any
+) -> None:
+    for seen in threads.run(2, first_mean, spec, 1e6, schedule):
+        assert seen == pytest.approx(sent, rel=1e-3)
+
+
 # ---- local steps
 
 

@@ -379,13 +379,13 @@ class Reducer:
         """Begin a step with these buckets of this exchange, or all. Schedules call it, in `on_begin`. `part`: the fragment that
         the buckets are, where ranks train alone."""
         self.arrivals.begin()
-        self.batches.begin(exchange, part)
         if exchange is not self.running:
             self.running = exchange
             self.slots = [exchange.slots[name] for name in self.names]
         self.first_gradient_s = time.perf_counter() if self.gradients else -1.0
         exchange.begin(step=self.step, buckets=buckets)
         self._state = StepState.RUNNING
+        self.batches.begin(exchange, part, self.schedule.traits.weighs_batches)
 
     def may_send(self) -> bool:
         """Whether a forward that begins now may send: not one that recomputes activations inside a backward.
