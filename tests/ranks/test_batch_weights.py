@@ -11,7 +11,7 @@ import torch
 from delayed_steps import momentum, tanh_layers
 from threads import Threads, here
 from torch import nn
-from worlds import digest, seeded
+from worlds import Given, digest, seeded
 
 import gradwire as gw
 
@@ -332,6 +332,46 @@ def test_a_resumed_run_goes_on_bit_for_bit(threads: Threads, schedule: Any, at: 
     plan = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2)), exempt_vectors=False, schedule=schedule, bucket_bytes=1)
     for whole, again in threads.run(2, resumed, plan, at):
         assert whole == again
+
+
+SPARSE = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.25)), scheme="allgather")
+
+
+def part_sent(weight: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The state after a step that sent a quarter of the mean, and the rest of the mean."""
+    model = Given([16], seed=0)
+    handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=SPARSE, process_group=here.group)
+    handle.weight(weight)
+    gradient = torch.arange(1.0, 17.0)
+    model([gradient]).backward()
+    assert model.p0.grad is not None
+    owed, state = gradient - model.p0.grad, handle.state_dict()
+    handle.detach()
+    return state, owed
+
+
+def rest_received(state: dict[str, torch.Tensor], weight: float) -> torch.Tensor:
+    """The sum of the means of four steps without gradients, which go on from a state."""
+    model = Given([16], seed=0)
+    handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=SPARSE, process_group=here.group)
+    handle.load_state_dict(state)
+    total = torch.zeros(16)
+    for _ in range(4):
+        handle.weight(weight)
+        model([torch.zeros(16)]).backward()
+        assert model.p0.grad is not None
+        total += model.p0.grad
+        model.zero_grad()
+    handle.detach()
+    return total
+
+
+@pytest.mark.parametrize(("ranks", "weight"), [(2, 16.0), (3, 32.0 / 3), (6, 32.0 / 6)])
+def test_on_other_ranks_what_is_owed_keeps_its_size(threads: Threads, ranks: int, weight: float) -> None:
+    saved = threads.run(4, part_sent, 8.0)
+    state = {key: value for own, _ in saved for key, value in own.items()}
+    for received in threads.run(ranks, rest_received, state, weight):
+        torch.testing.assert_close(received, saved[0][1])
 
 
 # ---- ranks that disagree, and batches that do not count

@@ -132,9 +132,12 @@ class BatchWeights:
         """The numbers that a resumed run needs."""
         return [self.usual, self._units, *self._parts] if self.usual != 1 or self.used else []
 
-    def load(self, numbers: Sequence[float], own: bool) -> None:
-        """Go on from what `state` returned. `own`: on this rank."""
+    def load(self, numbers: Sequence[float], own: bool, fewer: float) -> None:
+        """Go on from what `state` returned. `own`: on this rank. `fewer`: the number of ranks then over that of now. As many
+        samples on fewer ranks are more for each: u and the unit of residuals, means over ranks, become those of the new ranks."""
         self.usual, self._units, *parts = numbers or (1.0, 1.0)
+        if numbers:
+            self.usual, self._units = fewer * self.usual, fewer * self._units
         self._batch = NOT_WEIGHED
         self._parts = parts if own and len(parts) == len(self._parts) else [NOT_WEIGHED] * len(self._parts)
 
