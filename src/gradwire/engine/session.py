@@ -24,7 +24,7 @@ from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
 from gradwire.engine.reducer import Observer, Observers, Reducer, announce_change, reset, scaled_too_far, taken_in_backward
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import CopiesWeights, Corrects, PutsOff, ShardsOptimizer, TrainingJob
-from gradwire.engine.schedules.factory import make_schedule, why_not, why_not_weighed
+from gradwire.engine.schedules.factory import make_schedule, traits_of, why_not, why_not_weighed
 from gradwire.engine.torch_hooks.hooks import (
     GradientHooks,
     ModelHook,
@@ -369,10 +369,9 @@ class Session(Observer):
             take_up()
 
     def _take_up(self, exchange: Exchange) -> None:
-        carried, alone = self.exchange.residuals.carried(), self.schedule.traits.trains_alone
+        if traits_of(exchange.plan.schedule).trains_alone == self.schedule.traits.trains_alone:
+            exchange.residuals.take_over(self.exchange.residuals.carried())  # else changes of weights, and gradients: other units
         self.use(exchange)
-        if self.schedule.traits.trains_alone == alone:  # changes of weights and gradients have other units
-            exchange.residuals.take_over(carried)
 
     def use_specs_of_now(self) -> None:
         """Between two steps: run the next one with its own specs, where some begin or end with it."""

@@ -168,14 +168,16 @@ class Remembered:
 
     def take_over(self, carried: State) -> None:
         """Begin with the residuals of another set of buckets, and with zeros for the other tensors. Shared factors that
-        are not in `carried` stay as they are."""
+        are not in `carried`, or of another rank there, stay as they are."""
         for buffers in self._buckets:
             for slot, energy in _energies(buffers):
                 own = carried.get(f"{ENERGY}/{slot.name}")
                 energy.copy_(slot.in_memory(own)) if own is not None else energy.zero_()
             for chunk in buffers.chunks:
                 for name, value in chunk.shared.items():
-                    value.copy_(carried.get(f"{SHARED}/{name}", value))
+                    own = carried.get(f"{SHARED}/{name}")
+                    if own is not None and own.numel() == value.numel():
+                        value.copy_(own.reshape(value.shape))
                 for memory in chunk.memory:
                     memory.clear()
         self._give(carried)
