@@ -154,12 +154,13 @@ class Remembered:
         expected = self._taken_sizes()
         for key in carried:
             what, _, name = key.partition("/")
-            if key not in expected and what != ENERGY:
+            if key not in expected and what not in (SHARED, ENERGY):
                 raise ValueError(
                     f"the state has a {what} of {name!r}, of which this plan keeps none: what was not sent would be lost. "
                     "Use the model, and the policy with error feedback, of the run that saved it."
                 )
-        _check_sizes({key: value.numel() for key, value in carried.items() if key in expected}, expected)
+        owed = {key: value.numel() for key, value in carried.items() if key in expected and not key.startswith(f"{SHARED}/")}
+        _check_sizes(owed, expected)
 
     def fitting(self, carried: State) -> dict[str, torch.Tensor]:
         """The part of `carried` that `take_over` accepts."""
