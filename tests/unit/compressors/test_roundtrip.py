@@ -33,6 +33,11 @@ def test_the_error_obeys_the_law(spec: Spec) -> None:
     assert error == 0.0 if spec.law.kind == "exact" else 0.0 < error <= tensor.square().sum()
 
 
+def test_it_is_a_first_step_with_its_residual() -> None:
+    decoded, _ = gw.roundtrip(torch.ones(1000), gw.ErrorFeedback(gw.RandomK(0.01)))
+    assert sorted(set(decoded.tolist())) == [0.0, 1.0]
+
+
 def test_another_step_draws_other_numbers() -> None:
     tensor = torch.randn(1000)
     first, second = (gw.roundtrip(tensor, gw.QSGD(bits=4), step=step)[0] for step in range(2))
