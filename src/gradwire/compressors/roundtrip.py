@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.registry import compressor_for
-from gradwire.core import Spec, innermost
+from gradwire.core import Spec
 from gradwire.errors import SpecError
 from gradwire.kernels import Compressor, Context, Segment, Segments, is_float, tensor_key
 
@@ -69,5 +69,5 @@ def roundtrip(tensor: Tensor, spec: Spec, step: int = 0) -> tuple[Tensor, int]:
     state = [torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device) for _ in spec.state]
     rank = SoleRank(compressor_for(spec), segments, tensor.dtype, state)
     decoded = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    rank.step([getattr(innermost(spec), "seed", 0), step, 0, 0], decoded)
+    rank.step([spec.random_seed, step, 0, 0], decoded)
     return decoded.reshape(tensor.shape), sum(payload.nbytes for payload in rank.payloads)

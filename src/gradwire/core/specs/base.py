@@ -111,6 +111,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None
 
     @property
+    def random_seed(self) -> int:
+        """The seed of the random numbers that an encode draws; 0 if it draws none."""
+        return int(getattr(self, "seed", 0))
+
+    @property
     def owns_momentum(self) -> bool:
         """Whether the compressor applies momentum. Then the optimizer must not."""
         return False

@@ -97,6 +97,10 @@ class ErrorFeedback(Spec, frozen=True):
         return self.inner.keeps_zeros
 
     @property
+    def random_seed(self) -> int:
+        return self.inner.random_seed
+
+    @property
     def follows_scale(self) -> bool:  # type: ignore[override]
         return self.inner.follows_scale
 

@@ -90,6 +90,10 @@ class TopK(_Selected, frozen=True):
         return self.per == "tensor"
 
     @property
+    def random_seed(self) -> int:
+        return self.values.random_seed
+
+    @property
     def follows_scale(self) -> bool:  # type: ignore[override]
         return self.values.follows_scale
 
