@@ -315,11 +315,11 @@ def spec_from_dict(data: Mapping[str, object]) -> Spec:
 
 
 def _check_depth(data: Mapping[str, object]) -> None:
-    depth, inner = 1, data.get("inner")
-    while isinstance(inner, Mapping):
-        depth, inner = depth + 1, inner.get("inner")
+    depth, layer = 0, [data]
+    while layer:
+        depth, layer = depth + 1, [inner for each in layer for inner in each.values() if isinstance(inner, Mapping)]
     if depth > _DEEPEST:
-        raise SpecError(f"inner is nested {depth} deep: a spec holds at most {_DEEPEST - 1} others. Take some away.")
+        raise SpecError(f"a spec is nested {depth} deep: it holds at most {_DEEPEST - 1} others. Take some away.")
 
 
 def spec_from_text(text: str) -> Spec:
