@@ -159,6 +159,10 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes of the payload of these runs. itemsize: bytes of a gradient element. Independent of values."""
         raise NotImplementedError(f"{type(self).__name__}.payload_bytes")
 
+    def indexed(self, runs: Sequence[ElementRun]) -> int:
+        """The elements of the largest group of these runs of which each has an index; 0 if no element has one."""
+        return 0
+
     def bytes_beside(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         """`payload_bytes` of runs of which those with `bits` RAW travel uncompressed behind the payload of the others."""
         raw = sum(run.numel for run in runs if run.bits == RAW)

@@ -124,6 +124,9 @@ class ErrorFeedback(Spec, frozen=True):
     def element_bits(self) -> int:
         return self.inner.element_bits
 
+    def indexed(self, runs: Sequence[ElementRun]) -> int:
+        return self.inner.indexed(runs)
+
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return self.inner.payload_bytes(runs, itemsize)
 
