@@ -212,7 +212,7 @@ class Handle:
         voting = next((spec for spec in session.plan.specs if spec.votes), None)
         if voting is not None and session.group.world_size > 1:
             raise StepStateError(
-                f"handle.join() was called, and the plan has {voting!r}, a vote of all ranks: the zeros of a rank without a batch "
+                f"handle.join() was called, and the plan has {voting!r}, a vote of all ranks: zeros of a rank without a batch "
                 "count as 1 in it. Give all ranks the same number of batches, or use a spec with magnitudes, such as "
                 "gw.EFSignSGD()."
             )

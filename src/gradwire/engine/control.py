@@ -274,9 +274,9 @@ def why_void(reports: Sequence[RankReport], weighed_by_some: bool, ranks: Sequen
     idle = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is BackwardState.NO_VOICE]
     if idle:
         return (
-            f"step {step} is void on all ranks: rank {idle[0]} has no batch (handle.weight(0), or the end of its loop in join()), "
-            "and the plan has SignSGD or Signum, votes in which its zeros count as 1. Give each rank a batch in every step, or use "
-            "a spec with magnitudes, such as gw.EFSignSGD(); handle.reset() on all ranks goes on."
+            f"step {step} is void on all ranks: rank {idle[0]} has no batch (handle.weight(0), or its loop ended in join()), and "
+            "the plan has SignSGD or Signum, votes in which its zeros count as 1. Give each rank a batch in every step, or use a "
+            "spec with magnitudes, such as gw.EFSignSGD(); handle.reset() on all ranks goes on."
         )
     trained = [(rank, r.samples) for rank, r in zip(ranks, reports, strict=True) if r.state is BackwardState.DONE]
     weighed = [(rank, samples) for rank, samples in trained if samples != NOT_WEIGHED]

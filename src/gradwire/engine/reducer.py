@@ -619,8 +619,8 @@ def scaled_too_far(reducer: Reducer, spec: Spec, scale: float) -> GradwireError:
     reducer.begin_by_schedule()
     return leave(
         reducer,
-        f"a GradScaler multiplied the loss by {scale:g}, and the plan has {spec!r}, which has a magnitude of its own (a threshold, "
-        "a clip, or signs of size 1). It would see scaled gradients, and after the division by the scale the means are of another "
+        f"a GradScaler multiplied the loss by {scale:g}, and the plan has {spec!r}, which has a magnitude of its own (a "
+        "threshold, a clip, or signs of size 1). It sees scaled gradients, and the division by the scale gives means of another "
         "size. Train in bfloat16, which needs no GradScaler, or use a spec that follows the scale, such as gw.QSGD(bits=4).",
     )
 

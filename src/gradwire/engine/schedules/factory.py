@@ -89,7 +89,9 @@ def traits_of(schedule: data.Schedule) -> Traits:
 
 def why_not_weighed(plan: Plan) -> str:
     """Why the plan's schedule cannot run in a script that gives batches weights; '' if it can."""
-    return "" if traits_of(plan.schedule).weighs_batches else f"the {plan.schedule.word} schedule does not weigh batches (handle.weight)"
+    if traits_of(plan.schedule).weighs_batches:
+        return ""
+    return f"the {plan.schedule.word} schedule does not weigh batches (handle.weight)"
 
 
 def why_not(prepared: Prepared, job: TrainingJob) -> str:
