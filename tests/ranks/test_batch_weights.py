@@ -11,7 +11,7 @@ import torch
 from delayed_steps import momentum, tanh_layers
 from threads import Threads, here
 from torch import nn
-from worlds import digest, seeded
+from worlds import Given, digest, seeded
 
 import gradwire as gw
 
@@ -175,6 +175,98 @@ def test_compressed_means_are_weighted_too(threads: Threads, spec: gw.Spec, size
     assert max((a - b).abs().max().item() for a, b in zip(weighted, plain, strict=True)) > 0.04, "the test sees no weights"
 
 
+def signs_of_a_weighted_vote(weights: Sequence[Sequence[float]]) -> list[float]:
+    """The gradient of each step, by signs, where all ranks have the gradient -1 and these weights."""
+    model = nn.Linear(4, 1, bias=False)
+    plan = gw.Policy(default=gw.SignSGD(), exempt_vectors=False)
+    handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, process_group=here.group)
+    seen = []
+    for each in weights:
+        handle.weight(each[here.rank])
+        model(-torch.ones(1, 4)).sum().backward()
+        assert model.weight.grad is not None
+        seen.append(model.weight.grad[0, 0].item())
+        model.zero_grad()
+    handle.detach()
+    return seen
+
+
+def test_votes_are_not_multiplied_by_weights(threads: Threads) -> None:
+    weights = [(32, 32), (32, 32), (48, 80), (32, 32)]
+    assert threads.run(2, signs_of_a_weighted_vote, weights) == [[-1.0] * 4] * 2
+
+
+def without_a_batch(schedule: Any, joins: bool) -> list[str]:
+    """The errors where rank 1 has no batch and the plan takes votes, of join() or of a step; the next step counts."""
+    model = make_model()
+    optimizer = plain_sgd(model.parameters())
+    plan = gw.Policy(default=gw.Signum(), exempt_vectors=False, schedule=schedule)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    words = []
+    for count in (0, 4):
+        try:
+            if joins:
+                with handle.join():
+                    raise AssertionError
+            handle.weight(count if here.rank else 4)
+            loss_of(model, *samples(0, 4)).backward()
+            optimizer.step()
+        except gw.StepStateError as error:
+            words.append(str(error))
+            if not joins:
+                handle.reset()
+        optimizer.zero_grad()
+    handle.detach()
+    return words
+
+
+@pytest.mark.parametrize("schedule", ["backward", gw.LocalSteps(every=1)], ids=repr)
+def test_a_vote_in_which_a_rank_has_no_batch_is_void_on_all(threads: Threads, schedule: Any) -> None:
+    first, second = threads.run(2, without_a_batch, schedule, False)
+    assert first == second and len(first) == 1
+    assert "rank 1 has no batch" in first[0] and "EFSignSGD" in first[0]
+
+
+def test_a_plan_with_votes_refuses_join(threads: Threads) -> None:
+    for words in threads.run(2, without_a_batch, "backward", True):
+        assert len(words) == 2 and words[0].startswith("handle.join() was called, and the plan has Signum()")
+
+
+def first_mean(spec: gw.Spec, weight: float, schedule: Any) -> list[float]:
+    """The mean in the first two steps, of gradients of 0.4; in the local schedule of changes by a learning rate of 1."""
+    model = nn.Linear(64, 1, bias=False)
+    plan = gw.Policy(default=spec, exempt_vectors=False, schedule=schedule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    seen = []
+    for _ in range(2):
+        before = model.state_dict()["weight"].clone()
+        handle.weight(weight)
+        model(torch.full((1, 64), 0.4)).sum().backward()
+        optimizer.step()
+        seen.append((before - model.state_dict()["weight"]).amax().item())
+        optimizer.zero_grad()
+    handle.detach()
+    return seen
+
+
+@pytest.mark.parametrize("schedule", ["backward", gw.LocalSteps(every=1)], ids=repr)
+@pytest.mark.parametrize(
+    ("spec", "sent"),
+    [
+        (gw.Cast("float16"), [0.4, 0.4]),
+        (gw.ErrorFeedback(gw.Cast("float16")), [0.4, 0.4]),
+        (gw.ErrorFeedback(gw.Threshold(0.5, capacity=1.0)), [0.0, 0.8]),
+    ],
+    ids=repr,
+)
+def test_the_first_weighted_step_sends_what_later_ones_send(
+    threads: Threads, spec: gw.Spec, sent: list[float], schedule: Any
+) -> None:
+    for seen in threads.run(2, first_mean, spec, 1e6, schedule):
+        assert seen == pytest.approx(sent, rel=1e-3)
+
+
 # ---- local steps
 
 
@@ -240,6 +332,46 @@ def test_a_resumed_run_goes_on_bit_for_bit(threads: Threads, schedule: Any, at: 
     plan = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2)), exempt_vectors=False, schedule=schedule, bucket_bytes=1)
     for whole, again in threads.run(2, resumed, plan, at):
         assert whole == again
+
+
+SPARSE = gw.Uniform(gw.ErrorFeedback(gw.TopK(0.25)), scheme="allgather")
+
+
+def part_sent(weight: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The state after a step that sent a quarter of the mean, and the rest of the mean."""
+    model = Given([16], seed=0)
+    handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=SPARSE, process_group=here.group)
+    handle.weight(weight)
+    gradient = torch.arange(1.0, 17.0)
+    model([gradient]).backward()
+    assert model.p0.grad is not None
+    owed, state = gradient - model.p0.grad, handle.state_dict()
+    handle.detach()
+    return state, owed
+
+
+def rest_received(state: dict[str, torch.Tensor], weight: float) -> torch.Tensor:
+    """The sum of the means of four steps without gradients, which go on from a state."""
+    model = Given([16], seed=0)
+    handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=SPARSE, process_group=here.group)
+    handle.load_state_dict(state)
+    total = torch.zeros(16)
+    for _ in range(4):
+        handle.weight(weight)
+        model([torch.zeros(16)]).backward()
+        assert model.p0.grad is not None
+        total += model.p0.grad
+        model.zero_grad()
+    handle.detach()
+    return total
+
+
+@pytest.mark.parametrize(("ranks", "weight"), [(2, 16.0), (3, 32.0 / 3), (6, 32.0 / 6)])
+def test_on_other_ranks_what_is_owed_keeps_its_size(threads: Threads, ranks: int, weight: float) -> None:
+    saved = threads.run(4, part_sent, 8.0)
+    state = {key: value for own, _ in saved for key, value in own.items()}
+    for received in threads.run(ranks, rest_received, state, weight):
+        torch.testing.assert_close(received, saved[0][1])
 
 
 # ---- ranks that disagree, and batches that do not count

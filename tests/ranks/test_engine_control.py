@@ -17,7 +17,7 @@ COLLECTIVE_TAGS = 2**40
 
 
 def step_with_a_changed_report(at_message: int) -> str:
-    """Rank 0's report number `at_message` is changed on its way to rank 1; what a rank is told, within a few steps."""
+    """Rank 0's control message number `at_message` is changed on its way to rank 1; what a rank is told, within a few steps."""
     model = Given([300])
     handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity()))
     send, sent = Messages.send, [0]
@@ -42,7 +42,7 @@ def step_with_a_changed_report(at_message: int) -> str:
 
 
 def test_a_report_that_was_changed_on_the_way_is_no_report(worlds: Worlds) -> None:
-    first, second = worlds.run(2, step_with_a_changed_report, 2)
+    first, second = worlds.run(2, step_with_a_changed_report, 3)
     assert "bytes of the control exchange at the end of backward, after bucket 0" in second
     assert "changed on their way from rank 0 to rank 1: the checksum of what ranks tell each other does not fit" in second
     assert "step 2: rank 0 waited for" in first and "rank 1 says: step 1" in first
@@ -90,13 +90,13 @@ def test_a_step_takes_few_messages_and_asks_who_differs_only_where_ranks_differ(
     ranks = 17
     for rank, (messages, told) in enumerate(threads.run(ranks, messages_of_steps, -1)):
         few = sum(len(each.targets) for each in merge_rounds(rank, ranks))
-        assert messages == [few] * 4 and few <= 9 and not told
+        assert messages == [2 * few, few, few, few] and few <= 9 and not told  # first also the weights of batches
 
 
 def test_ranks_that_differ_are_named(threads: Threads) -> None:
     for rank, (messages, told) in enumerate(threads.run(3, messages_of_steps, 2)):
         assert len(told) == 1 and (rank == 1 or "step 2 is void on all ranks: rank 1 left it after" in told[0]), told
-        assert messages[:2] == [2, 2] and messages[3] == 2 and (rank == 1 or messages[2] == 4)
+        assert messages[:2] == [4, 2] and messages[3] == 2 and (rank == 1 or messages[2] == 4)
 
 
 def ridden() -> list[Any]:

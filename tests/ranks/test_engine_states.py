@@ -94,6 +94,24 @@ def test_what_is_owed_goes_to_another_number_of_ranks(threads: Threads, before: 
     assert torch.allclose(found["p0"], expected["p0"], atol=1e-6)
 
 
+def factors(state: State, spec: gw.Spec) -> State:
+    """Begin anew with a state, if there is one, under this spec; else make a step. The state then."""
+    model = Given([(40, 30)])
+    handle = gw.parallelize(model, plan=gw.Uniform(spec), process_group=here.group)
+    if state:
+        handle.load_state_dict(state)
+    else:
+        model(model.random_gradients(here.rank)).backward()
+    return handle.state_dict()
+
+
+@pytest.mark.parametrize("spec", [gw.PowerSGD(rank=2, start_step=0), gw.EFSignSGD()], ids=repr)
+def test_another_number_of_ranks_may_have_other_factors(threads: Threads, spec: gw.Spec) -> None:
+    saved = merged(threads.run(2, factors, {}, gw.PowerSGD(rank=1, start_step=0)))
+    expected, found = residuals(saved), residuals(merged(threads.run(3, factors, saved, spec)))
+    assert torch.allclose(found["p0"], expected["p0"], atol=1e-6)
+
+
 @pytest.mark.parametrize("after", [3, 2])
 def test_a_missing_rank_begins_at_zero_with_a_warning(worlds: Worlds, after: int) -> None:
     states = worlds.run(3, run, 2, "alltoall")

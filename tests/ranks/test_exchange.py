@@ -335,6 +335,38 @@ def test_a_saved_exchange_goes_on_bit_for_bit(threads: Threads) -> None:
     assert threads.run(2, resumed) == [True, True]
 
 
+LOW_RANK = {rank: gw.Uniform(gw.PowerSGD(rank=rank, start_step=0)) for rank in (1, 2)}
+
+
+def of_another_rank(by_handle: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What was not sent before and after a change of PowerSGD's rank."""
+    if by_handle:
+        model = Given([(40, 30)], seed=0)
+        handle = gw.parallelize(model, plan=LOW_RANK[1], process_group=here.group)
+        model(model.random_gradients(here.rank)).backward()
+        before = handle.session.exchange.residuals.carried()
+        handle.session.change_to(handle.session.plan_of(LOW_RANK[2]))
+        after = handle.session.exchange.residuals.carried()
+        model(model.random_gradients(here.rank)).backward()
+        handle.detach()
+        return before["residual/p0"], after["residual/p0"]
+    values = torch.randn(40, 30, generator=seeded(here.rank))
+    exchange = exchange_of({"w": values}, LOW_RANK[1])
+    exchange.average_()
+    before = exchange.residuals.carried()
+    exchange.change_to(LOW_RANK[2].plan([info_of("w", values)], here.world_size))
+    after = exchange.residuals.carried()
+    exchange.average_()
+    exchange.close()
+    return before["residual/w"], after["residual/w"]
+
+
+@pytest.mark.parametrize("by_handle", [False, True])
+def test_a_change_of_the_rank_of_factors_keeps_residuals(threads: Threads, by_handle: bool) -> None:
+    for before, after in threads.run(2, of_another_rank, by_handle):
+        assert before.any() and torch.equal(before, after)
+
+
 # ---- wrong use
 
 

@@ -52,3 +52,44 @@ def test_after_the_scale_fell_updates_are_those_without_a_scale(worlds: Worlds, 
     scaled = worlds.run(2, first_update, policy, True)
     assert {weights for weights, _ in scaled} == {weights for weights, _ in plain}
     assert {scale for _, scale in scaled} == {2.0**8}
+
+
+def refusal(spec: gw.Spec, scale: float) -> tuple[str, float]:
+    """The error of a backward of a scaled loss, and the gradient of one without a scaler after it."""
+    model = Given([8], seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = gw.parallelize(model, optimizer, plan=gw.Policy(default=spec, exempt_vectors=False))
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    words, gradient = "", [torch.full((8,), 0.75)]
+    try:
+        scaler.scale(model(gradient)).backward()
+    except gw.StepStateError as error:
+        words = str(error)
+        handle.reset()
+        optimizer.zero_grad()
+        model(gradient).backward()
+    assert model.p0.grad is not None
+    mean = model.p0.grad[0].item()
+    handle.detach()
+    return words, mean
+
+
+FIXED = {
+    gw.SignSGD(): 1.0,
+    gw.Signum(): 1.0,
+    gw.DGC(1.0, momentum=0.0, clip=1.0): 0.25,
+    gw.TwoBit(threshold=0.5): 0.5,
+    gw.ErrorFeedback(gw.Threshold(0.5, capacity=1.0)): 0.75,
+}
+
+
+@pytest.mark.parametrize("spec", FIXED, ids=repr)
+def test_a_spec_with_a_magnitude_of_its_own_refuses_a_loss_scale(worlds: Worlds, spec: gw.Spec) -> None:
+    for words, mean in worlds.run(2, refusal, spec, 2.0**16):
+        assert words.startswith("a GradScaler multiplied the loss by 65536") and "bfloat16" in words
+        assert mean == FIXED[spec]
+
+
+def test_a_loss_scale_of_one_is_no_scale(worlds: Worlds) -> None:
+    for words, mean in worlds.run(2, refusal, gw.SignSGD(), 1.0):
+        assert (words, mean) == ("", 1.0)

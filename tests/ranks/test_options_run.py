@@ -512,6 +512,7 @@ def what_is_sent(spec: gw.Spec, scheme: str, ranks_per_node: int) -> list[float]
 SENT = [
     (gw.TwoBit(threshold=0.5), [0.0, 0.5, -0.5, 0.0, 0.5, 0.0]),
     (gw.ErrorFeedback(gw.Threshold(0.5, capacity=1.0)), [0.0, 0.51, -0.51, 0.0, 0.9, 0.0]),
+    (gw.TopK(1.0, values=gw.Threshold(0.5, capacity=1.0)), [0.0, 0.51, -0.51, 0.0, 0.9, 0.0]),
 ]
 
 

@@ -86,8 +86,9 @@ class Handle:
         local step: an exchange counts the samples of a rank since the last exchange.
 
         Sends nothing by itself. If some ranks call it for a step and others do not, the step is void on all ranks, with
-        StepStateError. It also raises StepStateError for a number below 0, for NaN and infinity, and in the schedules
-        `pipelined` and `delayed`, whose means are not weighted.
+        StepStateError. So is a step with SignSGD or Signum in which a rank has no samples: in a vote its zeros would count as 1.
+        It also raises StepStateError for a number below 0, for NaN and infinity, and in the schedules `pipelined` and `delayed`,
+        whose means are not weighted.
 
         Example::
 
@@ -195,6 +196,7 @@ class Handle:
         with `weight` over all samples.
         When the last loop has ended, all ranks get the parameters and buffers of the highest rank that trained last. The
         optimizer state of the other ranks stays as it was when their own loop ended. A step has one forward and one backward.
+        Raises StepStateError for plans with SignSGD or Signum: in a vote zeros count as 1.
 
         Example::
 
@@ -207,6 +209,13 @@ class Handle:
         session, reducer = self.session, self.session.reducer
         if isinstance(session.schedule, ShardsOptimizer):
             session.schedule.check_join()
+        voting = next((spec for spec in session.plan.specs if spec.votes), None)
+        if voting is not None and session.group.world_size > 1:
+            raise StepStateError(
+                f"handle.join() was called, and the plan has {voting!r}, a vote of all ranks: zeros of a rank without a batch "
+                "count as 1 in it. Give all ranks the same number of batches, or use a spec with magnitudes, such as "
+                "gw.EFSignSGD()."
+            )
         reducer.control.joining, reducer.active = True, list(range(session.group.world_size))
         try:
             yield

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.registry import compressor_for
-from gradwire.core import Spec, innermost
+from gradwire.core import Spec
 from gradwire.errors import SpecError
 from gradwire.kernels import Compressor, Context, Segment, Segments, is_float, tensor_key
 
@@ -45,7 +45,7 @@ def roundtrip(tensor: Tensor, spec: Spec, step: int = 0) -> tuple[Tensor, int]:
     """Encode a tensor as `spec` says, and decode the payload: what other ranks get of a gradient, and how many bytes carry it.
 
     tensor: float32, bfloat16 or float16, of any shape, on any device with kernels. It is not changed.
-    spec: the compressor, as in its steps after any warm-up. It begins without residual and momentum, and keeps none.
+    spec: the compressor, as in its steps after any warm-up. It begins with a residual and a momentum of zero, and keeps none.
     step: another step draws other random numbers.
 
     Returns the decoded tensor (shape, dtype and device of `tensor`, contiguous) and the bytes of the payload. Where payloads are
@@ -66,7 +66,8 @@ def roundtrip(tensor: Tensor, spec: Spec, step: int = 0) -> tuple[Tensor, int]:
         )
     row = Segment(0, tensor.numel(), tensor_key("tensor"), 0, spec.element_bits)
     segments = Segments((row,), tensor.device, ("tensor",), (tuple(tensor.shape),))
-    rank = SoleRank(compressor_for(spec), segments, tensor.dtype)
+    state = [torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device) for _ in spec.state]
+    rank = SoleRank(compressor_for(spec), segments, tensor.dtype, state)
     decoded = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    rank.step([getattr(innermost(spec), "seed", 0), step, 0, 0], decoded)
+    rank.step([spec.random_seed, step, 0, 0], decoded)
     return decoded.reshape(tensor.shape), sum(payload.nbytes for payload in rank.payloads)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Context, KernelCompressor, ListCompressor
+from gradwire.compressors.base import Compressor, Context, KernelCompressor, WrappingListCompressor
 from gradwire.compressors.registry import compressor_for
 from gradwire.core import TopK, kept_of
 from gradwire.kernels import KernelCall, Segment, Segments
@@ -20,16 +20,19 @@ def topk_compressor(spec: TopK) -> Compressor:
     return CodedTopKCompressor(spec) if spec.values.encodes else KernelCompressor(spec)
 
 
-class CodedTopKCompressor(ListCompressor):
-    """The values as another compressor encodes them, then their indices."""
+class CodedTopKCompressor(WrappingListCompressor):
+    """The values as another compressor encodes them, `inner`, then their indices."""
 
     runs_in_c = False  # the lists would keep memory for the values of every payload
 
-    def __init__(self, spec: TopK) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: TopK, inner: Compressor | None = None) -> None:
+        super().__init__(spec, inner or compressor_for(spec.values))
         self._ratio, self._together = spec.ratio, spec.per == "bucket"
         self._plain = KernelCompressor(TopK(spec.ratio, spec.selection, spec.per))
-        self._values = compressor_for(spec.values)
+
+    def around(self, inner: Compressor) -> Compressor:
+        assert isinstance(self.spec, TopK)
+        return CodedTopKCompressor(self.spec, inner)
 
     def encode_calls(
         self, src: Tensor, state: Sequence[Tensor], segments: Segments, context: Context, payload: Tensor
@@ -42,12 +45,12 @@ class CodedTopKCompressor(ListCompressor):
         calls = self._plain.encode_calls(src, state, segments, context, found)
         calls.append(("copy_into", payload[codes.numel() :], indices))
         if not state:
-            return calls + self._values.encode_calls(values, (), kept, context, codes)
+            return calls + self.inner.encode_calls(values, (), kept, context, codes)
         error, scatter = self._scatter(indices, kept, segments, True, state[0])
         return [
             *calls,
             ("copy_into", error, values),
-            *self._values.encode_calls(torch.zeros_like(values), [error], kept, context, codes),
+            *self.inner.encode_calls(torch.zeros_like(values), [error], kept, context, codes),
             ("zero_nonfinite", error),  # the residual of such an element stayed as it was
             *scatter,
         ]
@@ -57,9 +60,9 @@ class CodedTopKCompressor(ListCompressor):
     ) -> list[KernelCall]:
         self.check(payload, segments, dtype)
         kept = self._kept(segments)
-        size = self._values.payload_bytes(kept, dtype)
+        size = self.inner.payload_bytes(kept, dtype)
         values, scatter = self._scatter(payload[size:], kept, segments, add, dst)
-        return [*self._values.decode_calls(payload[:size], kept, dtype, False, values, context), *scatter]
+        return [*self.inner.decode_calls(payload[:size], kept, dtype, False, values, context), *scatter]
 
     def _scatter(
         self, indices: Tensor, kept: Segments, segments: Segments, add: bool, dst: Tensor

@@ -214,6 +214,11 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
             left[self.launch[position][0]] -= 1
         return position
 
+    @cached_property
+    def specs(self) -> tuple[Spec, ...]:
+        """The different specs of all tensors."""
+        return tuple(dict.fromkeys(spec for bucket in self.buckets for spec in bucket.specs))
+
     @property
     def shards_optimizer(self) -> bool:
         """Whether each rank updates only its shard of every bucket, and gather phases send parameters."""

@@ -1,20 +1,23 @@
 """The weights of ranks in a mean: how many samples each rank's batch has (`Handle.weight`).
 
 A rank sends its gradient g times n / u. Here n is its number of samples, and u is a number that all ranks know already, the mean
-of n over ranks in an earlier step. The reports at the end of a step bring the n of all ranks, so all ranks then multiply the sum
-by u over the mean of n. The result is the sum of n * g over the sum of n. Where batches do not change, u is the mean of n, and
-nothing is multiplied at the end.
+of n over ranks in an earlier step. In the first step ranks exchange n for this before they send. The reports at the end of a step
+bring the n of all ranks, so all ranks then multiply the sum by u over the mean of n. The result is the sum of n * g over the sum
+of n. Where batches do not change, u is the mean of n, and nothing is multiplied at the end.
 
 Residuals are parts of n / u * g that were not sent. They are scaled when u changes.
 """
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 
 from gradwire.core import show
 from gradwire.engine.control import NOT_WEIGHED, RankReports
 from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange
+from gradwire.transport import Link, MergedValues, merge_over_ranks
 
 
 class BatchWeights:
@@ -35,6 +38,8 @@ class BatchWeights:
         """The weight of this rank in means if no rank's script gives weights. All ranks know all of them, and their mean is 1."""
         self._by_some = False
         """Whether the last step is void because only some ranks gave weights."""
+        self._first: Future[float] | None = None
+        """The exchange of the samples in the first step, while it is under way."""
 
     @property
     def used(self) -> bool:
@@ -68,14 +73,27 @@ class BatchWeights:
         self._parts = [_sum(part, self._batch) for part in self._parts]
         self._batch = NOT_WEIGHED
 
-    def begin(self, exchange: Exchange, part: int) -> None:
-        """A step begins. The exchange multiplies what this rank sends."""
+    def begin(self, exchange: Exchange, part: int, weighs: bool) -> None:
+        """A step of the exchange has begun, with nothing to send yet. The exchange multiplies what this rank sends. `weighs`:
+        whether scripts may give weights in this schedule."""
+        self._by_some = False
+        self.running = self._parts[part] if self._parts else self._batch
+        if weighs and exchange.step == 0:
+            own = 0.0 if self.running == NOT_WEIGHED else self.running
+            self._first = exchange.lanes.control.submit(partial(_mean_over_ranks, own=own, tag=exchange.lanes.first_tag))
+            if self.running != NOT_WEIGHED:
+                with exchange.lanes.told("the weights of all ranks' first batches", exchange.step):
+                    self._learn_usual()
         if self._units != self.usual:
             exchange.residuals.scale(self._units / self.usual)
             self._units = self.usual
-        self._by_some = False
-        self.running = self._parts[part] if self._parts else self._batch
         exchange.weigh(self._part if self.running == NOT_WEIGHED else self.running / self.usual)
+
+    def _learn_usual(self) -> None:
+        """Take the mean of the samples in the first step for u. It is there when the reports of that step are."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            self.usual = self._units = first.result() or 1.0
 
     def sent(self, part: int) -> None:
         """The samples of a part are under way."""
@@ -83,6 +101,7 @@ class BatchWeights:
 
     def void(self, reports: RankReports) -> None:
         """The step does not count."""
+        self._learn_usual()
         self._by_some = reports.weighed_by_some
 
     def not_sent(self, part: int) -> None:
@@ -95,6 +114,7 @@ class BatchWeights:
 
     def settle(self, reports: RankReports) -> float:
         """Return the factor of the sums of a step that counts."""
+        self._learn_usual()
         if not self._parts:
             self._batch = NOT_WEIGHED
         mean = reports.mean_samples
@@ -112,11 +132,18 @@ class BatchWeights:
         """The numbers that a resumed run needs."""
         return [self.usual, self._units, *self._parts] if self.usual != 1 or self.used else []
 
-    def load(self, numbers: Sequence[float], own: bool) -> None:
-        """Go on from what `state` returned. `own`: on this rank."""
+    def load(self, numbers: Sequence[float], own: bool, fewer: float) -> None:
+        """Go on from what `state` returned. `own`: on this rank. `fewer`: the number of ranks then over that of now. As many
+        samples on fewer ranks are more for each: u and the unit of residuals, means over ranks, become those of the new ranks."""
         self.usual, self._units, *parts = numbers or (1.0, 1.0)
+        if numbers:
+            self.usual, self._units = fewer * self.usual, fewer * self._units
         self._batch = NOT_WEIGHED
         self._parts = parts if own and len(parts) == len(self._parts) else [NOT_WEIGHED] * len(self._parts)
+
+
+def _mean_over_ranks(link: Link, own: float, tag: int) -> float:
+    return merge_over_ranks(link, MergedValues(sums=(own,)), tag).sums[0] / link.world_size
 
 
 def _sum(before: float, more: float) -> float:

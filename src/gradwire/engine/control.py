@@ -40,6 +40,8 @@ class BackwardState(IntEnum):
     """The rank has no batch any more and took part with zeros."""
     CHANGED = 3
     """Its parameters were replaced or converted; it took part with zeros, and synchronises others when all ranks do."""
+    NO_VOICE = 4
+    """It has no batch, and the plan takes votes, in which its zeros counted."""
 
 
 class RankReport(NamedTuple):
@@ -268,6 +270,13 @@ def why_void(reports: Sequence[RankReport], weighed_by_some: bool, ranks: Sequen
             f"step {step} is void on all ranks: trainable parameters of rank {changed[0]}'s model were added, thawed, "
             f"converted or replaced, and those of rank {others[0]}'s were not. Change the model on all ranks before the same "
             "step; after an exception that was caught here, handle.reset() on all ranks goes on."
+        )
+    idle = [rank for rank, report in zip(ranks, reports, strict=True) if report.state is BackwardState.NO_VOICE]
+    if idle:
+        return (
+            f"step {step} is void on all ranks: rank {idle[0]} has no batch (handle.weight(0), or its loop ended in join()), and "
+            "the plan has SignSGD or Signum, votes in which its zeros count as 1. Give each rank a batch in every step, or use a "
+            "spec with magnitudes, such as gw.EFSignSGD(); handle.reset() on all ranks goes on."
         )
     trained = [(rank, r.samples) for rank, r in zip(ranks, reports, strict=True) if r.state is BackwardState.DONE]
     weighed = [(rank, samples) for rank, samples in trained if samples != NOT_WEIGHED]

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import Variable
 
+from gradwire.core import Spec
 from gradwire.engine.batch_weights import BatchWeights
 from gradwire.engine.control import BackwardState, ControlExchange, RankReports, exchange_reports
 from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of
@@ -378,13 +379,13 @@ class Reducer:
         """Begin a step with these buckets of this exchange, or all. Schedules call it, in `on_begin`. `part`: the fragment that
         the buckets are, where ranks train alone."""
         self.arrivals.begin()
-        self.batches.begin(exchange, part)
         if exchange is not self.running:
             self.running = exchange
             self.slots = [exchange.slots[name] for name in self.names]
         self.first_gradient_s = time.perf_counter() if self.gradients else -1.0
         exchange.begin(step=self.step, buckets=buckets)
         self._state = StepState.RUNNING
+        self.batches.begin(exchange, part, self.schedule.traits.weighs_batches)
 
     def may_send(self) -> bool:
         """Whether a forward that begins now may send: not one that recomputes activations inside a backward.
@@ -488,6 +489,9 @@ class Reducer:
         """Send this rank's report to all ranks, and receive theirs. A rank reports after its lanes' last task: a step counts on
         all ranks or none."""
         self._used.update(self.arrivals.came)
+        idle = state is BackwardState.OUT or (state is BackwardState.DONE and not self.running.weight)
+        if idle and any(spec.votes for spec in self.running.plan.specs):
+            state = BackwardState.NO_VOICE
         self._state, self.arrivals.task = StepState.CLOSING, NO_BACKWARD
         after, self.control.samples = self.running.last_task, self.batches.running
         return self.control.tell(self.step, state, len(self.arrivals.came), self._used, after)
@@ -606,6 +610,19 @@ def taken_in_backward(reducer: Reducer, name: str, optimizer: str) -> GradwireEr
     if not reducer.in_hand:
         reducer.begin_by_schedule()
     return leave(reducer, words)
+
+
+def scaled_too_far(reducer: Reducer, spec: Spec, scale: float) -> GradwireError:
+    """End the step of a backward whose loss was multiplied by a scale that the spec does not follow. Returns the error to raise
+    here."""
+    reducer.lanes.check()
+    reducer.begin_by_schedule()
+    return leave(
+        reducer,
+        f"a GradScaler multiplied the loss by {scale:g}, and the plan has {spec!r}, which has a magnitude of its own (a "
+        "threshold, a clip, or signs of size 1). It sees scaled gradients, and the division by the scale gives means of another "
+        "size. Train in bfloat16, which needs no GradScaler, or use a spec that follows the scale, such as gw.QSGD(bits=4).",
+    )
 
 
 @torch.no_grad()

@@ -83,7 +83,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
     else:
         exchange.residuals.take_over(carried)
     session.reducer.step = saved.step
-    session.reducer.batches.load(saved.samples, saved.own)
+    session.reducer.batches.load(saved.samples, saved.own, saved.ranks / session.group.world_size)
     if isinstance(session.schedule, KeepsState):
         session.schedule.load(together, extra)
     if session.driver is not None:

@@ -21,10 +21,10 @@ from gradwire.engine.buffers import ModelBuffers, shared_tensors
 from gradwire.engine.control import OwnSteps
 from gradwire.engine.crossing import CROSSING, Whereabouts
 from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
-from gradwire.engine.reducer import Observer, Observers, Reducer, announce_change, reset, taken_in_backward
+from gradwire.engine.reducer import Observer, Observers, Reducer, announce_change, reset, scaled_too_far, taken_in_backward
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import CopiesWeights, Corrects, PutsOff, ShardsOptimizer, TrainingJob
-from gradwire.engine.schedules.factory import make_schedule, why_not, why_not_weighed
+from gradwire.engine.schedules.factory import make_schedule, traits_of, why_not, why_not_weighed
 from gradwire.engine.torch_hooks.hooks import (
     GradientHooks,
     ModelHook,
@@ -130,10 +130,13 @@ class ScriptWatch:
         return name
 
     def begins(self, exchange: Exchange, settle: Callable[[], None]) -> None:
-        """A backward begins. What was not sent yet of a loss of another scale takes up the new one."""
+        """A backward begins. What was not sent yet of a loss of another scale takes up the new one. Raises StepStateError, on all
+        ranks, if what a spec sends does not follow the scale."""
         scale, before = scale_of_this_backward(), self._loss_scale
         if scale is None:
             return
+        if scale != 1 and (fixed := next((spec for spec in exchange.plan.specs if not spec.follows_scale), None)):
+            raise scaled_too_far(self._reducer, fixed, scale)
         self._loss_scale = scale
         if before is not None and scale != before:
             settle()
@@ -366,10 +369,9 @@ class Session(Observer):
             take_up()
 
     def _take_up(self, exchange: Exchange) -> None:
-        carried, alone = self.exchange.residuals.carried(), self.schedule.traits.trains_alone
+        if traits_of(exchange.plan.schedule).trains_alone == self.schedule.traits.trains_alone:
+            exchange.residuals.take_over(self.exchange.residuals.carried())  # else changes of weights, and gradients: other units
         self.use(exchange)
-        if self.schedule.traits.trains_alone == alone:  # changes of weights and gradients have other units
-            exchange.residuals.take_over(carried)
 
     def use_specs_of_now(self) -> None:
         """Between two steps: run the next one with its own specs, where some begin or end with it."""

@@ -217,8 +217,10 @@ class Exchange:
         self.share.fill_(weight / self.group.world_size)
 
     def multiply(self, slots: Iterable[Slot], factor: float) -> None:
-        """Multiply the means of a step whose tasks are done, before `release`."""
-        torch._foreach_mul_([self._lent.of(slot) if slot.apart else slot.view for slot in slots], factor)
+        """Multiply the means of a step whose tasks are done, before `release`. Results of votes stay as they are."""
+        means = [slot for slot in slots if not self._buckets[slot.bucket].bucket.spec_of(slot.name).votes]
+        if means:
+            torch._foreach_mul_([self._lent.of(slot) if slot.apart else slot.view for slot in means], factor)
 
     def place(self, slot: Slot, tensor: torch.Tensor | None) -> None:
         """Put this rank's part of the mean in a place: zeros for None. If the bucket has no memory, lend a copy. `ready` must

@@ -11,7 +11,7 @@ import torch
 
 from gradwire.collectives import Energies, Learn, Weigh
 from gradwire.compressors import SoleRank, compressor_for
-from gradwire.core import Plan, Spec, innermost
+from gradwire.core import Plan, Spec
 from gradwire.kernels import Segment, Segments, is_float, run_calls, tensor_key
 
 _SHAPES = ((96, 64), (300,))
@@ -56,7 +56,7 @@ def _two_steps(spec: Spec, dtype: torch.dtype, device: torch.device) -> str:
     state = [torch.zeros(at, dtype=torch.float32, device=device) for _ in spec.state]
     rank, sha = SoleRank(compressor_for(spec), segments, dtype, state), hashlib.sha256()
     for step in range(2):
-        decoded = rank.step([getattr(innermost(spec), "seed", 0), step, 0, 0], values.to(torch.float32, copy=True))
+        decoded = rank.step([spec.random_seed, step, 0, 0], values.to(torch.float32, copy=True))
         for tensor in (*rank.payloads, decoded, *state):
             sha.update(bytes(tensor.cpu().view(torch.uint8).numpy()))
         if energies is not None:

@@ -14,7 +14,7 @@ import torch
 
 from gradwire.collectives import AllReduce, Energies, Piece, Route, Scheme
 from gradwire.compressors import BesideCompressor, Compressor, Context, compressor_for, store_for
-from gradwire.core import RESIDUAL_DTYPES, Bucket, Plan, innermost
+from gradwire.core import RESIDUAL_DTYPES, Bucket, Plan
 from gradwire.errors import PlanError
 from gradwire.exchange.options import scheme_of, works_apart
 from gradwire.kernels import Addresses, Scattered, Segment, Segments, tensor_key
@@ -260,7 +260,7 @@ def random_streams(plan: Plan, rank: int, device: torch.device) -> torch.Tensor:
     scheme, 4 to 7 are the roundings of residuals that these store narrow."""
     random = torch.zeros(len(plan.buckets), 2 * _MOST_ENCODES, 4, dtype=torch.int64, device=device)
     for index, bucket in enumerate(plan.buckets):
-        random[index, :, 0] = getattr(innermost(bucket.main_spec), "seed", 0)
+        random[index, :, 0] = bucket.main_spec.random_seed
     random[:, :, 2] = torch.arange(2 * _MOST_ENCODES)
     random[:, :, 3] = rank
     return random

@@ -54,8 +54,7 @@ def plan_for(
 
 def changing_specs(plan: Plan) -> tuple[Spec, ...]:
     """The plan's specs that are others in later steps."""
-    specs = {spec for bucket in plan.buckets for spec in bucket.specs}
-    return tuple(spec for spec in specs if spec.at_step(0) != spec.settled)
+    return tuple(spec for spec in plan.specs if spec.at_step(0) != spec.settled)
 
 
 def info_of(name: str, tensor: torch.Tensor, embedding: bool = False) -> TensorInfo:

@@ -154,12 +154,13 @@ class Remembered:
         expected = self._taken_sizes()
         for key in carried:
             what, _, name = key.partition("/")
-            if key not in expected and what != ENERGY:
+            if key not in expected and what not in (SHARED, ENERGY):
                 raise ValueError(
                     f"the state has a {what} of {name!r}, of which this plan keeps none: what was not sent would be lost. "
                     "Use the model, and the policy with error feedback, of the run that saved it."
                 )
-        _check_sizes({key: value.numel() for key, value in carried.items() if key in expected}, expected)
+        owed = {key: value.numel() for key, value in carried.items() if key in expected and not key.startswith(f"{SHARED}/")}
+        _check_sizes(owed, expected)
 
     def fitting(self, carried: State) -> dict[str, torch.Tensor]:
         """The part of `carried` that `take_over` accepts."""
@@ -168,14 +169,16 @@ class Remembered:
 
     def take_over(self, carried: State) -> None:
         """Begin with the residuals of another set of buckets, and with zeros for the other tensors. Shared factors that
-        are not in `carried` stay as they are."""
+        are not in `carried`, or of another rank there, stay as they are."""
         for buffers in self._buckets:
             for slot, energy in _energies(buffers):
                 own = carried.get(f"{ENERGY}/{slot.name}")
                 energy.copy_(slot.in_memory(own)) if own is not None else energy.zero_()
             for chunk in buffers.chunks:
                 for name, value in chunk.shared.items():
-                    value.copy_(carried.get(f"{SHARED}/{name}", value))
+                    own = carried.get(f"{SHARED}/{name}")
+                    if own is not None and own.numel() == value.numel():
+                        value.copy_(own.reshape(value.shape))
                 for memory in chunk.memory:
                     memory.clear()
         self._give(carried)

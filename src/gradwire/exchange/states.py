@@ -54,6 +54,8 @@ class Saved(NamedTuple):
     """The digest of the plan that was run, hexadecimal."""
     own: bool
     """Whether memory is this rank's own, from a group of the same ranks."""
+    ranks: int
+    """The number of ranks of the group that saved."""
     memory: list[dict[str, torch.Tensor]]
     """`{what}/{encode}/{tensor}`, of each rank whose memory this rank takes."""
     missing: list[int]
@@ -190,6 +192,7 @@ class _Fields:
             order=order,
             plan=bytes(digest).hex(),
             own=True,
+            ranks=len(self.ranks),
             memory=[memory],
             missing=[],
             decided=decided,

@@ -12,13 +12,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradwire.core import ElementRun, Spec
+from gradwire.core import RAW, ElementRun, Spec
 from gradwire.errors import PayloadError, PlanError
 from gradwire.kernels.segments import Segments
 
 KernelCall = tuple[Any, ...]
 """The name of a kernel, then its arguments: ("qsgd_decode", payload, segments, 128, "max", True, total). A function of Python may
 stand for the name; then C++ cannot run the call."""
+
+
+_MOST_INDEXED = 2**31 - 1
+"""kMaxGroup in csrc/sparse_layout.hpp."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ class Compressor(ABC):
         return self
 
     def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
-        """Bytes of the payload of these segments for a gradient of this dtype. Independent of values."""
+        """Bytes of the payload of these segments for a gradient of this dtype. Independent of values. Raises PlanError for more
+        elements than indices can number."""
         key = self.spec, dtype
         if (found := segments.payload_bytes.get(key)) is None:  # asked in every decode
             found = segments.payload_bytes[key] = _bytes_of(self.spec, tuple(runs_of(segments)), dtype.itemsize)
@@ -169,6 +174,12 @@ class WrappingCompressor(Compressor):
 @lru_cache(maxsize=1024)
 def _bytes_of(spec: Spec, runs: tuple[ElementRun, ...], itemsize: int) -> int:
     """Bytes of a payload. Shards have few sizes, and of many ranks there are tens of thousands."""
+    indexed = spec.indexed([run for run in runs if run.bits != RAW])
+    if indexed > _MOST_INDEXED:
+        raise PlanError(
+            f"{spec!r} is to encode {indexed} elements of a tensor or a bucket at once, and indices reach to {_MOST_INDEXED}. "
+            "Cut buckets into smaller chunks (chunk_bytes=2**30), or give large tensors another spec, such as gw.QSGD(bits=4)."
+        )
     return spec.bytes_beside(runs, itemsize)
 
 

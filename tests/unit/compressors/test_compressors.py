@@ -90,12 +90,11 @@ class Codec:
     ) -> None:
         self.spec, self.dtype, self.numel = spec, dtype, sum(numels)
         self.compressor = compressor_for(spec)
-        inner = getattr(spec, "inner", spec)
         offsets, bits = itertools.accumulate(numels, initial=0), spec.element_bits
         rows = [Segment(at, n, tensor_key(f"t{i}"), 0, bits) for i, (at, n) in enumerate(zip(offsets, numels, strict=False))]
         self.segments = Segments(tuple(rows), torch.device("cpu"), (), tuple(shapes or ()))
         self.random = torch.zeros(4, dtype=torch.int64)
-        self.random[0] = getattr(inner, "seed", 0)
+        self.random[0] = spec.random_seed
         self.context = Context(self.random)
         self.state = [torch.zeros(self.numel) for _ in self.compressor.state]
         self.payload = torch.empty(self.compressor.payload_bytes(self.segments, dtype), dtype=torch.uint8)
@@ -716,7 +715,7 @@ def golden_codec(name: str) -> tuple[Codec, torch.Tensor]:
         spec = spec_from_dict(index[name]["spec"])  # with the values that were defaults when the payload was promised
     codec = Codec(spec, GOLDEN_NUMELS, dtype)
     codec.segments = golden_weights(spec, codec.segments)
-    codec.random.copy_(torch.tensor([getattr(spec, "seed", 0), 11, 1, 3]))
+    codec.random.copy_(torch.tensor([spec.random_seed, 11, 1, 3]))
     for number, remembered in enumerate(codec.state):
         remembered.copy_(torch.linspace(-4, 4 - number, codec.numel))
     return codec, golden_gradient(dtype)

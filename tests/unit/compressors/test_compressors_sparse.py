@@ -10,7 +10,7 @@ from gradwire.compressors import compressor_for
 from gradwire.compressors.dgc import DGCCompressor
 from gradwire.compressors.randomk import CommonRandomKCompressor
 from gradwire.core.specs import DGC, QSGD, BlockTopK, ErrorFeedback, RandomK, Spec, Threshold, TopK, Truncate
-from gradwire.errors import PayloadError, SpecError
+from gradwire.errors import PayloadError, PlanError, SpecError
 from gradwire.kernels.segments import Segment, Segments
 
 NUMELS = (1, 7, 0, 123, 4097)
@@ -210,3 +210,18 @@ def test_truncate_sends_the_first_of_all_segments_in_their_order(dtype: torch.dt
     assert torch.equal(added, 1 + sent)
     assert torch.equal(written, torch.where(named, sent, 7.0))
     assert torch.equal(codec.state[0], torch.where(named, given - sent, 0.5))
+
+
+INDEXED = [TopK(0.01), TopK(0.01, per="bucket"), Threshold(0.1), DGC(), RandomK(0.01), RandomK(0.01, indices="own")]
+
+
+@pytest.mark.parametrize("spec", [*INDEXED, ErrorFeedback(TopK(0.01))], ids=repr)
+def test_more_elements_than_indices_reach_are_refused_before_the_first_step(spec: Spec) -> None:
+    compressor, cpu = compressor_for(spec), torch.device("cpu")
+    rows = Segment(0, 2**31 - 1, 0, 0, 0), Segment(2**31 - 1, 1, 0, 0, 0)
+    assert compressor.payload_bytes(Segments(rows[:1], cpu), torch.float32) > 0
+    together = [Segments(rows, cpu)] if spec == TopK(0.01, per="bucket") else []
+    for segments in (Segments((Segment(0, 2**31, 0, 0, 0),), cpu), *together):
+        with pytest.raises(PlanError, match=r"encode 2147483648 elements .*chunk_bytes=2\*\*30"):
+            compressor.payload_bytes(segments, torch.float32)
+    assert together or compressor.payload_bytes(Segments(rows, cpu), torch.float32) > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_compressors import Codec, gradient, squared
 
-from gradwire.compressors import compressor_for
+from gradwire.compressors import compressor_for, roundtrip
 from gradwire.core import (
     DGC,
     FP8,
@@ -373,3 +373,9 @@ def test_a_payload_of_any_bytes_is_decoded_or_refused(spec: Spec) -> None:
 def test_a_fake_is_refused_where_a_model_might_be_trained() -> None:
     with pytest.raises(SpecError, match=r"Truncate\(4.*unsafe=True"):
         compressor_for(Truncate(4))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_a_spec_says_whether_what_it_sends_follows_a_scale(spec: Spec) -> None:
+    sent, scaled = (roundtrip(factor * gradient(4096, seed=3).reshape(64, 64), spec)[0] for factor in (2.0**-7, 2.0))
+    assert torch.allclose(256.0 * sent, scaled, rtol=1e-4, atol=1e-4) == spec.follows_scale

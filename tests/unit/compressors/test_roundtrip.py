@@ -1,5 +1,7 @@
 """One tensor encoded and decoded in one call."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -33,9 +35,22 @@ def test_the_error_obeys_the_law(spec: Spec) -> None:
     assert error == 0.0 if spec.law.kind == "exact" else 0.0 < error <= tensor.square().sum()
 
 
+def test_it_is_a_first_step_with_its_residual() -> None:
+    decoded, _ = gw.roundtrip(torch.ones(1000), gw.ErrorFeedback(gw.RandomK(0.01)))
+    assert sorted(set(decoded.tolist())) == [0.0, 1.0]
+
+
 def test_another_step_draws_other_numbers() -> None:
     tensor = torch.randn(1000)
     first, second = (gw.roundtrip(tensor, gw.QSGD(bits=4), step=step)[0] for step in range(2))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("around", [lambda spec: spec, gw.ErrorFeedback, lambda spec: gw.TopK(1.0, values=spec)])
+def test_another_seed_draws_other_numbers(around: Callable[[gw.Spec], gw.Spec]) -> None:
+    tensor = torch.randn(1000)
+    specs = [around(gw.QSGD(bits=4, rounding="stochastic", seed=seed)) for seed in range(2)]
+    first, second = (gw.roundtrip(tensor, spec)[0] for spec in specs)
     assert not torch.equal(first, second)
 
 

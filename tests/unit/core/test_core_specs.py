@@ -153,11 +153,11 @@ def test_specs_are_frozen() -> None:
         QSGD().bits = 3  # type: ignore[misc]
 
 
-def nested(depth: int) -> dict[str, object]:
+def nested(depth: int, name: str = "error_feedback", field: str = "inner") -> dict[str, object]:
     """A spec in a spec, `depth` in all; the innermost has no id."""
     data: dict[str, object] = {}
     for _ in range(depth - 1):
-        data = {"id": "error_feedback", "inner": data}
+        data = {"id": name, field: data}
     return data
 
 
@@ -229,7 +229,8 @@ WRONG_VALUES = [
     (lambda: spec_from_dict({"id": "qsgd", "bit": 4}), ["bit is not a field", "4", "did you mean 'bits'"]),
     (lambda: spec_from_dict({"id": "qsgd", "bits": "4"}), ["bits is '4'", "whole number", "'qsgd'"]),
     (lambda: spec_from_dict({"id": "error_feedback"}), ["inner is missing"]),
-    (lambda: spec_from_dict(nested(9)), ["inner is nested 9 deep", "at most 7 others"]),
+    (lambda: spec_from_dict(nested(9)), ["a spec is nested 9 deep", "at most 7 others"]),
+    (lambda: spec_from_dict(nested(2000, "topk", "values")), ["a spec is nested 2000 deep", "at most 7 others"]),
     (lambda: spec_from_dict(nested(8)), ["id is missing"]),
     (lambda: spec_from_dict({"id": "error_feedback", "inner": {"id": "qsgd", "bits": 9}}), ["inner.bits is 9"]),
 ]

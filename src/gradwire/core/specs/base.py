@@ -98,6 +98,10 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether encode and decode leave elements outside their segments alone."""
     keeps_zeros: ClassVar[bool] = True
     """Whether zeros decode to zeros, also among other values. Else rows of an embedding that no batch used are changed."""
+    follows_scale: ClassVar[bool] = True
+    """Whether a number times the gradient is sent as this number times the values. Else a loss scale changes what is sent."""
+    votes: ClassVar[bool] = False
+    """Whether the sum over ranks is a vote: each rank counts as much as any other, also one whose gradient is zero."""
     compressor: ClassVar[Any] = None
     """The factory of the spec's compressor, or its "module:name". None if `kernels` describes the compressor completely."""
 
@@ -105,6 +109,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The kernels of encode and decode; None for a method that takes more than one kernel. `part`: what gradients were
         multiplied by, for methods that compare with a fixed magnitude."""
         return None
+
+    @property
+    def random_seed(self) -> int:
+        """The seed of the random numbers that an encode draws; 0 if it draws none."""
+        return int(getattr(self, "seed", 0))
 
     @property
     def owns_momentum(self) -> bool:
@@ -149,6 +158,10 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         """Bytes of the payload of these runs. itemsize: bytes of a gradient element. Independent of values."""
         raise NotImplementedError(f"{type(self).__name__}.payload_bytes")
+
+    def indexed(self, runs: Sequence[ElementRun]) -> int:
+        """The elements of the largest group of these runs of which each has an index; 0 if no element has one."""
+        return 0
 
     def bytes_beside(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         """`payload_bytes` of runs of which those with `bits` RAW travel uncompressed behind the payload of the others."""
@@ -306,11 +319,11 @@ def spec_from_dict(data: Mapping[str, object]) -> Spec:
 
 
 def _check_depth(data: Mapping[str, object]) -> None:
-    depth, inner = 1, data.get("inner")
-    while isinstance(inner, Mapping):
-        depth, inner = depth + 1, inner.get("inner")
+    depth, layer = 0, [data]
+    while layer:
+        depth, layer = depth + 1, [inner for each in layer for inner in each.values() if isinstance(inner, Mapping)]
     if depth > _DEEPEST:
-        raise SpecError(f"inner is nested {depth} deep: a spec holds at most {_DEEPEST - 1} others. Take some away.")
+        raise SpecError(f"a spec is nested {depth} deep: it holds at most {_DEEPEST - 1} others. Take some away.")
 
 
 def spec_from_text(text: str) -> Spec:

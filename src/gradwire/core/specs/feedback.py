@@ -97,6 +97,14 @@ class ErrorFeedback(Spec, frozen=True):
         return self.inner.keeps_zeros
 
     @property
+    def random_seed(self) -> int:
+        return self.inner.random_seed
+
+    @property
+    def follows_scale(self) -> bool:  # type: ignore[override]
+        return self.inner.follows_scale
+
+    @property
     def rounds(self) -> int:  # type: ignore[override]
         return self.inner.rounds
 
@@ -115,6 +123,9 @@ class ErrorFeedback(Spec, frozen=True):
     @property
     def element_bits(self) -> int:
         return self.inner.element_bits
+
+    def indexed(self, runs: Sequence[ElementRun]) -> int:
+        return self.inner.indexed(runs)
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         return self.inner.payload_bytes(runs, itemsize)

@@ -203,6 +203,10 @@ class TwoBit(BlockSpec, frozen=True):
         number("multiple", self.multiple, "thresholds in mean magnitudes", positive=True, error=SpecError)
         check_block(self.block)
 
+    @property
+    def follows_scale(self) -> bool:  # type: ignore[override]
+        return not self.threshold
+
     def kernels(self, part: float = 1.0) -> Kernels:
         """A sent value is at most as large as the element, so the error is never larger than the input. NaN and Inf decode to
         NaN and keep their residual; if blocks have their own t, so does the whole block (docs/papers/cd-sgd.md)."""

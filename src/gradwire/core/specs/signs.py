@@ -14,6 +14,8 @@ class SignSGD(Spec, frozen=True):
     id: ClassVar[str] = "signsgd"
     touches_segments_only: ClassVar[bool] = True
     keeps_zeros: ClassVar[bool] = False
+    follows_scale: ClassVar[bool] = False
+    votes: ClassVar[bool] = True
     schemes: ClassVar[tuple[str, ...]] = ("alltoall",)
     compressor: ClassVar[str] = "gradwire.compressors.signs:SignSGDCompressor"
 

@@ -36,10 +36,16 @@ class _Selected(Spec, frozen=True):
     part: ClassVar[str] = "ratio"
     """The name of the field that holds the sent part of the elements."""
 
-    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
-        groups = [ElementRun(run.numel, run.bits) for run in runs]
+    def _groups(self, runs: Sequence[ElementRun]) -> list[ElementRun]:
         if getattr(self, "per", "tensor") == "bucket":
-            groups = [ElementRun(sum(run.numel for run in runs), runs[0].bits)] if runs else []
+            return [ElementRun(sum(run.numel for run in runs), runs[0].bits)] if runs else []
+        return [ElementRun(run.numel, run.bits) for run in runs]
+
+    def indexed(self, runs: Sequence[ElementRun]) -> int:
+        return max((group.numel for group in self._groups(runs)), default=0)
+
+    def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
+        groups = self._groups(runs)
         kept = [ElementRun(kept_of(group.numel, getattr(self, self.part)), group.bits) for group in groups]
         values: Spec = getattr(self, "values", Identity())
         indices = sum(index_bytes(sent.numel, group.numel) for sent, group in zip(kept, groups, strict=True))
@@ -88,6 +94,14 @@ class TopK(_Selected, frozen=True):
     @property
     def touches_segments_only(self) -> bool:  # type: ignore[override]
         return self.per == "tensor"
+
+    @property
+    def random_seed(self) -> int:
+        return self.values.random_seed
+
+    @property
+    def follows_scale(self) -> bool:  # type: ignore[override]
+        return self.values.follows_scale
 
     @property
     def element_bits(self) -> int:
@@ -156,6 +170,7 @@ class Threshold(_Selected, frozen=True):
     id: ClassVar[str] = "threshold"
     example: ClassVar[tuple[float]] = (1e-3,)
     part: ClassVar[str] = "capacity"
+    follows_scale: ClassVar[bool] = False
     law: ClassVar[Law] = Law("contractive")
 
     threshold: float
@@ -210,6 +225,9 @@ class RandomK(Spec, frozen=True):
         """Where each rank draws its own: the key of its random stream travels before the values, in the gradient's own dtype."""
         return Kernels(("randomk_encode", self.ratio), ("randomk_decode", self.ratio), random=True, typed=True)
 
+    def indexed(self, runs: Sequence[ElementRun]) -> int:
+        return max((run.numel for run in runs), default=0)
+
     def kept(self, runs: Sequence[ElementRun]) -> int:
         """Number of elements sent of these runs."""
         return sum(kept_of(run.numel, self.ratio) for run in runs)
@@ -251,6 +269,10 @@ class DGC(_Selected, frozen=True):
     @property
     def owns_momentum(self) -> bool:
         return self.momentum > 0
+
+    @property
+    def follows_scale(self) -> bool:  # type: ignore[override]
+        return not self.clip
 
     def at_step(self, step: int) -> "DGC":
         """

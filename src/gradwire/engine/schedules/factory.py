@@ -12,7 +12,7 @@ from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import ScheduleEvents, TrainingJob, Traits
 from gradwire.errors import PlanError
 
-__all__ = ["ScheduleClass", "check_optimizers", "make_schedule", "why_not", "why_not_weighed"]
+__all__ = ["ScheduleClass", "check_optimizers", "make_schedule", "traits_of", "why_not", "why_not_weighed"]
 
 
 class ScheduleClass(Protocol):
@@ -81,10 +81,17 @@ def check_optimizers(optimizer: Any, prepared: Prepared) -> list[torch.optim.Opt
     return optimizers
 
 
+def traits_of(schedule: data.Schedule) -> Traits:
+    """The traits of the object that would run this schedule."""
+    traits: Traits = getattr(named(schedule.engine), "traits", Traits())
+    return traits
+
+
 def why_not_weighed(plan: Plan) -> str:
     """Why the plan's schedule cannot run in a script that gives batches weights; '' if it can."""
-    traits: Traits = getattr(named(plan.schedule.engine), "traits", Traits())
-    return "" if traits.weighs_batches else f"the {plan.schedule.word} schedule does not weigh batches (handle.weight)"
+    if traits_of(plan.schedule).weighs_batches:
+        return ""
+    return f"the {plan.schedule.word} schedule does not weigh batches (handle.weight)"
 
 
 def why_not(prepared: Prepared, job: TrainingJob) -> str:
