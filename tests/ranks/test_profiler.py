@@ -301,7 +301,7 @@ def test_an_executor_that_holds_hands_over_all_buckets_when_the_last_is_ready() 
         executor.start()
         for bucket, count in enumerate(counts):
             executor.ready(bucket)
-            told = [arrivals.qsize() for arrivals in executor.progress.arrivals]
+            told = [arrivals.qsize() for arrivals in executor.running.progress.arrivals]
             assert told == count, "a lane hears of the buckets that it has tasks of"
 
 
@@ -379,6 +379,20 @@ def test_links_are_found_from_times_that_follow_them(nodes: int, local: int) -> 
         link = getattr(found.cluster, name)
         assert (link.alpha_us, link.gbps) == pytest.approx((true[name].alpha_us, true[name].gbps))
     assert (found.cluster.nodes, found.cluster.ranks_per_node) == (nodes, local)
+
+
+def test_an_all_reduce_is_no_faster_than_the_link() -> None:
+    """Its messages were so short that a buffer of the network took them."""
+    sizes = [1e3, 1e4, 1e5]
+    times = {
+        "inter": [(2 * m, 100.0 + m * 8e-2) for m in (1e4, 1e5, 1e6)],
+        "allreduce": [(m, 200.0 + m * 2e-2) for m in sizes],
+        "ddp": [(m, 200.0 + m * 8e-2) for m in sizes],
+    }
+    cluster = measured_links(times, Grid.even(2, 1, 0)).cluster
+    assert cluster.inter.gbps == pytest.approx(0.1)
+    assert cluster.allreduce is not None and cluster.allreduce.gbps == pytest.approx(0.1)
+    assert cluster.ddp is not None and cluster.ddp.gbps == pytest.approx(0.1)
 
 
 def test_a_further_message_and_processor_times_of_exchanges_belong_to_their_links() -> None:

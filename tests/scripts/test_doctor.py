@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import msgspec
 import pytest
@@ -260,6 +261,18 @@ def test_a_slow_link_is_told_apart_from_the_others():
     assert slow.severity == "note" and "rank 2 to 1 100 Mb/s" in slow.found and "rank 1 to 2" not in slow.found
 
 
+def test_links_between_sites_are_compared_with_each_other_alone():
+    given = survey(4)
+    for rank, site in enumerate(["one", "one", "two", "two"]):
+        given.present[rank] = facts(rank=rank, host=f"node{rank}", variables={"GRADWIRE_SITE": site})
+    given.directions = [
+        Direction(source=a, destination=b, round_trip_us=100.0, gbps=0.1 if {a, b} in ({1, 2}, {3, 0}) else 10.0)
+        for link in ring_links(4)
+        for a, b in (link, link[::-1])
+    ]
+    assert len(on_topic(survey_findings(given, 4, 60.0), "links")) == 1
+
+
 def test_one_direction_of_a_single_link_may_be_slow():
     directions = [
         Direction(source=0, destination=1, round_trip_us=100.0, gbps=1.0),
@@ -333,6 +346,32 @@ def test_messages_grow_until_they_take_long_enough(gbps):
     # a message takes at most eight times as long as wanted, but sleeping is not exact
     assert max(wire.sizes) * 8 / gbps / 1e9 < 0.8
     assert 0 < measured < 2 * gbps
+
+
+class FarWire(SlowWire):
+    """The same with round trips of 20 ms, over TCP that doubles what is on its way in each of them."""
+
+    window = 2**14
+
+    def send(self, size):
+        self.sizes.append(size)
+        while size > 0:
+            time.sleep(max(0.02, min(size, self.window) * 8 / self.gbps / 1e9))
+            size -= self.window
+            self.window = min(2 * self.window, int(0.02 * self.gbps * 1e9 / 8))
+        self.outgoing.put(b"")
+
+
+def test_a_far_link_is_measured_when_tcp_knows_its_rate():
+    there, back = queue.Queue(), queue.Queue()
+    wire = FarWire(back, there, 0.1)
+    follower = threading.Thread(target=follow, args=(FarWire(there, back, 0.1),))
+    follower.start()
+    with mock.patch.object(wire, "take", lambda: (time.sleep(0.02), SlowWire.take(wire))[1]):
+        _, measured = lead(wire, 0.1)
+    follower.join(10)
+    assert not follower.is_alive()
+    assert 0.05 < measured < 0.13
 
 
 # ---- never hanging

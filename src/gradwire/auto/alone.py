@@ -39,9 +39,9 @@ class ChosenSpecs(NamedTuple):
         """One line of text.
 
         >>> str(ChosenSpecs({"a": Identity(), "b": Identity()}, 2000.0, 2000.0))
-        "plan='auto' sends 2 modules uncompressed: exchanges take 2.0 ms a step by prediction, 2.0 ms uncompressed."
+        "plan='auto' sends 2 modules uncompressed: gradient exchanges take 2.0 ms a step by prediction, 2.0 ms uncompressed."
         """
-        took = f"exchanges take {self.us / 1e3:.1f} ms a step by prediction, {self.plain_us / 1e3:.1f} ms uncompressed."
+        took = f"gradient exchanges take {self.us / 1e3:.1f} ms a step by prediction, {self.plain_us / 1e3:.1f} ms uncompressed."
         return f"plan='auto' sends {counted(self.specs)}: {took}"
 
 

@@ -151,6 +151,8 @@ class Auto(Driver):
         self._current = live.plan if stays else None
         if saved.own and stays:
             self._phase = self._settle_resumed
+            if live.group.rank == 0:
+                say(f"plan='auto' goes on with the plan of the state that was loaded: {words_of(live.plan)}.")
 
     def pause(self) -> None:
         """Leave out the time until the next step's forward, because the script does something else now."""
@@ -377,7 +379,7 @@ class Auto(Driver):
             exposed_us=exposed_us,
             elsewhere=tuple(map(_foreseen, elsewhere)),
             instead_of=instead_of,
-            batch_share=tuple(speed / sum(self._speeds) for speed in self._speeds),
+            batch_share=self._batch_share(),
             refused=tuple(f"{kind}, since {why.rstrip('.')}" for kind, why in self._refused.items()),
         )
         self.decisions.append(decision)
@@ -404,6 +406,13 @@ class Auto(Driver):
             self._watch.cluster = cluster_of(live, seconds_for(step_us))
             self._pace.pause()
             self._watch_from_now(live, live.plan)
+
+    def _batch_share(self) -> tuple[float, ...]:
+        """The part of the samples for each rank. None where ranks share processors, since then they slow each other down."""
+        cluster = self._watch.cluster
+        if cluster is not None and cluster.ranks_per_processor > 1:
+            return ()
+        return tuple(speed / sum(self._speeds) for speed in self._speeds)
 
     def _watch_from_now(self, live: Live, plan: Plan) -> None:
         same = self._current is not None and plan.digest() == self._current.digest()

@@ -11,7 +11,7 @@ from gradwire.auto.accuracy import policy_of, specs_under, steps_for_one
 from gradwire.auto.trial import Candidate
 from gradwire.core import Backward, Cluster, Costs, Identity, Plan, Profile, Schedule, Spec
 from gradwire.errors import PlanError
-from gradwire.plan import FLAT, Policy, Uniform, launch_of
+from gradwire.plan import FLAT, Policy, Uniform, codes_own_gradient, launch_of
 from gradwire.planner import EVALUATIONS, PlanningJob, ddp_draft, joint
 
 MOST_TRIED = 3
@@ -252,8 +252,10 @@ def words_of(plan: Plan) -> str:
         what = " and ".join(sorted(encoding)) or "uncompressed"
     count = len(plan.buckets)
     words = f"{what} in {count} bucket{'s' if count > 1 else ''}"
-    if any(task.endswith(":intra") for bucket in plan.buckets for task in bucket.option):
+    inside = [bucket.option for bucket in plan.buckets if any(task.endswith(":intra") for task in bucket.option)]
+    if inside:
         words += ", hierarchical"
+        words += " and compressed inside nodes too" * any(codes_own_gradient(option) for option in inside)
     schedule = plan.schedule
     if schedule == Backward():
         return words

@@ -16,6 +16,8 @@ SECONDS = 0.5
 ALL_SECONDS = 20.0
 """Limit for all directions together, in seconds, if the links are fast enough."""
 FIRST_BYTES, MOST_BYTES = 64 * 1024, 64 * 2**20
+_ROUND_TRIPS = 6
+"""A measured message takes at least so many round trips: TCP finds the rate of a far link in the first ones."""
 _PING, _END = -1, 0
 
 
@@ -82,10 +84,11 @@ def lead(wire: MeasuredLink, seconds: float) -> tuple[float, float]:
     ping()
     transfer(FIRST_BYTES)
     round_trip_s = statistics.median(_times(ping, seconds / 10, 3))
-    size = FIRST_BYTES
-    while (taken_s := _times(partial(transfer, size), 0, 1)[0]) < seconds / 4 and size < MOST_BYTES:
-        size = min(MOST_BYTES, int(size * min(8.0, max(2.0, seconds / 3 / taken_s))))
-    long_s = statistics.median([taken_s, *_times(partial(transfer, size), seconds - taken_s)])
+    size, enough_s = FIRST_BYTES, max(seconds / 4, _ROUND_TRIPS * round_trip_s)
+    while (taken_s := _times(partial(transfer, size), 0, 1)[0]) < enough_s and size < MOST_BYTES:
+        size = min(MOST_BYTES, int(size * min(8.0, max(2.0, enough_s / taken_s))))
+    least = 2 if enough_s > seconds / 4 else 0
+    long_s = statistics.median([taken_s, *_times(partial(transfer, size), seconds - taken_s, least)])
     wire.put(_END)
     return round_trip_s * 1e6, size * 8 / max(long_s - round_trip_s, 1e-9) / 1e9
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from gradwire.core import FAR_US, qsgd_bytes
 from gradwire.doctor.differences import differences, rank_list
-from gradwire.doctor.facts import Facts, is_loopback
+from gradwire.doctor.facts import SITE, Facts, is_loopback
 from gradwire.doctor.links import Direction, rate_text
 from gradwire.doctor.machine import machine_findings
 from gradwire.doctor.meeting import Survey
@@ -127,9 +127,8 @@ def _rates(survey: Survey, world_size: int) -> Iterator[Finding]:
         f"{rate_text(rate)}, round trip {slowest.round_trip_us or 0:.0f} us. At that rate the gradients of "
         f"{MILLION_PARAMETERS}M parameters take {_seconds(plain_s)} a step in float32, {_seconds(compressed_s)} in 4 bits",
     )
-    nodes = {rank: facts.node for rank, facts in survey.present.items()}
-    for crosses, kind in ((True, "between nodes"), (False, "inside a node")):
-        alike = [(g, d) for g, d in measured if (nodes.get(d.source) != nodes.get(d.destination)) == crosses]
+    for kind in ("between sites", "between nodes", "inside a node"):
+        alike = [(g, d) for g, d in measured if _kind_of(d, survey.present) == kind]
         usual = statistics.median_high(g for g, _ in alike) if alike else 0.0  # of two, the faster
         slow = [(g, d) for g, d in alike if g * MUCH_SLOWER < usual]
         if slow:
@@ -140,6 +139,12 @@ def _rates(survey: Survey, world_size: int) -> Iterator[Finding]:
                 "The slowest link limits every exchange.",
                 "Check that node's adapter, cable, switch port and other traffic, and measure again.",
             )
+
+
+def _kind_of(direction: Direction, present: Mapping[int, Facts]) -> str:
+    ends = [present.get(rank, Facts()) for rank in (direction.source, direction.destination)]
+    sites, nodes = ({each.variables.get(SITE, "") for each in ends}, {each.node for each in ends})
+    return "between sites" if len(sites) > 1 else "between nodes" if len(nodes) > 1 else "inside a node"
 
 
 def _far_links(survey: Survey) -> Iterator[Finding]:

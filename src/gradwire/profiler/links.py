@@ -65,6 +65,9 @@ _BURSTS, _BURST_PART = 5, 0.1
 _WAIT_MARGIN, _WAITED_FROM = 0.1, 0.3
 """The part of its time that a rank may wait for a processor, beyond that of the best batch, in a batch that counts; and the part
 from which the link has a problem."""
+_TOO_FAST = 2.0
+"""An all-reduce that seems so many times as fast as exchanges over the same links was short enough for a buffer of the network.
+Then the rate of exchanges counts."""
 _TAG = 1_000_000
 """First tag of the measured messages, higher than the tags of steps."""
 
@@ -214,6 +217,9 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
                 f"(R2 {fit.r2:.3f}, worst error {100 * fit.worst_relative_error:.0f} %): {fit.problem}. Predictions will have "
                 "errors of this size. Profile again while nothing else uses the link and the processors."
             )
+    for name in ("allreduce", "ddp") if "inter" in links else ():
+        if name in links and links[name].gbps > _TOO_FAST * links["inter"].gbps:
+            links[name] = replace(links[name], gbps=links["inter"].gbps)
     for name, key in {"allreduce": "cpu", "ddp": "ddp cpu", **{each: f"{each} cpu" for each in _EXCHANGES}}.items():
         with suppress(FormatError):  # a slow machine measured one size only, which leaves this time unknown
             cpu = fit_line(times.get(key, []))

@@ -20,7 +20,7 @@ from gradwire.core.costs import CodecCosts
 from gradwire.core.schedules import Backward, Delayed, Pipelined
 from gradwire.core.specs import Spec
 from gradwire.errors import PlanError
-from gradwire.plan import AdaptiveBits, Policy
+from gradwire.plan import AdaptiveBits, Policy, Uniform
 from gradwire.planner.joint import joint
 
 TENSORS = [TensorInfo(f"w{index}", (300, 500), "float32") for index in range(8)] + [TensorInfo("b", (500,), "float32")]
@@ -246,6 +246,12 @@ def test_words_count_widths_rather_than_name_them_all() -> None:
     adaptive = AdaptiveBits()
     plan = with_bits(adaptive.policy.plan(TENSORS), adaptive, {f"w{index}": 2 + index % 4 for index in range(8)})
     assert words_of(plan).startswith("QSGD of several widths in ")
+
+
+def test_words_say_whether_sums_inside_nodes_are_exact() -> None:
+    lossy = "comp:cpu gather:intra decomp:cpu comp:cpu allgather:inter decomp:cpu broadcast:intra"
+    for scheme, ends in (("leaders", ", hierarchical"), (lossy, "inside nodes too"), ("flat", "buckets")):
+        assert words_of(Uniform(QSGD(bits=4), scheme=scheme, bucket_bytes=2**20).plan(TENSORS)).endswith(ends)
 
 
 @pytest.mark.parametrize("accuracy", ["exact", "safe", "aggressive"])

@@ -10,6 +10,8 @@ import pytest
 from gradwire.auto import measuring
 from gradwire.auto.changes import StepPace
 from gradwire.auto.decision import AutoDecision, Tried
+from gradwire.auto.driver import Auto
+from gradwire.core import Cluster, Link
 
 
 class MadeUpMoments:
@@ -56,3 +58,12 @@ def test_the_line_proposes_unequal_batches_where_they_help(shares: tuple[float, 
     decision = AutoDecision(5, "at the start", plain, plain, (plain,), 5, 0.0, 0.0, batch_share=shares)
     assert ("handle.decision.batch_share" in str(decision)) == bool(words)
     assert words in str(decision)
+
+
+@pytest.mark.parametrize(("processors", "shares"), [(None, (0.75, 0.25)), (2.0, (0.75, 0.25)), (1.0, ())])
+def test_ranks_that_share_processors_get_no_shares(processors: float | None, shares: tuple[float, ...]) -> None:
+    link = Link(1.0, 1.0)
+    driver = Auto("safe", ("backward",), 2)
+    driver._speeds = (3.0, 1.0)
+    driver._watch.cluster = Cluster(nodes=1, ranks_per_node=2, intra=link, inter=link, processors=processors)
+    assert driver._batch_share() == shares
