@@ -38,6 +38,13 @@ def test_it_makes_a_step_and_leaves_no_thread(steps: list[int], plan: Any) -> No
     assert not [each.name for each in set(threading.enumerate()) - before if each.name.startswith("gradwire")]
 
 
+@pytest.mark.parametrize("plan", [gw.SignSGD(), gw.Policy(default=gw.QSGD(bits=4), rules=[("half", gw.Signum())])], ids=repr)
+def test_votes_are_refused(plan: Any) -> None:
+    """Zeros of joiners would vote."""
+    with pytest.raises(gw.PlanError, match="a vote of all members"):
+        rehearse(TENSORS, plan, timedelta(seconds=60))
+
+
 def test_a_plan_that_cannot_run_is_left_to_the_meeting(steps: list[int]) -> None:
     rehearse(TENSORS, "no such plan", timedelta(seconds=60))
     assert steps == []

@@ -168,13 +168,15 @@ def test_residuals_of_leaders_are_sent_in_the_end(threads: Threads) -> None:
             assert torch.allclose(total, first + second, atol=1e-5)
 
 
-def decided(names: str) -> tuple[bool, str]:
-    """Whether auto decided, where this rank says that it is on the node of its letter; and a digest of the weights."""
+def decided(names: str) -> tuple[bool, bool, str]:
+    """Whether auto decided, where this rank says that it is on the node of its letter, and by which plans; and a digest of the
+    weights."""
     with here.on_node(names[here.rank]):
         model = Given([300, 7])
         handle = gw.parallelize(model, process_group=here.group)
         step_on(model, range(MOST_STEPS + 1))
-        found = handle.decision is not None, digest(model.parameters())
+        tried = handle.decision is not None and any("hierarchical" in each.name for each in handle.decision.tried)
+        found = handle.decision is not None, tried, digest(model.parameters())
         handle.detach()
     return found
 

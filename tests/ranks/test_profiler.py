@@ -381,6 +381,19 @@ def test_links_are_found_from_times_that_follow_them(nodes: int, local: int) -> 
     assert (found.cluster.nodes, found.cluster.ranks_per_node) == (nodes, local)
 
 
+def test_nodes_of_different_size_are_those_of_the_largest() -> None:
+    sizes = [1e4, 1e5, 1e6]
+    times = {
+        "intra": [(3 * m, 50.0 + 2 * m * 8e-4) for m in sizes],
+        "inter": [(2 * m, 100.0 + m * 8e-2) for m in sizes],
+        "allreduce": [(m, 300.0 + m * 0.2) for m in sizes],
+    }
+    cluster = measured_links(times, Grid.of(["a", "a", "a", "b", "b"], 0)).cluster
+    assert (cluster.nodes, cluster.ranks_per_node, cluster.uneven, cluster.ranks_per_node_if_even) == (2, 3, True, None)
+    assert (cluster.intra.gbps, cluster.inter.gbps) == pytest.approx((10.0, 0.1))
+    assert Cluster.from_json(cluster.to_json()) == cluster
+
+
 def test_an_all_reduce_is_no_faster_than_the_link() -> None:
     """Its messages were so short that a buffer of the network took them."""
     sizes = [1e3, 1e4, 1e5]

@@ -85,7 +85,8 @@ class Handle:
         Calls before the same mean add up. So call it for each batch of an accumulation, and in the `local` schedule for each
         local step: an exchange counts the samples of a rank since the last exchange.
 
-        Sends nothing by itself. If some ranks call it for a step and others do not, the step is void on all ranks, with
+        Sends nothing by itself. Call it from the first step on: where a job begins later, that one step sends gradients times
+        `n`, which float16 may not hold. If some ranks call it for a step and others do not, the step is void on all ranks, with
         StepStateError. So is a step with SignSGD or Signum in which a rank has no samples: in a vote its zeros would count as 1.
         It also raises StepStateError for a number below 0, for NaN and infinity, and in the schedules `pipelined` and `delayed`,
         whose means are not weighted.

@@ -98,10 +98,7 @@ def run_demo(link: str, seconds: float, out: Path, problem: str | None, watch: V
     `gradwire.bench.runner.emulation_problem()`. With an emulated link, the profile for the page's prediction is written
     too. Raises `GradwireError` if one of the methods fails.
     """
-    make_folder(out)
-    for name in ("profile.json", "cluster.json", "costs.json"):  # of an earlier demo, maybe over another link
-        (out / name).unlink(missing_ok=True)
-    check_writable(out / "run.json")
+    check_writable(make_folder(out) / "run.json")
     with tempfile.TemporaryDirectory(prefix="gradwire-demo-") as folder:
         request = BenchRequest(
             jobs=[JOB],
@@ -114,6 +111,8 @@ def run_demo(link: str, seconds: float, out: Path, problem: str | None, watch: V
             record=Path(folder),
         )
         run = run_bench(request, problem, watch)
+        for name in ("profile.json", "cluster.json", "costs.json"):  # of an earlier demo, maybe over another link
+            (out / name).unlink(missing_ok=True)
         run.save(out / "bench.json")
         if run.failures:
             raise GradwireError("the demo could not be measured:\n" + "\n".join(run.failures))

@@ -177,6 +177,7 @@ def simulate_slow_node(plan: "Plan", inputs: "PlanInputs", slower: str, json: bo
 
 def points_of(cluster: "Cluster", sweep: SweepOptions) -> "list[Cluster]":
     """The clusters of a sweep, or none. Raises FormatError for unreadable lists, and for --picture without a sweep."""
+    from gradwire.core import check_writable
     from gradwire.planner import clusters, read_nodes, read_rates
     from gradwire.report.pictures import check_picture
 
@@ -192,6 +193,7 @@ def points_of(cluster: "Cluster", sweep: SweepOptions) -> "list[Cluster]":
     counts = None if nodes is None else read_nodes(nodes)
     if picture is not None:
         check_picture(picture, min(len(rates or (0,)), len(counts or (0,))))
+        check_writable(picture)
     return clusters(cluster, rates, counts)
 
 

@@ -134,8 +134,8 @@ class Cluster(Document, frozen=True, kw_only=True):
     """The nodes of the links in `slow_nodes`, counted from 0. With it the planner gives nodes with slow uplinks smaller shards.
     Empty: unknown, and shards are equal."""
     uneven: bool = False
-    """Whether nodes have different numbers of ranks. Then `ranks_per_node` is that of the largest, for which times are predicted,
-    and plans pair no ranks of different nodes."""
+    """Whether nodes have different numbers of ranks. Then `ranks_per_node` is that of the largest, times and accuracy are
+    predicted as if all had as many, and plans pair no ranks of different nodes."""
     made: Made | None = None
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class Cluster(Document, frozen=True, kw_only=True):
     @property
     def ranks_per_node_if_even(self) -> int | None:
         """`ranks_per_node`; None if nodes have different numbers of ranks."""
-        return None if self.uneven else self.ranks_per_node
+        return None if self.uneven and 1 not in (self.nodes, self.ranks_per_node) else self.ranks_per_node
 
     @property
     def is_far(self) -> bool:

@@ -89,8 +89,13 @@ class _ScaledOptimizer(AcceleratedOptimizer):
     @property
     def _optimizer_patched_step_method(self) -> Any:
         """Is read as a step begins."""
-        step = self.__dict__["_optimizer_original_step_method"] = self.optimizer.step
-        return patch_optimizer_step(self, step)
+        patched, inside = self.__dict__.get("_last_patched", (None, None))
+        # a step that raised is not put back
+        step = inside if self.optimizer.step is patched else self.optimizer.step
+        self.__dict__["_optimizer_original_step_method"] = step
+        patched = patch_optimizer_step(self, step)
+        self.__dict__["_last_patched"] = patched, step
+        return patched
 
     @_optimizer_patched_step_method.setter
     def _optimizer_patched_step_method(self, step: Any) -> None:

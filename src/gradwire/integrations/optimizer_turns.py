@@ -19,8 +19,8 @@ class OptimizerTurns:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._count = len(optimizers)
         self._stepped: set[int] = set()
-        self._before: set[int] = set()
-        """The ids of those that stepped in the step before."""
+        self._before: list[set[int]] = []
+        """The ids of those that stepped in the last two steps."""
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it stepped in this step."""
@@ -47,11 +47,13 @@ class OptimizerTurns:
         return is_first
 
     def end(self) -> None:
-        """The next step begins. Raises StepStateError where other optimizers stepped than in the step before."""
+        """The next step begins. Raises StepStateError where twice in a row other optimizers stepped than in the step before: once
+        may be a GradScaler's doing."""
         if not self._stepped:
             return
-        before, self._before, self._stepped = self._before, self._stepped, set()
-        if before.isdisjoint(self._before) and before:
+        last, self._stepped = [*self._before, self._stepped], set()
+        self._before = last[-2:]
+        if len(last) == 3 and last[1].isdisjoint(last[0] | last[2]):
             raise StepStateError(
                 "the optimizers of the job step in turns, each after a backward of its own: a member that joins and makes these "
                 "steps again does not know whose turn it is, and its weights would differ. Compute all gradients in one "

@@ -149,7 +149,7 @@ class ElasticJob:
     @step.setter
     def step(self, step: int) -> None:
         whole("step", step, "the steps of a checkpoint", error=PlanError)
-        if self.world_size or self.step:
+        if self.world_size:
             raise StepStateError(f"step is set to {step}, and the members met already. Set it before the first forward.")
         self._members.step = step
 

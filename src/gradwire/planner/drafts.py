@@ -461,9 +461,10 @@ def options_within(
         "max_encodes": max_encodes,
         "restrict": part,
     }
+    even = cluster.ranks_per_node_if_even is not None
 
     def choose(**other: Any) -> tuple[Option, ...]:
-        return tuple(each for each in choose_options(**limits | other) if not (cluster.uneven and pairs_ranks(each.tasks)))
+        return tuple(each for each in choose_options(**limits | other) if even or not pairs_ranks(each.tasks))
 
     def count(**other: Any) -> int:
         return sum(option.compresses for option in choose(**other))

@@ -217,7 +217,7 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
                 f"(R2 {fit.r2:.3f}, worst error {100 * fit.worst_relative_error:.0f} %): {fit.problem}. Predictions will have "
                 "errors of this size. Profile again while nothing else uses the link and the processors."
             )
-    for name in ("allreduce", "ddp") if "inter" in links else ():
+    for name in ("allreduce", "ddp") if "inter" in links and most == 1 else ():
         if name in links and links[name].gbps > _TOO_FAST * links["inter"].gbps:
             links[name] = replace(links[name], gbps=links["inter"].gbps)
     for name, key in {"allreduce": "cpu", "ddp": "ddp cpu", **{each: f"{each} cpu" for each in _EXCHANGES}}.items():

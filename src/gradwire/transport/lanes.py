@@ -699,8 +699,8 @@ def _say_if_uneven(group: Group) -> None:
     sizes = sorted({len(members) for members in group.grid.members})
     if group.rank == 0 and len(sizes) > 1:
         log.warning(
-            "nodes have %d to %d ranks. One rank of each node then adds up its gradients and exchanges the sums, another one for "
-            "each bucket. With equally many ranks on every node, and at every site where sites have names, all share this work.",
+            "nodes have %d to %d ranks. By default one rank of each node then adds up its gradients and exchanges the sums, "
+            "another one for each bucket. With equally many ranks on every node, or site that has a name, all share this work.",
             sizes[0],
             sizes[-1],
         )

@@ -683,7 +683,7 @@ class _Handshakes:
             except (BlockingIOError, ConnectionError):  # nobody more; somebody who left again
                 pass
             except OSError as error:
-                raise LinkError(None, error) from error
+                raise LinkError(None, _with_cure(error)) from error
 
     @contextmanager
     def _watching(self, listener: socket.socket | None) -> Iterator[None]:

@@ -39,8 +39,7 @@ def share_memory_of_machines(control: Link, grid: Grid, wires: Sequence[Wire]) -
     lane. grid: of machines."""
     if not wires or grid.nodes == grid.world_size:
         return
-    until = time.monotonic() + min(_PATIENCE_S, 0.2 * control.timeout.total_seconds())
-    offer = MemoryOffer(grid, len(wires), until)
+    offer = MemoryOffer(grid, len(wires), _until(control))
     try:
         card: dict[str, Any] = {"problem": _problem(offer.make), "address": offer.address.hex(), "token": offer.token.hex()}
         card["descriptors"] = _descriptor_limit()
@@ -53,6 +52,7 @@ def share_memory_of_machines(control: Link, grid: Grid, wires: Sequence[Wire]) -
         # half of what one user may have on the way: the other jobs of a user count too
         most = min(card["descriptors"] for card in cards) // 2
         for apart in distances_at_a_time(max(map(len, together)), _A_PAIR * len(wires), most):
+            offer.until = _until(control)
             # a listener's queue holds what nobody has accepted yet: so all know who failed before anybody waits
             for step in (partial(offer.give, cards, apart), partial(offer.get, apart)):
                 mine = {rank: problems[rank] for rank in grid.group("intra") if problems[rank]}
@@ -63,6 +63,11 @@ def share_memory_of_machines(control: Link, grid: Grid, wires: Sequence[Wire]) -
         _tell(grid, problems)
     finally:
         offer.close()
+
+
+def _until(control: Link) -> float:
+    """When a turn ends, in seconds of time.monotonic."""
+    return time.monotonic() + min(_PATIENCE_S, 0.2 * control.timeout.total_seconds())
 
 
 def distances_at_a_time(ranks: int, each: int, most: int) -> list[range]:
@@ -101,7 +106,7 @@ class MemoryOffer:
 
     def __init__(self, grid: Grid, lanes: int, until: float) -> None:
         self.address, self.token = b"\0gradwire-" + secrets.token_hex(8).encode(), secrets.token_bytes(16)
-        self._rank, self._lanes, self._until = grid.rank, lanes, until
+        self._rank, self._lanes, self.until = grid.rank, lanes, until
         self._mates = grid.group("intra")
         self._place = place = self._mates.index(grid.rank)
         self._lower, self._higher = self._mates[:place], self._mates[place + 1 :]
@@ -145,7 +150,7 @@ class MemoryOffer:
         for peer in self._at(self._lower, apart):
             lanes = self._made[peer]
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-                connection.settimeout(max(0.1, self._until - time.monotonic()))
+                connection.settimeout(max(0.1, self.until - time.monotonic()))
                 try:
                     connection.connect(bytes.fromhex(cards[peer]["address"]))
                 except OSError as error:
@@ -180,7 +185,7 @@ class MemoryOffer:
         """Get what the higher ranks at these distances made."""
         assert self._listener is not None
         while missing := [rank for rank in self._at(self._higher, apart) if rank not in self._mapped]:
-            self._listener.settimeout(max(0.1, self._until - time.monotonic()))
+            self._listener.settimeout(max(0.1, self.until - time.monotonic()))
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError as error:

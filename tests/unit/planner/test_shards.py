@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.core import Cluster, Costs, Identity, Link, Plan, Profile, TensorProfile
+from gradwire.core import Cluster, Costs, Identity, Link, Plan, Profile, TensorProfile, pairs_ranks
 from gradwire.errors import FormatError
 from gradwire.planner import PlanningJob, explain_plan, make_plan
 from gradwire.planner.shards import least_us, shares_of
@@ -61,3 +61,12 @@ def test_shares_are_written_only_where_there_are_some() -> None:
 def test_nodes_that_cannot_be_are_refused(slow_at: object) -> None:
     with pytest.raises(FormatError, match="slow_at"):
         cluster_of(slow_nodes=[SLOW], slow_at=slow_at)
+
+
+@pytest.mark.parametrize(("uneven", "pairs"), [(False, True), (True, False)])
+def test_no_ranks_are_paired_where_nodes_have_different_numbers(uneven: bool, pairs: bool) -> None:
+    job = PlanningJob(job_of(cluster_of()).profile, cluster_of(ranks_per_node=3, uneven=uneven), Costs(codecs=()))
+    assert any(pairs_ranks(option.tasks) for option in job.options) == pairs
+    assert any("reduce:intra" in option.tasks for option in job.options)
+    alone = cluster_of(nodes=1, ranks_per_node=3, uneven=uneven)
+    assert alone.ranks_per_node_if_even == 3, "one node differs from none"
