@@ -25,6 +25,10 @@ __all__ = ["prepare"]
 _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
+_INSIDE = "gradwire_inside"
+"""The attribute of a patched step that has the step inside."""
+
+
 def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **options: Any) -> tuple[Any, ...]:
     """Prepare objects as `accelerator.prepare` does, with gradwire in place of DDP for the model among the objects.
 
@@ -89,12 +93,11 @@ class _ScaledOptimizer(AcceleratedOptimizer):
     @property
     def _optimizer_patched_step_method(self) -> Any:
         """Is read as a step begins."""
-        patched, inside = self.__dict__.get("_last_patched", (None, None))
-        # a step that raised is not put back
-        step = inside if self.optimizer.step is patched else self.optimizer.step
+        step = self.optimizer.step
+        step = getattr(step, _INSIDE, step)  # where the last step raised, Accelerate did not put it back
         self.__dict__["_optimizer_original_step_method"] = step
         patched = patch_optimizer_step(self, step)
-        self.__dict__["_last_patched"] = patched, step
+        setattr(patched, _INSIDE, step)
         return patched
 
     @_optimizer_patched_step_method.setter
