@@ -50,8 +50,8 @@ How long a step takes between two sites, by their distance. The bench's transfor
 - **4 bits** is `gw.QSGD(bits=4)` with the schedule [`backward`](schedules.md). **delayed** makes no corrections.
 - **hiding** says how many times shorter the better one of pipelined and delayed is than 4 bits alone.
 - **auto** uses `backward`, as by default. With all schedules it may use `pipelined` too. It cannot take `delayed` here, which
-  knows torch's optimizers alone. Its measured steps are among the first 20, in which specs with weights warm up with 4 bits and take
-  longer than later. What it chose:
+  knows torch's optimizers alone. Its measured steps are among the first 20, in which specs with weights warm up with 4 bits and
+  take longer than later. What it chose:
 
 {chosen}
 
