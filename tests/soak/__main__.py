@@ -17,6 +17,7 @@ from pathlib import Path
 from worlds import CONTEXT
 
 from gradwire.core.files import write_whole
+from gradwire.testbed import exit_on_termination
 from soak import elastic, integrations, links, saved_sets
 from soak.endurance import Endurance, endure
 from soak.settings import HOOK, INTEGRATIONS, SCHEDULES, chance_of
@@ -83,16 +84,17 @@ def run_trials(options: argparse.Namespace, cases: list[tuple[str, str, int]], b
         return run(*case, own.ranks, options.setting)
 
     trials: list[Trial] = []
+    pool = ThreadPoolExecutor(options.jobs)
     try:
-        with ThreadPoolExecutor(options.jobs) as pool:
-            for done in [pool.submit(one, case) for case in cases]:
-                trials.append(trial := done.result())
-                if not trial.passed:
-                    what = f"{trial.kind}, {trial.schedule}, {trial.setting}, seed {trial.seed}"
-                    print(f"FAILED {what}: {trial.detail}", flush=True)
-                if len(trials) % 50 == 0:
-                    print(f"{len(trials)} of {len(cases)} trials after {time.monotonic() - began:.0f} s", flush=True)
+        for done in [pool.submit(one, case) for case in cases]:
+            trials.append(trial := done.result())
+            if not trial.passed:
+                what = f"{trial.kind}, {trial.schedule}, {trial.setting}, seed {trial.seed}"
+                print(f"FAILED {what}: {trial.detail}", flush=True)
+            if len(trials) % 50 == 0:
+                print(f"{len(trials)} of {len(cases)} trials after {time.monotonic() - began:.0f} s", flush=True)
     finally:
+        pool.shutdown(cancel_futures=True)  # trials that run come to their own ends
         for ranks in everybody:
             ranks.close()
     return trials
@@ -122,4 +124,5 @@ def fits(kind: str, schedule: str) -> bool:
 
 if __name__ == "__main__":
     assert elastic.KINDS is integrations.KINDS is saved_sets.KINDS is KINDS
-    sys.exit(main(sys.argv[1:]))
+    with exit_on_termination():
+        sys.exit(main(sys.argv[1:]))

@@ -30,6 +30,8 @@ from crowd import LEAST, START_S, Crowd, Member
 from elastic_member import PLANS, TIMEOUT_S
 from interpreters import Interpreters
 
+from gradwire.testbed import exit_on_termination
+
 MOST = 4
 """Members at a time."""
 BATCH = 64
@@ -195,4 +197,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with exit_on_termination():
+        sys.exit(main())

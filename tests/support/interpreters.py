@@ -5,8 +5,8 @@
 takes what `subprocess.Popen` takes and returns one. The process is forked from a server that has loaded torch, with the half of
 it that optimizers load when they are first used, and gradwire's engine and command line. So a start costs milliseconds of a
 processor, not seconds. The program is a child of the tests' process, has the arguments, environment, folder and files that were
-asked for, and ends as any interpreter does. Variables that torch reads when it is loaded have no effect, and torch finds no
-Triton.
+asked for, and ends as any interpreter does. It gets SIGTERM when the tests' process dies. Variables that torch reads when it is
+loaded have no effect, and torch finds no Triton.
 
 A test about the start of an interpreter calls `subprocess.Popen`.
 """
@@ -18,6 +18,7 @@ import inspect
 import os
 import pickle
 import runpy
+import signal
 import socket
 import sys
 import threading
@@ -32,6 +33,8 @@ __all__ = ["Interpreters"]
 
 _SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER: whether this process becomes the parent of processes below it whose parents end."""
+_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG: the signal that this process gets when its parent dies."""
 _MOST_BYTES = 200_000
 """Of a request."""
 
@@ -128,6 +131,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
                 os._exit(0)
             while os.getppid() == between:
                 time.sleep(0.001)  # the client becomes the parent
+            ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
             connection.detach()
             for number, file in enumerate(files):
                 os.dup2(file, number)
