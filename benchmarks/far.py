@@ -18,9 +18,9 @@ from rich.console import Console
 
 from benchmarks.common import RESULTS, write
 from benchmarks.markdown import table
+from benchmarks.sleeping_cells import failures, found_by, is_whole, milliseconds, ratio
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.progress import ProgressView
-from gradwire.bench.results import Cell
 from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
 from gradwire.core.files import write_whole
 
@@ -50,8 +50,8 @@ How long a step takes between two sites, by their distance. The bench's transfor
 - **4 bits** is `gw.QSGD(bits=4)` with the schedule [`backward`](schedules.md). **delayed** makes no corrections.
 - **hiding** says how many times shorter the better one of pipelined and delayed is than 4 bits alone.
 - **auto** uses `backward`, as by default. With all schedules it may use `pipelined` too. It cannot take `delayed` here, which
-  knows torch's optimizers alone. Its measured steps are among the first 20, in which specs with weights warm up with 4 bits and
-  take longer than later. What it chose:
+  knows torch's optimizers alone. Specs with weights begin with 20 steps of 4 bits; the measured steps come later. What it
+  chose:
 
 {chosen}
 
@@ -75,7 +75,7 @@ def run(arguments: list[str]) -> int:
     failed: list[str] = []
     for delay in options.delays:
         path = FOLDER / f"{options.nodes}-{options.rate}-{delay}.json"
-        if path.exists() and not options.again and is_whole(json.loads(path.read_text())):
+        if path.exists() and not options.again and is_whole(json.loads(path.read_text()), METHODS):
             continue
         request = BenchRequest(
             jobs=[JOB],
@@ -92,8 +92,8 @@ def run(arguments: list[str]) -> int:
             alone_steps=0,
         )
         done = run_bench(request, None, ProgressView(Console(stderr=True)))
-        found = {name: of_cell(done.cell(JOB, UNLIMITED, method)) for name, method in METHODS.items()}
-        failed += [f"{path.stem}: {name} failed: {each['failure']}" for name, each in found.items() if each["failure"]]
+        found = {name: found_by(done.cell(JOB, UNLIMITED, method)) for name, method in METHODS.items()}
+        failed += failures(path.stem, found)
         about = {"nodes": options.nodes, "mbps": options.rate, "delay_ms": delay, "steps": options.steps}
         write(path, about | {"methods": found}, quiet=True)
     results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
@@ -105,23 +105,6 @@ def run(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
-def is_whole(result: Mapping[str, Any]) -> bool:
-    """Whether every method has a time."""
-    return all(result["methods"].get(name, {}).get("step_ms") is not None for name in METHODS)
-
-
-def of_cell(cell: Cell | None) -> dict[str, Any]:
-    """What is kept of a method: the median step in ms, what a deciding one decided, and why a failed one failed."""
-    if cell is None or cell.step is None:
-        why = None if cell is None else cell.failure
-        return {"step_ms": None, "decided": [], "failure": why or "nothing was measured"}
-    return {
-        "step_ms": round(cell.step.median_us / 1e3, 1),
-        "decided": [(each.step, each.chosen) for each in cell.decided],
-        "failure": cell.failure,
-    }
-
-
 def tables_of(results: list[dict[str, Any]]) -> list[str]:
     """A table for each rate and number of nodes: the median steps by delay."""
     lines: list[str] = []
@@ -129,15 +112,16 @@ def tables_of(results: list[dict[str, Any]]) -> list[str]:
         rows = []
         for result in results:
             if (result["mbps"], result["nodes"]) == (mbps, nodes):
-                rows.append([f"{result['delay_ms']} ms", *(_ms(result, name) for name in METHODS), _ratio(hiding(result))])
+                times = (milliseconds(result["methods"][name]["step_ms"]) for name in METHODS)
+                rows.append([f"{result['delay_ms']} ms", *times, ratio(*hiding(result))])
         lines += ["", f"{SITES} sites, {nodes} machines, {mbps} Mb/s:", "", *table(("delay", *METHODS, "hiding"), rows, left=1)]
     return lines
 
 
-def hiding(result: Mapping[str, Any]) -> float | None:
-    """How many times shorter the best schedule that hides exchanges makes a step of 4 bits."""
-    times = [result["methods"][name]["step_ms"] for name in (BASE, *HIDING)]
-    return None if None in times else times[0] / min(times[1:])
+def hiding(result: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """The step of 4 bits, and the shorter one of the schedules that hide exchanges."""
+    base, *hidden = (result["methods"][name]["step_ms"] for name in (BASE, *HIDING))
+    return base, None if None in hidden else min(hidden)
 
 
 def chosen_of(results: list[dict[str, Any]]) -> list[str]:
@@ -146,15 +130,7 @@ def chosen_of(results: list[dict[str, Any]]) -> list[str]:
     for result in results:
         for name, found in result["methods"].items():
             if found["decided"]:
-                step, chosen = found["decided"][-1]
-                rows.append((result["nodes"], f"{result['mbps']} Mb/s", f"{result['delay_ms']} ms", name, chosen, step))
+                last = found["decided"][-1]
+                place = result["nodes"], f"{result['mbps']} Mb/s", f"{result['delay_ms']} ms"
+                rows.append((*place, name, last["chosen"], last["step"]))
     return table(("machines", "rate", "delay", "", "chosen", "after steps"), rows, left=5)
-
-
-def _ms(result: Mapping[str, Any], name: str) -> str:
-    found = result["methods"][name]["step_ms"]
-    return "failed" if found is None else f"{found:,.0f}"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

@@ -92,6 +92,11 @@ class Method(ABC):
         """Whether the method has yet to choose its plan."""
         return False
 
+    @property
+    def warm_up_steps(self) -> int:
+        """Return the first steps in which the method's codecs run otherwise than later."""
+        return 0
+
     @torch.no_grad()
     def held_out_loss(self, batches: Sequence[Batch]) -> float:
         """Return the mean loss of this rank's weights on these batches. Not collective."""
@@ -211,7 +216,13 @@ class Gradwire(Method):
     @property
     def decided(self) -> list[Decided]:
         return [
-            Decided(chosen=each.chosen.name, plain=each.chosen == each.plain, step=each.step, cost_us=each.cost_us)
+            Decided(
+                chosen=each.chosen.name,
+                plain=each.chosen == each.plain,
+                step=each.step,
+                cost_us=each.cost_us,
+                predicted_us=each.chosen.predicted_us,
+            )
             for each in self.handle.decisions
             if isinstance(each, AutoDecision)
         ]
@@ -219,6 +230,10 @@ class Gradwire(Method):
     @property
     def deciding(self) -> bool:
         return self._decides and not self.handle.decisions
+
+    @property
+    def warm_up_steps(self) -> int:
+        return max((getattr(spec, "warm_up_steps", 0) for spec in self.handle.plan.specs), default=0)
 
     def record(self, folder: Path) -> None:
         self._recording.enter_context(self.handle.record(folder, error_steps=ERROR_STEPS))

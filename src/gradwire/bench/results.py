@@ -69,7 +69,7 @@ class WorkerOrder(Document, frozen=True, kw_only=True):
     record: str | None = None
     """The folder for recorded runs of gradwire's methods; null: none are recorded."""
     deciding_steps: int = 0
-    """The most steps that a deciding method may take before its warm-up."""
+    """The most steps that a deciding method may take before its warm-up, and the most of a warm-up of codecs."""
     go_on_to: dict[str, int] = msgspec.field(default_factory=dict)
     """Number of steps in all, by method. The method trains on after its measured steps and is evaluated regularly."""
     race_s: float = 0.0
@@ -87,6 +87,8 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     step: int
     cost_us: float
     """Time of all steps before the decision, minus the time of as many steps under the chosen plan."""
+    predicted_us: float | None = None
+    """Predicted time of a step of the chosen plan."""
 
 
 class MethodRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,7 +3,8 @@
 Executed once per rank as `python -m gradwire.bench.worker ORDER.json`, with torchrun's variables in the environment.
 
 1. Load the data and warm up the process. Build every method, in the same order on all ranks, each with its own process group.
-2. Let each deciding method take steps until its decision, at most `deciding_steps`. Then warm up every method.
+2. Let each deciding method take steps until its decision, at most `deciding_steps`. Then warm up every method, and, for at most
+   as many steps, the codecs that begin with more bits.
 3. Measure in rounds of turns. The order rotates from round to round, so a drift of the machine affects all methods
    alike. The ranks synchronise between turns, outside of the measured time.
 4. Measure the kernels of each method's plan alone.
@@ -106,7 +107,7 @@ class Contest:
             if contestant.method is not None and contestant.method.deciding:
                 self._take_turn(contestant, self.order.deciding_steps)
         for contestant in self.contestants:
-            self._take_turn(contestant, self.order.warmup_steps)
+            self._take_turn(contestant, max(self.order.warmup_steps, self._warm_up_left(contestant)))
         before = [len(contestant.loss) for contestant in self.contestants]
         for turn, done in enumerate(range(0, self.order.steps, self.order.turn_steps)):
             begin = turn % len(self.contestants)
@@ -116,6 +117,11 @@ class Contest:
             contestant.counted = (first, len(contestant.loss))
             self._guarded(contestant, self._look_at_plan)
         self._go_on()
+
+    def _warm_up_left(self, contestant: Contestant) -> int:
+        """Steps until the method's codecs run as they go on, at most `deciding_steps`."""
+        left = 0 if contestant.method is None else contestant.method.warm_up_steps - len(contestant.loss)
+        return min(left, self.order.deciding_steps)
 
     def _race(self) -> None:
         """Let the floor take its steps. Of the others, the one that has trained for the least time takes each turn."""

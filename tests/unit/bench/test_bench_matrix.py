@@ -318,8 +318,8 @@ class FakeMethod:
     forward_us = backward_us = 1.0
     wrong_on_purpose = False
 
-    def __init__(self, decides: bool) -> None:
-        self.decides, self.steps, self.turns = decides, 0, []
+    def __init__(self, decides: bool, warm_up_steps: int = 0) -> None:
+        self.decides, self.steps, self.turns, self.warm_up_steps = decides, 0, [], warm_up_steps
 
     @property
     def deciding(self) -> bool:
@@ -347,15 +347,18 @@ class FakeMethod:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(("deciding_steps", "decided_after"), [(18, 18), (8, 8)])
-def test_methods_decide_first_and_go_on_afterwards(monkeypatch, deciding_steps, decided_after):
-    """In one turn, as long as the order lets it; then all have the same warm-up and turns, and go on in equal rounds."""
+@pytest.mark.parametrize(
+    ("deciding_steps", "warm_up", "first"), [(18, 0, 21), (8, 0, 11), (8, 20, 16), (18, 19, 21), (18, 26, 26), (18, 500, 36)]
+)
+def test_methods_decide_first_and_go_on_afterwards(monkeypatch, deciding_steps, warm_up, first):
+    """In one turn, as long as the order lets it; then all warm up, as long as their codecs do, within the order's steps. All
+    have the same turns, and go on in equal rounds."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
-    methods = {"ddp": FakeMethod(False), SAFE: FakeMethod(True)}
+    methods = {"ddp": FakeMethod(False), SAFE: FakeMethod(True, warm_up)}
     order = WorkerOrder(
         job="mlp", methods=("ddp", SAFE), seed=0, steps=4, warmup_steps=3, turn_steps=2, collective_timeout_s=1.0, runner=0,
-        result="", deciding_steps=deciding_steps, go_on_to={"ddp": 40, SAFE: 33},
+        result="", deciding_steps=deciding_steps, go_on_to={"ddp": 40, SAFE: 43},
     )  # fmt: skip
     contest = Contest(order, make_job("mlp"), Ranks(1.0, communicating=False), lambda name, *others: methods[name])
     contest.run()
@@ -364,7 +367,6 @@ def test_methods_decide_first_and_go_on_afterwards(monkeypatch, deciding_steps, 
     assert ddp.counted == (3, 7) and len(ddp.loss[0]) == 40
     assert methods["ddp"].turns == [3, 5, 7, 24, 40]
     assert ddp.held_out == [(24, 184.0), (40, 168.0)]
-    first = decided_after + 3
-    assert safe.counted == (first, first + 4) and len(safe.loss[0]) == 33
-    assert methods[SAFE].turns[0] == decided_after and methods[SAFE].turns[-2] == (first + 4 + 34) // 2
+    assert safe.counted == (first, first + 4) and len(safe.loss[0]) == 43
+    assert methods[SAFE].turns[0] == deciding_steps and methods[SAFE].turns[-2] == (first + 4 + 44) // 2
     assert [each.plain for each in safe.decided] == [True]

@@ -2,22 +2,21 @@
 
 from typing import Any
 
-import pytest
-
 from benchmarks import far
+from benchmarks.sleeping_cells import found_by, is_whole, ratio
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.runner import BenchRequest
 
 
 def result(delay: int, **times: float | None) -> dict[str, Any]:
     methods = {name: {"step_ms": times.get(name, 400.0), "decided": [], "failure": None} for name in far.METHODS}
-    methods["auto"]["decided"] = [(40, "plan A"), (90, "plan B")]
+    methods["auto"]["decided"] = [{"step": 40, "chosen": "plan A"}, {"step": 90, "chosen": "plan B"}]
     return {"nodes": 8, "mbps": 100, "delay_ms": delay, "methods": methods}
 
 
 def test_a_row_for_each_delay_and_a_table_for_each_cluster() -> None:
     near, long = result(0, DDP=3000.0), result(50, **{"4 bits, delayed": 250.0, "DDP": None})
-    assert far.hiding(near) == 1.0 and far.hiding(long) == pytest.approx(1.6)
+    assert far.hiding(near) == (400.0, 400.0) and far.hiding(long) == (400.0, 250.0)
     lines = far.tables_of([near, long, result(50) | {"nodes": 2}])
     assert sum("machines" in line for line in lines) == 2
     assert any(line.startswith("| 50 ms | 400 | failed | 400 | 400 | 250 |") and line.endswith("| 1.60 |") for line in lines)
@@ -25,9 +24,11 @@ def test_a_row_for_each_delay_and_a_table_for_each_cluster() -> None:
 
 
 def test_what_was_not_measured_is_no_ratio() -> None:
-    assert far.of_cell(None) == {"step_ms": None, "decided": [], "failure": "nothing was measured"}
-    assert far.is_whole(result(0)) and not far.is_whole(result(0, DDP=None))
-    assert far.hiding(result(10, **{"4 bits": None})) is None
+    assert found_by(None) == {"step_ms": None, "decided": [], "failure": "nothing was measured"}
+    assert is_whole(result(0), far.METHODS) and not is_whole(result(0, DDP=None), far.METHODS)
+    assert (
+        ratio(*far.hiding(result(10, **{"4 bits": None}))) == ratio(*far.hiding(result(10, **{"4 bits, delayed": None}))) == "-"
+    )
 
 
 def test_the_bench_takes_every_method() -> None:

@@ -1,0 +1,68 @@
+"""What the benchmarks of nodes whose computation is a timed sleep keep of a method, and how their tables show it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gradwire.bench.results import Cell, Decided
+
+__all__ = ["failures", "found_by", "is_whole", "milliseconds", "ratio"]
+
+
+def found_by(cell: Cell | None) -> dict[str, Any]:
+    """What is kept of a method: times in ms, bytes, what a deciding one decided, and why a failed one failed."""
+    if cell is None or cell.step is None:
+        why = None if cell is None else cell.failure
+        return {"step_ms": None, "decided": [], "failure": why or "nothing was measured"}
+    return {
+        "step_ms": _ms(cell.step.median_us),
+        "cpu_ms": _ms(cell.cpu_us),
+        "codec_ms": _ms(cell.codec_us),
+        "planned_mb": None if cell.planned_bytes is None else round(cell.planned_bytes / 1e6, 3),
+        "decided": [
+            {
+                "step": each.step,
+                "chosen": each.chosen,
+                "predicted_ms": _ms(each.predicted_us),
+                "cost_s": round(each.cost_us / 1e6, 2),
+            }
+            for each in cell.decided
+        ],
+        "failure": cell.failure,
+    }
+
+
+def _decided(one: Decided) -> dict[str, Any]:
+    times = {"predicted_ms": _ms(one.predicted_us), "cost_s": round(one.cost_us / 1e6, 2)}
+    return {"step": one.step, "chosen": one.chosen} | times
+
+
+def is_whole(result: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Whether every method of these names has a time."""
+    return all(result["methods"].get(name, {}).get("step_ms") is not None for name in names)
+
+
+def failures(place: str, found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each method that failed."""
+    return [f"{place}: {name} failed: {each['failure']}" for name, each in found.items() if each["failure"]]
+
+
+def milliseconds(value: float | None) -> str:
+    """A time in ms as a table shows it.
+
+    >>> milliseconds(1234.5), milliseconds(None)
+    ('1,234', 'failed')
+    """
+    return "failed" if value is None else f"{value:,.0f}"
+
+
+def ratio(of: float | None, to: float | None) -> str:
+    """A ratio as a table shows it.
+
+    >>> ratio(3, 2), ratio(None, 2)
+    ('1.50', '-')
+    """
+    return "-" if not of or not to else f"{of / to:.2f}"
+
+
+def _ms(us: float | None) -> float | None:
+    return None if us is None else round(us / 1e3, 1)
