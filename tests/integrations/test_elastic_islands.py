@@ -56,7 +56,7 @@ class Island:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.thorough)])
 def test_a_killed_island_is_a_killed_member(interpreters: Interpreters, tmp_path: Path, kind: str) -> None:
     coordination = pytest.importorskip("torchft.coordination")
     lighthouse = coordination.LighthouseServer(

@@ -280,6 +280,8 @@ def compiled(folder: str, plan: Any) -> list[str]:
     return ends
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_compiled_model_trains_after_an_evaluation_and_again(framework_worlds: Worlds, tmp_path: Path) -> None:
     first, second = framework_worlds.run(2, compiled, str(tmp_path), gw.Uniform(gw.Identity()), deadline_s=300.0)
     assert first == second and first[0] != first[1]

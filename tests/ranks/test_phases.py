@@ -93,6 +93,7 @@ def test_an_exchange_alone_is_a_whole_one(threads: Threads) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_has_times_and_nothing_of_training(tmp_path: Path) -> None:
     parts = ["gather-only:qsgd4@pipelined", "exchange-only:qsgd4@delayed1"]
     methods = ["floor", *(WRONG_PREFIX + part for part in parts)]

@@ -70,6 +70,7 @@ def test_a_cluster_without_two_links_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.network
 @pytest.mark.skipif(permission_problem() is not None, reason="needs network namespaces")
 def test_schemes_on_an_emulated_cluster():

@@ -11,11 +11,14 @@ from gradwire.testbed import permission_problem
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = [page for page in PAGES if any(block.mark for block in blocks(page))]
+LONG = ("language-model", "image-model")
+"""Pages that train two models each until one reaches the other's loss."""
 
 
 def case(page: Path) -> object:
     starts = any(block.mark == "run" and (block.language == "sh" or block.about) for block in blocks(page))
-    return pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=[pytest.mark.slow] * starts)
+    marks = [pytest.mark.slow] * starts + [pytest.mark.thorough] * (page.stem in LONG)
+    return pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=marks)
 
 
 @pytest.mark.network

@@ -101,6 +101,7 @@ def test_a_machine_without_power_is_found_in_all_schedules(cluster: EmulatedClus
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_short_outage_is_survived(cluster: EmulatedCluster) -> None:
     outage_s = usual_silence_s(60.0) - 0.5
     training = Training(cluster, {"flap": 1}, outage_s)

@@ -116,6 +116,7 @@ def test_what_cannot_be_predicted_is_refused_by_name(testbed: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_profiles_a_job(tmp_path: Path) -> None:
     said: list[str] = []
     argv = [sys.executable, "-m", "gradwire", "profile", "--job", "mlp", "--steps", "1", "--out", str(tmp_path)]

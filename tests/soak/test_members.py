@@ -21,8 +21,7 @@ WELL = {"ended": [0, 0], "crashed": [], "last": 1, "unequal": [], "left": []}
     "plan",
     [
         "2 bits with feedback",
-        "local",
-        *(pytest.param(plan, marks=pytest.mark.thorough) for plan in ("exact", "4 bits", "low rank")),
+        *(pytest.param(plan, marks=pytest.mark.thorough) for plan in ("exact", "4 bits", "low rank", "local")),
     ],
 )
 def test_members_that_come_and_go_end_with_equal_weights(interpreters: Interpreters, plan: str) -> None:
