@@ -105,7 +105,7 @@ class Contest:
         for contestant in self.contestants:
             # all steps until the decision in one turn: a turn ends with a wait, which must not fall into the trial of a plan
             if contestant.method is not None and contestant.method.deciding:
-                self._take_turn(contestant, self.order.deciding_steps)
+                self._take_turn(contestant, self.order.deciding_steps, until_decided=True)
         for contestant in self.contestants:
             self._take_turn(contestant, max(self.order.warmup_steps, self._warm_up_left(contestant)))
         before = [len(contestant.loss) for contestant in self.contestants]
@@ -188,36 +188,37 @@ class Contest:
         if self.order.record is not None:
             contestant.method.record(method_folder(Path(self.order.record), contestant.name))
 
-    def _take_turn(self, contestant: Contestant, steps: int) -> None:
+    def _take_turn(self, contestant: Contestant, steps: int, until_decided: bool = False) -> None:
         if steps > 0 and contestant.failure is None:
             gc.collect()
             self.ranks.meet()
-            self._guarded(contestant, lambda _: self._steps(contestant, steps))
+            self._guarded(contestant, lambda _: self._steps(contestant, steps, until_decided))
 
-    def _steps(self, contestant: Contestant, steps: int) -> None:
+    def _steps(self, contestant: Contestant, steps: int, until_decided: bool) -> None:
+        """Take so many steps; with `until_decided`, none after the method's decision, which is the same one on all ranks."""
         method = contestant.method
         assert method is not None
-        sent_before = sent_by_interface()
-        for index in range(steps):
+        sent_before, first, last = sent_by_interface(), len(contestant.loss), False
+        while not last:
             step = len(contestant.loss)
             batch = self.job.batch(self.ranks.rank, self.ranks.world_size, step)
             cpu, wall = time.process_time(), time.perf_counter()
             loss = method.step(batch)
-            if index == steps - 1:
+            last = step == first + steps - 1 or (until_decided and not method.deciding)
+            if last:
                 method.settle()
             contestant.wall_us.append((time.perf_counter() - wall) * 1e6)
             contestant.cpu_us.append((time.process_time() - cpu) * 1e6)
             contestant.forward_us.append(method.forward_us)
             contestant.backward_us.append(method.backward_us)
             contestant.loss.append(loss)
-            if index == steps - 1:
+            if last:
                 self.ranks.meet()  # other ranks may still receive from this rank
             sent = sent_by_interface()
             contestant.sent_bytes.append(sent - sent_before)
             sent_before = sent
             if self.ranks.rank == 0:
                 print_event(StepEvent(contestant.name, step, contestant.wall_us[-1], loss))
-        first = len(contestant.loss) - steps
         for step, loss in enumerate(contestant.loss[first:], first):
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {step} is {loss}: training diverged, so its times mean nothing")

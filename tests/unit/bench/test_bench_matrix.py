@@ -348,11 +348,12 @@ class FakeMethod:
 
 
 @pytest.mark.parametrize(
-    ("deciding_steps", "warm_up", "first"), [(18, 0, 21), (8, 0, 11), (8, 20, 16), (18, 19, 21), (18, 26, 26), (18, 500, 36)]
+    ("deciding_steps", "warm_up", "decided", "first"),
+    [(18, 0, 7, 10), (8, 0, 7, 10), (5, 0, 5, 8), (8, 9, 7, 10), (18, 20, 7, 20), (18, 500, 7, 25)],
 )
-def test_methods_decide_first_and_go_on_afterwards(monkeypatch, deciding_steps, warm_up, first):
-    """In one turn, as long as the order lets it; then all warm up, as long as their codecs do, within the order's steps. All
-    have the same turns, and go on in equal rounds."""
+def test_methods_decide_first_and_go_on_afterwards(monkeypatch, deciding_steps, warm_up, decided, first):
+    """In one turn, which ends with the decision, or when the order says. Then all warm up, as long as their codecs do, within
+    the order's steps. All have the same turns, and go on in equal rounds."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
     methods = {"ddp": FakeMethod(False), SAFE: FakeMethod(True, warm_up)}
@@ -368,5 +369,5 @@ def test_methods_decide_first_and_go_on_afterwards(monkeypatch, deciding_steps, 
     assert methods["ddp"].turns == [3, 5, 7, 24, 40]
     assert ddp.held_out == [(24, 184.0), (40, 168.0)]
     assert safe.counted == (first, first + 4) and len(safe.loss[0]) == 43
-    assert methods[SAFE].turns[0] == deciding_steps and methods[SAFE].turns[-2] == (first + 4 + 44) // 2
+    assert methods[SAFE].turns[0] == decided and methods[SAFE].turns[-2] == (first + 4 + 44) // 2
     assert [each.plain for each in safe.decided] == [True]
