@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside_ddp import batch, everything, normalised, plain, sgd
+from loss_scales import scaled_steps, unscaled
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -342,6 +343,66 @@ def clone(value: Any) -> Any:
 @pytest.mark.parametrize("plan", [FEEDBACK, gw.QSGD(bits=4)], ids=["feedback", "qsgd"])
 def test_a_run_is_taken_up_bit_for_bit(worlds: Worlds, plan: Any, pause: int) -> None:
     assert worlds.run(2, resumed, plan, pause) == [True, True]
+
+
+# ---- the scale of a GradScaler
+
+
+WEIGHTED = gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls", levels="lloyd"), weights=0.9)
+SCALED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ordinary": (gw.ErrorFeedback(gw.QSGD(bits=2)), {}),
+    "weighted": (WEIGHTED, {}),
+    "static graph": (FEEDBACK, {"static_graph": True}),
+    "reentrant": (FEEDBACK, {"bucket_cap_mb": 1e-4}),
+    "join": (WEIGHTED, {}),
+}
+
+
+def under_scales(case: str, scaled: bool) -> tuple[str, str]:
+    """Digests of the means of all steps, and of what was not sent, both without the scale. In "join" rank 1 has one batch."""
+    plan, ddp = SCALED[case]
+    torch.manual_seed(7)
+    model = EndsInCheckpoint()
+    model.recomputes = case == "reentrant"
+    run, state = wrapped(model, plan, **ddp)
+    means = []
+    with run.join() if case == "join" else nullcontext():
+        for step, scale_loss, scale in scaled_steps(scaled):
+            if case == "join" and step > 0 and dist.get_rank() == 1:
+                break
+            run.zero_grad()
+            scale_loss(run(batch(step)).square().mean()).backward()
+            means += [parameter.grad / scale for parameter in model.parameters()]
+    return digest(means), digest(unscaled(state.state_dict(), scaled))
+
+
+@pytest.mark.parametrize("case", SCALED)
+def test_residuals_follow_the_scale_of_the_loss(worlds: Worlds, case: str) -> None:
+    assert worlds.run(2, under_scales, case, True) == worlds.run(2, under_scales, case, False)
+
+
+def refused(joining: bool) -> tuple[str, float]:
+    """The error of a scaled loss with a spec that has a magnitude of its own, and the gradient under a scale of 1. With `joining`
+    rank 1 has no batch."""
+    gradients = []
+    for scale in (1.0, 2.0**16):
+        model = Given([8], seed=0)
+        run, _ = wrapped(model, gw.Policy(default=gw.SignSGD(), exempt_vectors=False))
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        try:
+            with run.join() if joining and scale != 1 else nullcontext():
+                if not joining or scale == 1 or dist.get_rank() == 0:
+                    scaler.scale(run([torch.full((8,), 0.75)])).backward()
+        except gw.StepStateError as error:
+            return str(error), gradients[0].item()
+        gradients.append(model.p0.grad[0])
+    return "", 0.0
+
+
+@pytest.mark.parametrize("joining", [False, True])
+def test_a_spec_with_a_magnitude_of_its_own_is_refused_under_a_loss_scale(worlds: Worlds, joining: bool) -> None:
+    for words, mean in worlds.run(2, refused, joining):
+        assert words.startswith("a GradScaler multiplied the loss by 65536, and the plan has SignSGD") and mean == 1.0
 
 
 def saved_whole() -> tuple[str, str, int]:

@@ -139,6 +139,7 @@ class RefusedExchange(Exchange):
 
     def __init__(self, names: list[str]) -> None:
         self.slots, self.sent = {name: name for name in names}, set()  # type: ignore[assignment,misc]
+        self.plan = gw.Uniform(gw.Identity()).plan([gw.TensorInfo("a", (1,), "float32")])
 
     def ready(self, what: Any, tensor: Any = None) -> None:
         self.sent.add(what)

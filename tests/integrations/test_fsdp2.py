@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from loss_scales import scaled_steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -371,6 +372,58 @@ def heads_between_replicas(heads: list[int]) -> dict[str, float]:
 def test_residuals_follow_parameters_between_replicas(worlds: Worlds) -> None:
     for apart in worlds.run(4, heads_between_replicas, [0, 1] * 30):
         assert max(apart.values()) < 0.1
+
+
+# ---- the scale of a GradScaler
+
+
+def under_scales(how: str, scaled: bool) -> list[str]:
+    """Digests of the means of each step, without the scale. Head 0 is left out in one step, in which the scale changes."""
+    if how == "replicate":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("between", "inside"))
+        run = Fsdp((5, 5), None, None, mesh=mesh["inside"])
+        plan = gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls", levels="lloyd"), weights=0.9)
+        run.exchanges = fsdp2.replicate(run.model, mesh["between"].get_group(), plan)
+    else:
+        run = Fsdp((5, 5), FEEDBACK, None)
+    means = []
+    for step, scale_loss, scale in scaled_steps(scaled):
+        inputs = torch.randn(8, 7, generator=seeded(step, dist.get_rank()))
+        scale_loss(run.model(inputs, step % 2).square().mean()).backward()
+        grads = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+        means.append(digest([grad.full_tensor() / scale for grad in grads]))
+        run.model.zero_grad()
+    run.exchanges.close()
+    return means
+
+
+@pytest.mark.parametrize("how", ["compress", "replicate"])
+def test_residuals_follow_the_scale_of_the_loss(worlds: Worlds, how: str) -> None:
+    assert worlds.run(2, under_scales, how, True) == worlds.run(2, under_scales, how, False)
+
+
+def refused(how: str) -> list[str]:
+    """The errors of a scaled loss and of one with a scale of 1, with a spec that has a magnitude of its own for one module."""
+    told = []
+    plan = gw.Policy(default=gw.QSGD(bits=4), rules=[("model", gw.ErrorFeedback(gw.Threshold(0.5, capacity=1.0)))])
+    for scale in (2.0**16, 1.0):
+        model = network()
+        if how == "replicate":
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("between", "inside"))
+            exchanges = fsdp2.replicate(sharded(model, mesh=mesh["inside"]), mesh["between"].get_group(), plan)
+        else:
+            exchanges = fsdp2.compress(sharded(model), plan)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        told.append(said(scaler.scale(model(batch(0)[0]).square().mean()).backward))
+        exchanges.close()
+    return told
+
+
+@pytest.mark.parametrize("how", ["compress", "replicate"])
+def test_a_spec_with_a_magnitude_of_its_own_is_refused_under_a_loss_scale(worlds: Worlds, how: str) -> None:
+    for scaled, plain in worlds.run(2, refused, how):
+        assert scaled.startswith("StepStateError: a GradScaler multiplied the loss by 65536, and the plan has ErrorFeedback(Thr")
+        assert plain == ""
 
 
 def resumed_in_turns(folder: str, last: int, first: int) -> bool:

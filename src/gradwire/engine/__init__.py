@@ -16,6 +16,7 @@ from gradwire.engine.torch_hooks.hooks import (
     leave_hooks_behind,
     tensors_in,
 )
+from gradwire.engine.torch_hooks.loss_scale import LossScale
 from gradwire.engine.witness import Witness
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "GradientHooks",
     "GradientWatcher",
     "Keeps",
+    "LossScale",
     "ModelHook",
     "Observer",
     "Observers",

@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import Variable
 
-from gradwire.core import Spec
 from gradwire.engine.batch_weights import BatchWeights
 from gradwire.engine.control import BackwardState, ControlExchange, RankReports, exchange_reports
 from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of
@@ -612,17 +611,12 @@ def taken_in_backward(reducer: Reducer, name: str, optimizer: str) -> GradwireEr
     return leave(reducer, words)
 
 
-def scaled_too_far(reducer: Reducer, spec: Spec, scale: float) -> GradwireError:
-    """End the step of a backward whose loss was multiplied by a scale that the spec does not follow. Returns the error to raise
-    here."""
+def scaled_too_far(reducer: Reducer, words: str) -> GradwireError:
+    """End the step of a backward whose loss was multiplied by a scale that a spec does not follow, as the words say. Returns the
+    error to raise here."""
     reducer.lanes.check()
     reducer.begin_by_schedule()
-    return leave(
-        reducer,
-        f"a GradScaler multiplied the loss by {scale:g}, and the plan has {spec!r}, which has a magnitude of its own (a "
-        "threshold, a clip, or signs of size 1). It sees scaled gradients, and the division by the scale gives means of another "
-        "size. Train in bfloat16, which needs no GradScaler, or use a spec that follows the scale, such as gw.QSGD(bits=4).",
-    )
+    return leave(reducer, words)
 
 
 @torch.no_grad()

@@ -29,11 +29,10 @@ from gradwire.engine.torch_hooks.hooks import (
     GradientHooks,
     ModelHook,
     leave_hooks_behind,
-    scale_of_this_backward,
     tensors_in,
-    watch_scalers,
 )
 from gradwire.engine.torch_hooks.lazy_tensors import looking
+from gradwire.engine.torch_hooks.loss_scale import LossScale
 from gradwire.engine.torch_hooks.optimizer_step import hear, hear_no_more
 from gradwire.engine.torch_hooks.splitting import compiled_frames
 from gradwire.engine.witness import Witness
@@ -98,10 +97,8 @@ class ScriptWatch:
         self._own_steps = OwnSteps(drift_check_steps, reducer.group, reducer.lanes.name)
         self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, str]] = weakref.WeakKeyDictionary()
         """For each optimizer: its groups, how often the reducer got parameters, and the name of one that it steps, or ''."""
-        self._loss_scale: float | None = None
-        """The scale of the last step whose loss a GradScaler scaled."""
+        self.loss_scale = LossScale()
         hear(self)
-        watch_scalers()
 
     def stop(self) -> None:
         """Watch no more."""
@@ -132,15 +129,13 @@ class ScriptWatch:
     def begins(self, exchange: Exchange, settle: Callable[[], None]) -> None:
         """A backward begins. What was not sent yet of a loss of another scale takes up the new one. Raises StepStateError, on all
         ranks, if what a spec sends does not follow the scale."""
-        scale, before = scale_of_this_backward(), self._loss_scale
-        if scale is None:
-            return
-        if scale != 1 and (fixed := next((spec for spec in exchange.plan.specs if not spec.follows_scale), None)):
-            raise scaled_too_far(self._reducer, fixed, scale)
-        self._loss_scale = scale
-        if before is not None and scale != before:
+        try:
+            factor = self.loss_scale.change(exchange.plan.specs)
+        except StepStateError as error:
+            raise scaled_too_far(self._reducer, str(error)) from None
+        if factor != 1:
             settle()
-            exchange.residuals.scale(scale / before)
+            exchange.residuals.scale(factor)
 
     def synchronised(self) -> None:
         """A synchronised backward has ended."""

@@ -6,7 +6,7 @@ from gradwire.exchange.host_codec import codec_on
 from gradwire.exchange.layout import BucketBuffers, Slot
 from gradwire.exchange.options import check_sharded
 from gradwire.exchange.plans import embeddings_of, info_of, looks_up_rows, plan_for, warn_of_embeddings
-from gradwire.exchange.residual_store import SHARED, Remembered, State, added_up, is_alike
+from gradwire.exchange.residual_store import SHARED, Remembered, State, added_up, is_alike, scaled
 from gradwire.exchange.states import (
     CORRECTION,
     LOCAL,
@@ -58,6 +58,7 @@ __all__ = [
     "packed_samples",
     "plan_for",
     "read_state",
+    "scaled",
     "split",
     "warn_of_embeddings",
     "warn_of_lost",

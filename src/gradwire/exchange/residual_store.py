@@ -201,10 +201,7 @@ class Remembered:
     def scale(self, factor: float) -> None:
         """Multiply all that was not sent yet."""
         for run in self._runs(change=True):
-            if run.key.startswith(f"{ENERGY}/"):
-                scale_energy(run.part, factor)
-            elif not run.key.startswith(f"{SHARED}/"):
-                run.part.mul_(factor)
+            _scale(run.key, run.part, factor)
         for _, slot in self._owing():
             if slot.owed is not None:
                 slot.owed.mul_(factor)
@@ -288,9 +285,26 @@ def for_other_ranks(carried: State, factor: float) -> dict[str, torch.Tensor]:
     return {key: value if is_alike(key) else value * factor for key, value in carried.items()}
 
 
+def scaled(carried: State, factor: float) -> dict[str, torch.Tensor]:
+    """What `Remembered.scale` makes of these values. The keys begin as those of `Remembered.carried`."""
+    made = {key: value.clone() for key, value in carried.items()}
+    for key, value in made.items():
+        _scale(key, value, factor)
+    return made
+
+
 def is_alike(key: str) -> bool:
     """Whether the values of this key of `Remembered.carried` are the same on all ranks."""
     return key.partition("/")[0] in (SHARED, ENERGY)
+
+
+def _scale(key: str, values: torch.Tensor, factor: float) -> None:
+    """Multiply values that were not sent yet, in place."""
+    what = key.partition("/")[0]
+    if what == ENERGY:
+        scale_energy(values, factor)
+    elif what != SHARED:
+        values.mul_(factor)
 
 
 def _is_left(key: str) -> bool:

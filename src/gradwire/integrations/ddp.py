@@ -14,10 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from gradwire.auto import Auto, AutoDecision, is_auto
 from gradwire.core import Plan, Spec, TensorInfo
+from gradwire.engine import LossScale
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of, info_of, plan_for, read_state
 from gradwire.integrations.ddp_job import DDPJob
-from gradwire.integrations.ddp_plans import ONE_EACH, PlanForDDP, averaged, bucket_sizes, checked, model_of
+from gradwire.integrations.ddp_plans import ONE_EACH, PlanForDDP, averaged, bucket_sizes, checked, is_joining, model_of
 from gradwire.integrations.handles import resume_together
 from gradwire.plan import Policy
 from gradwire.record import Decision
@@ -39,8 +40,8 @@ class DDPState:
     Means are over all ranks of DDP's group, in `join()` too, for any `divide_by_initial_world_size`. With error feedback a
     parameter that no rank used in a step (`find_unused_parameters`) loses its residual. torch averages sparse gradients.
     Raises PlanError for a plan that DDP cannot run, and for `accuracy` with a plan that is not "auto". In backward the hook
-    raises PlanError if the plan does not fit the model, DisagreementError on all ranks if ranks differ, CommunicationError if a
-    rank died or stalled.
+    raises PlanError if the plan does not fit the model, StepStateError on all ranks where a GradScaler scaled the loss and a spec
+    has a magnitude of its own, DisagreementError on all ranks if ranks differ, CommunicationError if a rank died or stalled.
 
     Example, in a script started by torchrun::
 
@@ -57,7 +58,7 @@ class DDPState:
         self._parameters: dict[str, torch.nn.Parameter] = {}  # by name, in the order of registration
         self._names: dict[torch.Tensor, str] = {}
         self._infos: dict[str, TensorInfo] = {}
-        self._exchange: Exchange | None = None
+        self._exchange, self._scale = None, LossScale()  # type: Exchange | None, LossScale
         self._saved: dict[str, Any] = {}  # a state that the next step begins with
         self._order, self._order_known = list[str](), False  # names in the order for which the plan was made
         self._came: list[list[str]] = []  # names in the order of DDP's buckets, for the last step and for this one
@@ -135,7 +136,7 @@ class DDPState:
         if decided and (why := Auto(self.accuracy, ("backward",), group.world_size).refuses(decided, decided)):
             raise ValueError(f"the state was saved under a plan that this hook does not run: {why}")
         self._find_job().stop()
-        self._exchange, self._came, self._saved = None, [], dict(state)
+        self._exchange, self._scale, self._came, self._saved = None, LossScale(), [], dict(state)
         self._order, self._order_known = [names[at] for at in order], bool(order)
 
     def _begin(self, bucket: GradBucket) -> None:
@@ -152,6 +153,7 @@ class DDPState:
             self._start()
         self._came = [*self._came[-1:], []]
         if self._exchange is not None:
+            self._scale.follow(self._exchange, joining=is_joining(job.model))
             job.observers.begins()
             self._exchange.begin()
 

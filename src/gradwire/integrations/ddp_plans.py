@@ -15,7 +15,7 @@ from gradwire.exchange import embeddings_of, info_of, plan_for
 from gradwire.integrations.handles import all_objects
 from gradwire.plan import Policy
 
-__all__ = ["ONE_EACH", "PlanForDDP", "advise", "averaged", "bucket_sizes", "checked", "model_of"]
+__all__ = ["ONE_EACH", "PlanForDDP", "advise", "averaged", "bucket_sizes", "checked", "is_joining", "model_of"]
 ONE_EACH = "Call model.register_comm_hook(gw.DDPState(plan), gw.ddp_hook) once, with a state of its own for each model."
 _MOST_BYTES = 2**21
 """A bucket of DDP with more bytes, and with more than half of all gradients, leaves little to overlap."""
@@ -66,6 +66,11 @@ def averaged(model: torch.nn.Module, ignored: Collection[str]) -> dict[str, torc
     embeddings = (each for each in model.modules() if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
     sparse, named = {each.weight for each in embeddings if each.sparse}, model.named_parameters()
     return {name: each for name, each in named if each.requires_grad and name not in ignored and each not in sparse}
+
+
+def is_joining(model: torch.nn.Module | None) -> bool:
+    """Whether ranks may be without a batch, and so without a backward: inside `join()`. The same on all ranks."""
+    return isinstance(model, DistributedDataParallel) and model._join_config.enable
 
 
 def model_of(state: object) -> DistributedDataParallel:

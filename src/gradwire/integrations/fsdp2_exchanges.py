@@ -13,6 +13,7 @@ from torch.nn import Module
 from gradwire._version import __version__
 from gradwire.auto import ChosenSpecs
 from gradwire.core import FP8, QSGD, Cast, Identity, Int8, Spec
+from gradwire.engine import LossScale
 from gradwire.errors import PlanError
 from gradwire.exchange import Exchange, ExchangeStats, info_of
 from gradwire.integrations.fsdp2_comms import GRADIENTS, PARAMETERS, Turns
@@ -58,7 +59,7 @@ class ModuleExchanges:
         self._lanes: dict[tuple[int, ...], Lanes] = {}  # by the ranks of a group
         self._packs = {f"{what} of {module}": ModulePacks() for what in self._what() for module in self.modules}
         self._job = ModuleJob(model, self._specs, self._exchanges_of)
-        self._turns = Turns(self._job.ended)
+        self._turns, self._scale = Turns(self._job.ended), LossScale()
 
     def _what(self) -> list[str]:
         return [GRADIENTS, *([] if self._rounded is None else [PARAMETERS])]
@@ -105,6 +106,9 @@ class ModuleExchanges:
         """Run an exchange of a module's gradients, then `end`. defer: backward may go on meanwhile. On a GPU all of this is
         queued on the stream that is current now, FSDP2's own for reduce-scatters; the stream that is current at the end waits."""
         exchange = self.exchange_of(module, tensors, group)
+        if (factor := self._scale.change(self._specs.used)) != 1:
+            for packs in self._packs.values():
+                packs.scale(factor)
         streams = exchange.lanes.data[0].link.streams
         stream = streams.current()
 

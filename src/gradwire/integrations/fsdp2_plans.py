@@ -69,6 +69,11 @@ class ModuleSpecs:
         return policy_for(self._specs[module], self._scheme)
 
     @property
+    def used(self) -> list[Spec]:
+        """The specs of all modules; empty before auto has chosen."""
+        return [*self._specs.values()]
+
+    @property
     def wholes(self) -> list[TensorInfo]:
         """All parameters of each module as one tensor."""
         return [msgspec.structs.replace(info, name=info.name + WHOLE) for info in self.infos]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from gradwire.engine import ModelHook, in_reentrant_backward, leave_hooks_behind
+from gradwire.engine import LossScale, ModelHook, in_reentrant_backward, leave_hooks_behind
 from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange
 from gradwire.integrations.catch_up import Means
@@ -38,7 +38,7 @@ class GradientMeans:
     ) -> None:
         """auto: chooses plans; None: the plan of the script runs."""
         self._members: Members | None = None
-        self._auto, self._exposed_s = auto, 0.0
+        self._auto, self._exposed_s, self._scale = auto, 0.0, LossScale()
         self._parameters, self.trained = dict(parameters), TrainedParameters(model)
         self._turns = OptimizerTurns(optimizers)
         self.is_paused = False
@@ -94,10 +94,18 @@ class GradientMeans:
     def _begin(self) -> None:
         """Begin to average."""
         self._meet()
+        factor = self._scale.change(self._met.plan.specs if self._met is not None else ())
         if self._met is not None:
+            if factor != 1 and self._all_train:  # a member that catches up knows no scale, and keeps some residuals as the others do
+                self._met.residuals.scale(factor)
             if self._auto is not None:
-                self._auto.use(self._met, all_train=self.members.parts in (0, self.members.world_size))
+                self._auto.use(self._met, self._all_train)
             self.members.begin(self._met)
+
+    @property
+    def _all_train(self) -> bool:
+        """Whether no member of the step catches up."""
+        return self.members.parts in (0, self.members.world_size)
 
     def _arrived(self, name: str, parameter: torch.nn.Parameter) -> None:
         """A gradient is accumulated. The optimizer's step averages what no backward does."""

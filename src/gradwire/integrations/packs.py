@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.exchange import SHARED, Exchange, State, added_up, read_state
+from gradwire.exchange import SHARED, Exchange, State, added_up, read_state, scaled
 from gradwire.integrations.handles import resume_together
 from gradwire.integrations.pack_content import Pack
 from gradwire.integrations.resharding import ALL_RANKS, whole_residuals
@@ -70,6 +70,12 @@ class ModulePacks:
             self.exchanges[pack] = exchange
         exchange.step, self.step = self.step, self.step + 1
         return exchange
+
+    def scale(self, factor: float) -> None:
+        """Multiply all that was not sent yet."""
+        for exchange in self.exchanges.values():
+            exchange.residuals.scale(factor)
+        self._kept, self._wholes = scaled(self._kept, factor), scaled(self._wholes, factor)
 
     def state(self) -> dict[str, Any]:
         """The content that `load` takes."""

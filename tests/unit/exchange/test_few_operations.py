@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradwire as gw
 from gradwire.compressors import Context, compressor_for
 from gradwire.core import PowerSGD
-from gradwire.engine.torch_hooks import hooks
+from gradwire.engine.torch_hooks import loss_scale
 from gradwire.exchange import exchange as exchanges
 from gradwire.kernels import Segment, Segments
 from gradwire.transport.in_process import run_ranks
@@ -93,14 +93,14 @@ def test_powersgd_takes_as_many_operations_for_many_tensors_as_for_few() -> None
 
 
 def test_the_scale_of_a_gradient_scaler_is_not_asked_of_the_device_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks.watch_scalers()
+    loss_scale.watch_scalers()
     scaler, asked = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1), []
     weight = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     plain = torch.amp.GradScaler.get_scale
     monkeypatch.setattr(torch.amp.GradScaler, "get_scale", lambda self: asked.append(1) or plain(self))  # type: ignore[func-returns-value]
     scales: list[float | None] = []
-    weight.register_hook(lambda gradient: scales.append(hooks.scale_of_this_backward()))
+    weight.register_hook(lambda gradient: scales.append(loss_scale.scale_of_this_backward()))
 
     def step() -> None:
         optimizer.zero_grad()

@@ -23,7 +23,7 @@ import gradwire as gw
 from gradwire.collectives import ShardedSum, schemes
 from gradwire.core import TensorInfo
 from gradwire.engine.buffers import BuffersBeside
-from gradwire.engine.torch_hooks import hooks
+from gradwire.engine.torch_hooks import loss_scale
 from gradwire.engine.witness import Witness, _Squares
 from gradwire.exchange import Exchange, host_codec
 from gradwire.exchange.exchange import BOTH, GATHER, REDUCE
@@ -244,7 +244,7 @@ def scale_of_a_scaler(device: Device) -> None:
     """The scale of a GradScaler is copied to the host, which reads the copy."""
     with lanes_of(device) as lanes:
         scale = torch.ones(1)
-        copy = hooks._ScaleCopy(torch.empty(1), lanes.data[0].link.streams)
+        copy = loss_scale._ScaleCopy(torch.empty(1), lanes.data[0].link.streams)
         for _ in range(2):
             scale.mul_(2)
             copy.take(scale)

@@ -10,7 +10,6 @@ next to nothing (`Arrivals`), and a second one only for a few (see `Reducer.grad
 
 import copyreg
 import dataclasses
-import functools
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -25,7 +24,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
 from gradwire.errors import StepStateError
-from gradwire.transport import Streams, streams_for
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -281,91 +279,3 @@ def reentrant_refusal(name: str) -> StepStateError:
         "gradwire cannot see where the outer one ends. Nothing was sent. Call the model itself rather than its parts, or use "
         "checkpoint(..., use_reentrant=False)."
     )
-
-
-_last: tuple[int, float] = (-1, 1.0)
-"""The graph task of the last backward from a scaled loss, and its scale."""
-
-
-def scale_of_this_backward() -> float | None:
-    """The scale of the loss that the present backward began with; None if no scaler scaled it."""
-    task = torch._C._current_graph_task_id()
-    return _last[1] if task != -1 and task == _last[0] else None
-
-
-def watch_scalers() -> None:
-    """Keep track of backwards from scaled losses from now on."""
-    plain, plain_update = torch.amp.GradScaler.scale, torch.amp.GradScaler.update
-    if hasattr(plain, "_gradwire"):
-        return
-
-    @functools.wraps(plain)
-    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
-        scaled = plain(self, outputs)
-        if self.is_enabled():
-            for tensor in tensors_in(scaled):
-                if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(_begins, weakref.ref(self)))
-        return scaled
-
-    @functools.wraps(plain_update)
-    def update(self: torch.amp.GradScaler, *arguments: Any, **named: Any) -> None:
-        plain_update(self, *arguments, **named)
-        _SCALES.updated(self)
-
-    scale._gradwire = True  # type: ignore[attr-defined]
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
-    torch.amp.GradScaler.update = update  # type: ignore[method-assign]
-
-
-def _begins(scaler: "weakref.ref[torch.amp.GradScaler]", gradient: torch.Tensor) -> None:
-    global _last
-    if (living := scaler()) is not None:
-        _last = torch._C._current_graph_task_id(), _SCALES.of(living)
-
-
-class _Scales:
-    """The scales of scalers. Each is copied to the host when it changes, so that backward does not wait for the device."""
-
-    def __init__(self) -> None:
-        self._copies: weakref.WeakKeyDictionary[torch.amp.GradScaler, _ScaleCopy] = weakref.WeakKeyDictionary()
-
-    def updated(self, scaler: torch.amp.GradScaler) -> None:
-        """The scaler may have another scale now."""
-        scale = getattr(scaler, "_scale", None)  # a disabled scaler has none
-        if scale is None:
-            return
-        copy = self._copies.get(scaler)
-        if copy is None:
-            host = torch.empty(scale.shape, dtype=scale.dtype, device="cpu", pin_memory=scale.is_cuda)
-            copy = self._copies[scaler] = _ScaleCopy(host, streams_for(scale.device))
-        copy.take(scale)
-
-    def of(self, scaler: torch.amp.GradScaler) -> float:
-        """The scale. Waits for the device before the scaler's first update, and if something else has changed the scale."""
-        copy = self._copies.get(scaler)
-        return scaler.get_scale() if copy is None or not copy.is_of(scaler._scale) else copy.value()
-
-
-class _ScaleCopy:
-    """A copy of one scale on the host."""
-
-    def __init__(self, host: torch.Tensor, streams: Streams) -> None:
-        self._host, self._streams = host, streams
-
-    def take(self, scale: torch.Tensor) -> None:
-        """Queue the copy."""
-        self._host.copy_(scale, non_blocking=True)
-        self._mark, self._scale, self._version = self._streams.mark(), weakref.ref(scale), scale._version
-
-    def is_of(self, scale: torch.Tensor | None) -> bool:
-        """Whether it is a copy of this tensor as it is now."""
-        return scale is not None and self._scale() is scale and scale._version == self._version
-
-    def value(self) -> float:
-        """The scale, when the copy is done. What the script queued since then is not awaited."""
-        self._streams.synchronize(self._mark)
-        return float(self._host)
-
-
-_SCALES = _Scales()

@@ -1,0 +1,187 @@
+"""The scale of the loss that a `torch.amp.GradScaler` multiplied, and the residuals that follow it.
+
+Residuals are parts of scaled gradients. When the scale changes, they must change by the same factor. A spec with a magnitude of
+its own (a threshold, a clip, signs of size 1) cannot follow: the division by the scale would give means of another size.
+
+A scaler's `scale` puts a hook on the loss. The hook notes the graph task of the backward that begins there, and the scale. Hooks
+on gradients, DDP's communication hook, FSDP2's reduce-scatters and the callbacks at the end of a backward run in that task, or in
+the task of a reentrant checkpoint inside it.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from gradwire.core import Spec
+from gradwire.engine.torch_hooks.hooks import in_reentrant_backward, tensors_in
+from gradwire.errors import StepStateError
+from gradwire.exchange import Exchange
+from gradwire.transport import Link, MergedValues, Streams, merge_over_ranks, streams_for
+
+_NO_SCALE = 0.0
+
+
+class LossScale:
+    """The scale of the losses of one model. Scalers are watched from the first object on.
+
+    Example, in the first hook of each backward, before a step of the exchange begins::
+
+        scale.follow(exchange)
+    """
+
+    def __init__(self) -> None:
+        self._last = _NO_SCALE
+        """The scale of the last backward whose loss a scaler scaled."""
+        watch_scalers()
+
+    def follow(self, exchange: Exchange, joining: bool = False) -> None:
+        """Multiply what the exchange has not sent yet by `change`. Between its steps. Raises what `change` raises."""
+        if (factor := self.change(exchange.plan.specs, exchange if joining else None)) != 1:
+            exchange.residuals.scale(factor)
+
+    def change(self, specs: Iterable[Spec], joining: Exchange | None = None) -> float:
+        """Return the scale of the present backward over that of the last one; 1 where no scaler scaled the loss.
+
+        specs: what this backward sends. joining: the exchange whose ranks tell each other the scale, where some may be without a
+        batch and so without a backward; None: each rank knows the scale.
+
+        Raises StepStateError where a scaler scaled the loss and a spec does not follow the scale: on all ranks, which have one
+        scale. CommunicationError where a rank of `joining` died or stalled.
+        """
+        scale = scale_of_this_backward() or _NO_SCALE
+        if joining is not None:
+            lanes = joining.lanes
+            with lanes.told("the scale of the loss", joining.step):
+                scale = lanes.control.submit(functools.partial(_largest, own=scale, tag=lanes.first_tag)).result()
+        if scale == _NO_SCALE:
+            return 1.0
+        if scale != 1 and (fixed := next((spec for spec in specs if not spec.follows_scale), None)):
+            raise StepStateError(
+                f"a GradScaler multiplied the loss by {scale:g}, and the plan has {fixed!r}, which has a magnitude of its own (a "
+                "threshold, a clip, or signs of size 1). It sees scaled gradients, and the division by the scale gives means of "
+                "another size. Train in bfloat16, which needs no GradScaler, or use a spec that follows the scale, such as "
+                "gw.QSGD(bits=4)."
+            )
+        before, self._last = self._last or scale, scale
+        return scale / before
+
+    def forget(self) -> None:
+        """The residuals are others, of the scale that comes next."""
+        self._last = _NO_SCALE
+
+
+def _largest(link: Link, own: float, tag: int) -> float:
+    return merge_over_ranks(link, MergedValues(most=(own,)), tag).most[0]
+
+
+def scale_of_this_backward() -> float | None:
+    """The scale of the loss that the present backward began with; None outside of a backward, and if no scaler scaled it."""
+    return _SCALES.of_backward(torch._C._current_graph_task_id())
+
+
+def watch_scalers() -> None:
+    """Keep track of backwards from scaled losses from now on."""
+    plain, plain_update = torch.amp.GradScaler.scale, torch.amp.GradScaler.update
+    if hasattr(plain, "_gradwire"):
+        return
+
+    @functools.wraps(plain)
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = plain(self, outputs)
+        if self.is_enabled():
+            for tensor in tensors_in(scaled):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(_begins, weakref.ref(self)))
+        return scaled
+
+    @functools.wraps(plain_update)
+    def update(self: torch.amp.GradScaler, *arguments: Any, **named: Any) -> None:
+        plain_update(self, *arguments, **named)
+        _SCALES.updated(self)
+
+    scale._gradwire = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+    torch.amp.GradScaler.update = update  # type: ignore[method-assign]
+
+
+def _begins(scaler: "weakref.ref[torch.amp.GradScaler]", gradient: torch.Tensor) -> None:
+    if (living := scaler()) is not None:
+        _SCALES.begins(living, torch._C._current_graph_task_id())
+
+
+class _Scales:
+    """The scales of scalers. Each is copied to the host when it changes, so that backward does not wait for the device."""
+
+    def __init__(self) -> None:
+        self._copies: weakref.WeakKeyDictionary[torch.amp.GradScaler, _ScaleCopy] = weakref.WeakKeyDictionary()
+        self._backwards: weakref.WeakKeyDictionary[torch.amp.GradScaler, tuple[int, float]] = weakref.WeakKeyDictionary()
+        """The graph task of the last backward from a loss of each scaler, and its scale, until the backward ends."""
+
+    def begins(self, scaler: torch.amp.GradScaler, task: int) -> None:
+        """The backward `task` comes from a loss of this scaler."""
+        if task == -1 or task == self._backwards.get(scaler, (-1,))[0]:  # compiled autograd has no task
+            return
+        self._backwards.pop(scaler, None)
+        self._backwards[scaler] = task, self.of(scaler)
+        ends = functools.partial(self._ends, weakref.ref(scaler), task)
+        # FSDP2's last reduce-scatters are in callbacks of this kind: be behind those that come until then
+        _at_the_end(functools.partial(_at_the_end, ends))
+
+    def _ends(self, scaler: "weakref.ref[torch.amp.GradScaler]", task: int) -> None:
+        if (living := scaler()) is not None and self._backwards.get(living, (-1,))[0] == task:
+            del self._backwards[living]
+
+    def of_backward(self, task: int) -> float | None:
+        """The scale of the loss of a backward, or of the one that it runs in (reentrant checkpointing)."""
+        running = [*self._backwards.values()] if task != -1 else []
+        scale = next((scale for each, scale in running if each == task), None)
+        return running[-1][1] if running and scale is None and in_reentrant_backward() else scale
+
+    def updated(self, scaler: torch.amp.GradScaler) -> None:
+        """The scaler may have another scale now."""
+        scale = getattr(scaler, "_scale", None)  # a disabled scaler has none
+        if scale is None:
+            return
+        copy = self._copies.get(scaler)
+        if copy is None:
+            host = torch.empty(scale.shape, dtype=scale.dtype, device="cpu", pin_memory=scale.is_cuda)
+            copy = self._copies[scaler] = _ScaleCopy(host, streams_for(scale.device))
+        copy.take(scale)
+
+    def of(self, scaler: torch.amp.GradScaler) -> float:
+        """The scale. Waits for the device before the scaler's first update, and if something else has changed the scale."""
+        copy = self._copies.get(scaler)
+        return scaler.get_scale() if copy is None or not copy.is_of(scaler._scale) else copy.value()
+
+
+def _at_the_end(act: Callable[[], None]) -> None:
+    """Call `act` at the end of the present backward."""
+    Variable._execution_engine.queue_callback(act)
+
+
+class _ScaleCopy:
+    """A copy of one scale on the host."""
+
+    def __init__(self, host: torch.Tensor, streams: Streams) -> None:
+        self._host, self._streams = host, streams
+
+    def take(self, scale: torch.Tensor) -> None:
+        """Queue the copy."""
+        self._host.copy_(scale, non_blocking=True)
+        self._mark, self._scale, self._version = self._streams.mark(), weakref.ref(scale), scale._version
+
+    def is_of(self, scale: torch.Tensor | None) -> bool:
+        """Whether it is a copy of this tensor as it is now."""
+        return scale is not None and self._scale() is scale and scale._version == self._version
+
+    def value(self) -> float:
+        """The scale, when the copy is done. What the script queued since then is not awaited."""
+        self._streams.synchronize(self._mark)
+        return float(self._host)
+
+
+_SCALES = _Scales()
