@@ -22,6 +22,9 @@ import torch
 from crowd import START_S, Crowd, Member
 from elastic_member import TIMEOUT_S
 from interpreters import Interpreters
+from loss_scales import scaled_steps, unscaled
+from threads import Threads, built, here
+from worlds import Given, digest
 
 import gradwire as gw
 from gradwire.engine import REGISTRY, Keeps, prepare
@@ -181,6 +184,88 @@ def test_a_grad_scaler_goes_on_after_a_step_that_does_not_count() -> None:
     scaler.update()
     assert all(torch.equal(each, before[name]) for name, each in named.items())
     assert members.committed == 0 and scaler.get_scale() == 64.0
+    means.detach()
+
+
+class StayingMembers:
+    """All ranks are members, and every step counts."""
+
+    parts, factor = 0, 1.0
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self.world_size = exchange, exchange.group.world_size
+
+    def meet(self) -> Exchange:
+        return self._exchange
+
+    def begin(self, exchange: Exchange) -> None:
+        exchange.begin()
+
+    def end(self, exchange: Exchange) -> bool:
+        exchange.wait()
+        return True
+
+    def commit(self) -> None:
+        pass
+
+
+def trained_under_scales(plan: Any, scaled: bool) -> tuple[str, str, str]:
+    """Digests of the means and of what was not sent, without the scale, and the error of a backward."""
+    model = built(3, lambda: Given([(40, 50), (30, 20)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    named = dict(model.named_parameters())
+    members = StayingMembers(Exchange(named, gw.Policy(default=plan, exempt_vectors=False), here.group))
+    means, found, words = GradientMeans(model, named, [optimizer]), list[torch.Tensor](), ""
+    means.begin(members)  # type: ignore[arg-type]
+    try:
+        for step, scale_loss, scale in scaled_steps(scaled):
+            scale_loss(model(model.random_gradients(here.rank, step))).backward()
+            found += [each.grad / scale for each in named.values()]
+            optimizer.step()
+            optimizer.zero_grad()
+    except gw.StepStateError as error:
+        words = str(error)
+    kept = members.meet().state_dict()
+    members.meet().close()
+    means.detach()
+    return digest(found), digest(unscaled(kept, scaled)) if found and "residual" in str([*kept]) else "", words
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [gw.ErrorFeedback(gw.QSGD(bits=2)), gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls", levels="lloyd"), weights=0.9)],
+    ids=repr,
+)
+def test_residuals_follow_the_scale_of_the_loss(threads: Threads, spec: gw.Spec) -> None:
+    assert threads.run(2, trained_under_scales, spec, True) == threads.run(2, trained_under_scales, spec, False)
+
+
+def test_a_spec_with_a_magnitude_of_its_own_is_refused_under_a_loss_scale(threads: Threads) -> None:
+    for *_, words in threads.run(2, trained_under_scales, gw.SignSGD(), True):
+        assert words.startswith("a GradScaler multiplied the loss by 4096, and the plan has SignSGD")
+    assert not any(words for *_, words in threads.run(2, trained_under_scales, gw.SignSGD(), False))
+
+
+def test_residuals_stay_while_a_member_catches_up() -> None:
+    """It takes part in steps without a backward, so it knows no scale. What all members keep alike must stay alike."""
+    model, optimizer = linear()
+    means, members = means_of(model, optimizer)
+    factors, exchange = list[float](), members.meet()
+    exchange.residuals = SimpleNamespace(scale=factors.append)  # type: ignore[assignment]
+    members.world_size = 2  # type: ignore[attr-defined]
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    zeros = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+    # the scale of each step, the members that train, and whether this one makes the step again
+    steps = [(64.0, 2, False), (16.0, 1, False), (16.0, 2, False), (32.0, 2, False), (8.0, 1, True), (4.0, 2, False)]
+    for scale, parts, is_behind in steps:
+        members.parts = parts  # type: ignore[attr-defined]
+        members.meet = (lambda: zeros) if is_behind else (lambda: exchange)  # type: ignore[method-assign,assignment,return-value]
+        loss = model(torch.ones(1, 3)).sum()
+        if scale != scaler.get_scale():
+            scaler.update(scale)
+        scaler.scale(loss).backward()
+        optimizer.step()
+    assert factors == [2.0, 0.5], "the last change is that from the step that was made again"
     means.detach()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from threads import Threads, built, here
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
@@ -52,6 +53,31 @@ def test_after_the_scale_fell_updates_are_those_without_a_scale(worlds: Worlds, 
     scaled = worlds.run(2, first_update, policy, True)
     assert {weights for weights, _ in scaled} == {weights for weights, _ in plain}
     assert {scale for _, scale in scaled} == {2.0**8}
+
+
+def gone_on(other_scale: float) -> str:
+    """Digest of the gradients after a state was loaded. The scale of the step between its save and its load is another one."""
+    model = built(0, lambda: Given([(40, 50), (30, 20)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plan = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2)))
+    handle, saved = gw.parallelize(model, optimizer, plan=plan, process_group=here.group), dict[str, torch.Tensor]()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step, scale in enumerate((2.0**10, other_scale, 2.0**10)):
+        if step:
+            scaler.update(scale)
+        if step == 2:
+            handle.load_state_dict(saved)
+        optimizer.zero_grad()
+        scaler.scale(model(model.random_gradients(here.rank, step))).backward()
+        if step == 0:
+            saved = handle.state_dict()
+    gradients = digest(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    handle.detach()
+    return gradients
+
+
+def test_residuals_that_were_loaded_are_of_the_next_scale(threads: Threads) -> None:
+    assert threads.run(2, gone_on, 2.0**4) == threads.run(2, gone_on, 2.0**10)
 
 
 def refusal(spec: gw.Spec, scale: float) -> tuple[str, float]:

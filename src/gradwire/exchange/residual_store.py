@@ -286,7 +286,7 @@ def for_other_ranks(carried: State, factor: float) -> dict[str, torch.Tensor]:
 
 
 def scaled(carried: State, factor: float) -> dict[str, torch.Tensor]:
-    """What `Remembered.scale` makes of these values. The keys begin as those of `Remembered.carried`."""
+    """Return copies of these values after `Remembered.scale`. Keys begin as those of `Remembered.carried`."""
     made = {key: value.clone() for key, value in carried.items()}
     for key, value in made.items():
         _scale(key, value, factor)

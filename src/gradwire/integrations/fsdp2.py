@@ -49,7 +49,8 @@ def compress(
     what is compressed, and the line is logged.
 
     Raises PlanError for a model without such modules, and for a spec that has no scheme "alltoall" or changes from step to step.
-    Backward raises DisagreementError on all ranks if ranks differ, CommunicationError if a rank died or stalled.
+    Backward raises DisagreementError on all ranks if ranks differ, CommunicationError if a rank died or stalled, and
+    StepStateError on all ranks where a GradScaler scaled the loss and a spec has a magnitude of its own.
 
     Example::
 

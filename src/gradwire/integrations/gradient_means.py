@@ -96,7 +96,7 @@ class GradientMeans:
         self._meet()
         factor = self._scale.change(self._met.plan.specs if self._met is not None else ())
         if self._met is not None:
-            if factor != 1 and self._all_train:  # a member that catches up knows no scale, and keeps some residuals as the others do
+            if factor != 1 and self._all_train:  # who catches up knows no scale, and keeps some values as the others do
                 self._met.residuals.scale(factor)
             if self._auto is not None:
                 self._auto.use(self._met, self._all_train)

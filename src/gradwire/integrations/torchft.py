@@ -66,14 +66,14 @@ def elastic(
     island: the ranks of this member, where it is more than one process, with a backend for CPU tensors. The script averages
     gradients inside, with DDP or `fully_shard`, and islands train apart with `gw.LocalSteps`. All ranks make the same calls.
 
-    A joiner gets weights, buffers, the optimizers' state and the step from another member, and catches up while the others make
-    steps. A step whose exchange fails does not count: the members that are left go on with the next batch. Parameters without a
-    gradient count as zeros.
+    A joiner gets weights, buffers, the optimizers' state and the step from another member, and catches up. A step whose exchange
+    fails does not count: the members that are left go on with the next batch. Parameters without a gradient count as zeros.
 
     Raises PlanError without the package torchft, for other schedules, and for a timeout of 0 or without end; StepStateError
     without an address, and for a model that a handle or another job trains. The job lives as long as the model, or until
     `leave()`. The training forward, or with local steps `optimizer.step()`, raises CommunicationError where members do not come
-    within `patience_s`, and StepStateError where a parameter was thawed, added or replaced since.
+    within `patience_s`, StepStateError where a parameter was thawed, added or replaced. Backward raises StepStateError where a
+    GradScaler scaled the loss and a spec has a magnitude of its own.
 
     Example, in a script that one torchrun on each machine starts::
 

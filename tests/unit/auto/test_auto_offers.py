@@ -10,10 +10,19 @@ from benchmarks import convergence
 from benchmarks.accuracy import read
 from benchmarks.common import RESULTS
 from benchmarks.paired import interval
-from gradwire.auto.accuracy import STEPS_FOR_ONE, all_specs, check_accuracy, first_policy, schedules_of, specs_of
+from gradwire.auto.accuracy import (
+    SCHEDULES,
+    STEPS_FOR_ONE,
+    all_specs,
+    check_accuracy,
+    first_policy,
+    later_specs,
+    schedules_of,
+    specs_of,
+)
 from gradwire.auto.adaptive_bits import with_bits
 from gradwire.auto.driver import Auto, _beyond
-from gradwire.auto.measured_losses import EIGHT_BITS, FOUR_BITS, ROWS, WEIGHTED, WEIGHTED_8, LossRow
+from gradwire.auto.measured_losses import COUNTS, EIGHT_BITS, FOUR_BITS, ROWS, WEIGHTED, WEIGHTED_8, LossRow
 from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, on_trial, words_of
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.costs import CodecCosts
@@ -42,6 +51,12 @@ def shared_nodes(intra: Link, inter: Link) -> Cluster:
 def costs(specs: tuple[Spec, ...]) -> Costs:
     points = ((4096, 5.0), (2**20, 200.0), (2**22, 800.0))
     return Costs(codecs=[CodecCosts(spec=spec, device="cpu", encode=points, decode=points) for spec in specs])
+
+
+@pytest.mark.parametrize("accuracy", ["exact", "safe", "aggressive"])
+def test_all_that_auto_may_choose_follows_a_loss_scale(accuracy: str) -> None:
+    for ranks in COUNTS:
+        assert all(spec.follows_scale for spec in later_specs(accuracy, SCHEDULES, ranks))
 
 
 @pytest.mark.parametrize("accuracy", ["exact", "safe", "aggressive"])
