@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, DeviceTimes, ExchangeStats
 from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
 from gradwire.kernels import Addresses, tensor_key
+from gradwire.renames import new_spelling
 from gradwire.transport import (
     Group,
     Lanes,
@@ -625,6 +626,11 @@ class Exchange:
         """Raises if a lane has failed in this step."""
         if self._executor.running.progress.has_failed and (failed := self._executor.failure()) is not None:
             raise self._error_of(failed)
+
+    if not TYPE_CHECKING:  # or each misspelt name would pass
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"an exchange has no attribute {name!r}.{new_spelling('Exchange', name)}")
 
     @contextmanager
     def _failures_named(self) -> Iterator[None]:

@@ -23,11 +23,13 @@ from gradwire.errors import PlanError
 from gradwire.integrations.fsdp2_comms import ModuleAllGather, ModuleReduceScatter
 from gradwire.integrations.fsdp2_exchanges import ModuleExchanges
 from gradwire.plan import Policy
+from gradwire.renames import has_renamed_keywords
 from gradwire.transport import TlsOption
 
 __all__ = ["ModuleExchanges", "compress", "replicate", "saved_states"]
 
 
+@has_renamed_keywords
 def compress(
     model: Module,
     plan: Spec | Policy | str = "auto",
@@ -69,6 +71,7 @@ def compress(
     return exchanges
 
 
+@has_renamed_keywords
 def replicate(
     model: Module, group: ProcessGroup, plan: Spec | Policy | str = "auto", accuracy: str = "safe", tls: TlsOption = None
 ) -> "ModuleExchanges":

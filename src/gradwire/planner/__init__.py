@@ -1,5 +1,7 @@
 """The offline search: from a model's profile, a cluster and codec costs to the plan of all exchanges. Pure: no torch."""
 
+from typing import TYPE_CHECKING, Any
+
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import EVALUATIONS, joint
 from gradwire.planner.listing import (
@@ -30,6 +32,7 @@ from gradwire.planner.sweep import (
     sweep_plan,
     sweep_table,
 )
+from gradwire.renames import new_spelling
 
 __all__ = [
     "EVALUATIONS", "LABELS", "PLAIN_DDP", "SWEPT", "Limits", "PlanningJob", "SweepRow", "check_some_may", "choose_options",
@@ -37,3 +40,10 @@ __all__ = [
     "options_table", "plans_for_slow_node", "read_nodes", "read_rates", "read_slower", "rows_as_json", "rows_as_text",
     "schedule_rows", "shape_note", "steps_with_slow_node", "sweep_json", "sweep_methods", "sweep_plan", "sweep_table",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:  # or each misspelt name would pass
+
+    def __getattr__(name: str) -> Any:
+        if spelling := new_spelling(__name__, name):
+            raise ImportError(f"{__name__} has no {name!r}.{spelling}")  # `from` hides the words of an AttributeError
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
