@@ -10,7 +10,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 unexport PYTHONDONTWRITEBYTECODE
 PYTHONS := src tests benchmarks examples docs/conf.py docs/notebooks/make.py docs/pictures/draw.py setup.py
 
-.PHONY: demo unit coverage test test-slow test-ci test-all check docs docs-links wheel bench soak fuzz fuzz-threads fmt clean
+.PHONY: demo unit coverage test test-slow test-ci test-all check docs docs-links wheel wheel-aarch64 bench soak fuzz fuzz-threads fmt clean
 demo: .venv/.demo
 	$(PY) -m gradwire demo
 
@@ -67,11 +67,16 @@ docs: .venv/.docs
 docs-links: .venv/.docs
 	$(PY) -m sphinx -q -W --keep-going -b linkcheck docs build/docs-links
 
-# dist/gradwire-...-py3-none-manylinux_....whl: one wheel for every Python and every torch
-wheel: .venv/.dev
-	rm -rf build/lib* build/bdist* build/wheel dist
-	GRADWIRE_LEVELS=all $(PIP) wheel --no-deps --wheel-dir build/wheel .
+# dist/gradwire-...-py3-none-manylinux_....whl: one wheel for every Python and every torch; dist/SHA256SUMS has the hashes of all wheels there.
+# wheel-aarch64 needs g++-aarch64-linux-gnu. The variables are not exported: .venv is for this machine
+ARCH := $(shell uname -m)
+wheel-aarch64: ARCH := aarch64
+wheel-aarch64: CROSS := CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64
+wheel wheel-aarch64: .venv/.dev
+	rm -rf build/lib* build/bdist* build/wheel dist/*_$(ARCH).whl
+	$(CROSS) GRADWIRE_LEVELS=all $(PIP) wheel --no-deps --wheel-dir build/wheel .
 	PATH=".venv/bin:$$PATH" $(PY) -m auditwheel repair --wheel-dir dist build/wheel/gradwire-*.whl
+	cd dist && sha256sum *.whl > SHA256SUMS
 
 bench: .venv/.dev
 	$(PY) -m benchmarks

@@ -24,12 +24,10 @@ def setup(arguments: list[str], **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make wheel` makes; the objects are those of the last build."""
-    folder = tmp_path_factory.mktemp("wheel")
+def make_wheel(folder: Path, **environment: str) -> Path:
+    """What `make wheel` makes, or with its environment `make wheel-aarch64`; the objects are those of the last build."""
     arguments = ["build", "--build-base", str(folder / "build"), "bdist_wheel", "--dist-dir", str(folder)]
-    done = setup(arguments, GRADWIRE_LEVELS="all")
+    done = setup(arguments, GRADWIRE_LEVELS="all", **environment)
     assert done.returncode == 0, done.stderr
     (made,) = folder.glob("*.whl")
     repair = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(folder / "dist"), str(made)]
@@ -40,11 +38,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return repaired
 
 
-@pytest.fixture(scope="module")
-def library(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("unpacked")
+def unpacked(wheel: Path, folder: Path) -> Path:
+    """The library of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract("gradwire/_native.so", folder))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def library(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked(wheel, tmp_path_factory.mktemp("unpacked"))
 
 
 @needs_gcc
@@ -147,17 +154,15 @@ def test_a_compiler_that_fails_ends_the_installation(tmp_path: Path) -> None:
 # ---- another processor
 
 
-def digests(compiler: str, flags: list[str], folder: Path, runner: list[str]) -> list[str]:
-    """Lines of tests/support/cross/digest.cpp, built by this compiler with the kernels."""
+def digests(compiler: str, library: Path, folder: Path, runner: list[str]) -> tuple[list[str], list[str]]:
+    """The levels, and the lines of tests/support/cross/digest.cpp, built by this compiler and linked with this library."""
     built = folder / "digest"
-    kernels = sorted((ROOT / "csrc").glob("kernels*.cpp")) + sorted((ROOT / "csrc").glob("api_*.cpp"))
-    sources = [str(path) for path in (ROOT / "tests/support/cross/digest.cpp", *kernels)]
-    own = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wno-psabi", "-DGRADWIRE_LEVEL=baseline", "-static", *flags]
-    done = subprocess.run([compiler, *own, "-o", str(built), *sources], capture_output=True, text=True)
+    command = [compiler, "-std=c++17", "-Wno-psabi", "-o", str(built), str(ROOT / "tests/support/cross/digest.cpp"), str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ran = subprocess.run([*runner, str(built)], capture_output=True, text=True)
-    assert ran.returncode == 0 and ran.stderr == "baseline\n", ran.stderr
-    return ran.stdout.splitlines()
+    assert ran.returncode == 0, ran.stderr
+    return ran.stderr.split(), ran.stdout.splitlines()
 
 
 @needs_gcc
@@ -166,14 +171,19 @@ def digests(compiler: str, flags: list[str], folder: Path, runner: list[str]) ->
     not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64-static")),
     reason="no cross compiler for aarch64 or no qemu-user here (apt install g++-aarch64-linux-gnu qemu-user-static)",
 )
-def test_an_arm_processor_makes_the_same_bytes(tmp_path: Path) -> None:
-    assert GCC is not None
+def test_the_wheel_for_arm_makes_the_same_bytes(library: Path, tmp_path: Path) -> None:
+    compiler = "aarch64-linux-gnu-g++"
+    wheel = make_wheel(tmp_path, CXX=compiler, _PYTHON_HOST_PLATFORM="linux-aarch64")
+    _, _, python, abi, systems = wheel.stem.split("-", 4)
+    assert (python, abi) == ("py3", "none")
+    assert all(tag.startswith("manylinux") and tag.endswith("_aarch64") for tag in systems.split("."))
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
-    own = digests(GCC, [], here, [])
-    assert len(own) == 9
-    assert digests("aarch64-linux-gnu-g++", [], there, ["qemu-aarch64-static"]) == own
+    levels, own = digests(str(GCC), library, here, [])
+    assert len(set(own)) == 9 and own == own[:9] * len(levels)
+    emulator = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"]
+    assert digests(compiler, unpacked(wheel, there), there, emulator) == (["baseline"], own[:9])
 
 
 def test_the_library_of_this_checkout_is_beside_the_package() -> None:

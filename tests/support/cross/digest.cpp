@@ -1,11 +1,11 @@
 // Prints a number for what each of some kernels makes of the same values: equal on every processor, or ranks would drift apart.
-// Linked with csrc/ by tests/scripts/test_build.py, for this machine and, where there is a cross compiler, for another.
+// Linked by tests/scripts/test_build.py with the library of a wheel, for this machine and, where there is a cross compiler, for another.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <vector>
 
-#include "../../csrc/api.hpp"
+#include "../../../csrc/api.hpp"
 
 using gradwire::Tensor;
 
@@ -58,7 +58,7 @@ int main() {
     show("fp8", scales + kNumel, [&](const Tensor* out) { return gw_fp8_encode(&src, &left, &four, 128, 0, out); });
     show("natural", scales + kNumel, [&](const Tensor* out) { return gw_natural_encode(&src, &left, &four, &stream, 128, out); });
     show("mean signs", padded(2) + kNumel / 8, [&](const Tensor* out) { return gw_mean_sign_encode(&src, &left, &four, 0, 1, out); });
-    show("terngrad", scales + kNumel / 4, [&](const Tensor* out) { return gw_terngrad_encode(&src, &left, &pair, &stream, 128, 2.5, out); });
+    show("terngrad", scales + (kNumel / 8 * 13 + 7) / 8, [&](const Tensor* out) { return gw_terngrad_encode(&src, &left, &pair, &stream, 128, 2.5, out); });
     show("top-k", 50 * 4 + 54, [&](const Tensor* out) { return gw_topk_encode(&src, &left, &four, 0.01, false, 0.0, out); });
     show("float16", 2 * kNumel, [&](const Tensor* out) { return gw_cast_encode(&src, &left, 2, out); });
   }
