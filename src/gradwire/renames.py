@@ -10,7 +10,8 @@ from typing import ParamSpec, TypeVar
 
 __all__ = ["RENAMED", "has_renamed_keywords", "new_spelling", "old_words"]
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 RENAMED: dict[str, dict[str, str]] = {
     "gradwire.planner": {
