@@ -300,7 +300,13 @@ def reduced_for_fsdp2(device: Device) -> None:
             turns.settle()
             return exchanges[module]
 
-        own: Any = SimpleNamespace(exchange_of=exchange_of, _job=nothing, _turns=turns)
+        own: Any = SimpleNamespace(
+            exchange_of=exchange_of,
+            _job=nothing,
+            _turns=turns,
+            _scale=SimpleNamespace(change=lambda specs: 1),
+            _specs=SimpleNamespace(used=[]),
+        )
         stream, outputs = device.stream("the stream of reduce-scatters"), []
 
         def reduce_scatter(module: str, gradient: torch.Tensor) -> None:
