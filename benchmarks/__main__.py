@@ -63,6 +63,7 @@ PARTS = {
     "local": "held-out loss against seconds: local steps beside auto on slow links; tables in docs/local_steps.md",
     "outer": "held-out loss of outer steps of local steps beside the mean of weights, in one process: docs/local_steps.md",
     "wan": "held-out loss against seconds between two sites, gradwire beside other methods: writes docs/sites_measured.md",
+    "many_nodes": "steps on 4 to 32 nodes: DDP, exact, fixed specs, auto: writes docs/many_nodes.md",
     "far": "steps between two sites by their distance: DDP, the schedules and auto: writes docs/far_links.md",
     "unequal": "ranks that are not equally fast: samples a second, and losses at equal samples: docs/how-to/unequal.md",
     "members": "members that are killed and come again: torchft beside gw.elastic over slow links, samples and losses",

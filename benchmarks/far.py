@@ -50,8 +50,8 @@ How long a step takes between two sites, by their distance. The bench's transfor
 - **4 bits** is `gw.QSGD(bits=4)` with the schedule [`backward`](schedules.md). **delayed** makes no corrections.
 - **hiding** says how many times shorter the better one of pipelined and delayed is than 4 bits alone.
 - **auto** uses `backward`, as by default. With all schedules it may use `pipelined` too. It cannot take `delayed` here, which
-  knows torch's optimizers alone. Specs with weights begin with 20 steps of 4 bits; the measured steps come later. What it
-  chose:
+  knows torch's optimizers alone. Specs with weights begin with 20 steps of 4 bits. The measured steps come later, except in
+  rows with \\*, which are older. What it chose:
 
 {chosen}
 
@@ -113,9 +113,14 @@ def tables_of(results: list[dict[str, Any]]) -> list[str]:
         for result in results:
             if (result["mbps"], result["nodes"]) == (mbps, nodes):
                 times = (milliseconds(result["methods"][name]["step_ms"]) for name in METHODS)
-                rows.append([f"{result['delay_ms']} ms", *times, ratio(*hiding(result))])
+                rows.append([f"{result['delay_ms']} ms{old_mark(result)}", *times, ratio(*hiding(result))])
         lines += ["", f"{SITES} sites, {nodes} machines, {mbps} Mb/s:", "", *table(("delay", *METHODS, "hiding"), rows, left=1)]
     return lines
+
+
+def old_mark(result: Mapping[str, Any]) -> str:
+    """What marks a row whose measured steps are among those in which codecs warm up."""
+    return "" if "cpu_ms" in result["methods"][BASE] else " \\*"
 
 
 def hiding(result: Mapping[str, Any]) -> tuple[float | None, float | None]:

@@ -15,6 +15,7 @@ def found_by(cell: Cell | None) -> dict[str, Any]:
         return {"step_ms": None, "decided": [], "failure": why or "nothing was measured"}
     return {
         "step_ms": _ms(cell.step.median_us),
+        "forward_ms": _ms(cell.forward_us),
         "cpu_ms": _ms(cell.cpu_us),
         "codec_ms": _ms(cell.codec_us),
         "planned_mb": None if cell.planned_bytes is None else round(cell.planned_bytes / 1e6, 3),

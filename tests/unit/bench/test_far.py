@@ -9,7 +9,7 @@ from gradwire.bench.runner import BenchRequest
 
 
 def result(delay: int, **times: float | None) -> dict[str, Any]:
-    methods = {name: {"step_ms": times.get(name, 400.0), "decided": [], "failure": None} for name in far.METHODS}
+    methods = {name: {"step_ms": times.get(name, 400.0), "decided": [], "failure": None, "cpu_ms": 1.0} for name in far.METHODS}
     methods["auto"]["decided"] = [{"step": 40, "chosen": "plan A"}, {"step": 90, "chosen": "plan B"}]
     return {"nodes": 8, "mbps": 100, "delay_ms": delay, "methods": methods}
 
@@ -21,6 +21,14 @@ def test_a_row_for_each_delay_and_a_table_for_each_cluster() -> None:
     assert sum("machines" in line for line in lines) == 2
     assert any(line.startswith("| 50 ms | 400 | failed | 400 | 400 | 250 |") and line.endswith("| 1.60 |") for line in lines)
     assert far.chosen_of([near])[2:] == ["| 8 | 100 Mb/s | 0 ms | auto | plan B | 90 |"]
+
+
+def test_rows_from_the_warm_up_of_codecs_are_marked() -> None:
+    old = result(10)
+    for found in old["methods"].values():
+        del found["cpu_ms"]
+    rows = [line for line in far.tables_of([old, result(50)]) if line.startswith(("| 10 ms", "| 50 ms"))]
+    assert [row.split(" | ")[0] for row in rows] == [r"| 10 ms \*", "| 50 ms"]
 
 
 def test_what_was_not_measured_is_no_ratio() -> None:

@@ -1,0 +1,186 @@
+"""Steps on 4 to 32 nodes: DDP, exact sums, fixed specs, and plan="auto".
+
+    python -m benchmarks many_nodes [--nodes 4 8 16 32] [--links 100mbit] [--jobs transformer] [--steps 8] [--again]
+
+Computation is a timed sleep, so many nodes fit on few processors. Sockets, codecs and memory are real. The methods of a cell run
+in turns, as many together as fit into memory. Results go to benchmarks/results/many_nodes/NODES-JOB-LINK.json after each cell;
+what is there is not measured again, unless --again. The tables go to docs/many_nodes.md. Needs network namespaces.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from benchmarks.common import RESULTS, write
+from benchmarks.markdown import table
+from benchmarks.sleeping_cells import failures, found_by, is_whole, milliseconds, ratio
+from gradwire.bench.jobs import make_job
+from gradwire.bench.names import UNLIMITED
+from gradwire.bench.progress import ProgressView
+from gradwire.bench.runner import BenchRequest, emulation_problem, gbps_of, run_bench
+from gradwire.core.files import write_whole
+
+FOLDER = RESULTS / "many_nodes"
+PAGE = Path(__file__).parents[1] / "docs" / "many_nodes.md"
+NODES, LINKS, JOBS = (4, 8, 16, 32), ("100mbit", "500mbit", UNLIMITED), ("transformer", "bert")
+MOST_DECIDING_STEPS = 40
+FLOOR, DDP, EXACT, BITS, AUTO = "no communication", "DDP", "auto, exact", "4 bits", "auto"
+WEIGHTED = "gradwire:ErrorFeedback(QSGD(bits={}, scale='ls', levels='lloyd'), weights=0.98, warm_up_steps=20)"
+COPIES = 4
+"""Of a model in a method: weights, gradients, buckets, and what codecs and sums need."""
+PART_OF_MEMORY = 0.5
+TEXT = """# Steps on many machines
+
+How long a step takes on {least} to {most} machines, one rank each. The bench's transformer has 6.09 million parameters, the one
+with BERT-medium's layers 25.4 million. In each step DDP sends and receives nearly twice the gradients' bytes on each machine.
+
+{tables}
+
+- **Emulated** on one machine with {processors} processors, and measured by `python -m benchmarks many_nodes`. Computation is a
+  timed sleep. Median steps of rank means, in ms.
+- **fixed spec** is the smallest one that "safe" may use on so many ranks: 2 bits with weights on 4, 3 bits with weights on 8 and
+  16, 8 bits on 32.
+- **over DDP** is DDP's step over auto's. **exact over DDP** is DDP's step over that of `accuracy="exact"`.
+- **possible** is the largest of three. Computation and codecs. Forward, in which nothing can be sent, and the plan's bytes at the
+  link's rate. The processor time of all ranks over {processors} processors. **of possible** is that over auto's step.
+- **predicted** is auto's own prediction over its step. **over the best** is auto's step over the shortest in its row.
+
+What auto chose:
+
+{chosen}
+
+For steps of computing jobs on 2 and 4 machines: [the matrix](matrix.md). For steps between sites: [far links](far_links.md).
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Measure what is missing, print and write the page; 1 where nothing can be emulated, and where a method failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks many_nodes")
+    parser.add_argument("--nodes", nargs="+", type=int, default=NODES)
+    parser.add_argument("--links", nargs="+", default=LINKS)
+    parser.add_argument("--jobs", nargs="+", default=JOBS)
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each method")
+    parser.add_argument("--again", action="store_true", help="measure what has results, too")
+    options = parser.parse_args(arguments)
+    if (problem := emulation_problem()) is not None:
+        print(f"not measured: {problem}")
+        return 1
+    failed: list[str] = []
+    for nodes, job, link in ((nodes, job, link) for nodes in options.nodes for job in options.jobs for link in options.links):
+        path = FOLDER / f"{nodes}-{job}-{link}.json"
+        if path.exists() and not options.again and is_whole(json.loads(path.read_text()), methods_of(nodes)):
+            continue
+        found = measured(nodes, job, link, options.steps)
+        failed += failures(path.stem, found)
+        about = {"nodes": nodes, "job": job, "link": link, "steps": options.steps, "processors": os.cpu_count()}
+        write(path, about | {"methods": found}, quiet=True)
+    results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
+    results.sort(key=lambda each: (JOBS.index(each["job"]), LINKS.index(each["link"]), each["nodes"]))
+    page = page_of(results)
+    print(page)
+    write_whole(PAGE, page)
+    print("\n".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+def methods_of(nodes: int) -> dict[str, str]:
+    """The names of the methods in tables and in the bench."""
+    fixed = WEIGHTED.format(2) if nodes <= 4 else WEIGHTED.format(3) if nodes <= 16 else "gradwire:qsgd8"
+    names = ("floor", "ddp", "gradwire:auto-exact", "gradwire:qsgd4", fixed, "gradwire:auto")
+    return dict(zip((FLOOR, DDP, EXACT, BITS, "fixed spec", AUTO), names, strict=True))
+
+
+def measured(nodes: int, job: str, link: str, steps: int) -> dict[str, dict[str, Any]]:
+    """What is kept of each method. As many methods as fit into memory take turns."""
+    methods = methods_of(nodes)
+    of_method = nodes * COPIES * sum(each.nbytes for each in make_job(job).make_model(0).parameters())
+    together = max(1, int(PART_OF_MEMORY * psutil.virtual_memory().available / of_method))
+    found: dict[str, dict[str, Any]] = {}
+    for first in range(0, len(methods), together):
+        names = list(methods)[first : first + together]
+        request = BenchRequest(
+            jobs=[job],
+            links=[link],
+            methods=[methods[name] for name in names],
+            device="sleeping",
+            nodes=nodes,
+            steps=steps,
+            warmup_steps=3,
+            turn_steps=(steps + 1) // 2,
+            deciding_steps=MOST_DECIDING_STEPS,
+            alone_steps=0,
+        )
+        done = run_bench(request, None, ProgressView(Console(stderr=True)))
+        found |= {name: found_by(done.cell(job, link, methods[name])) for name in names}
+    return found
+
+
+def page_of(results: Sequence[dict[str, Any]]) -> str:
+    """The page in docs."""
+    nodes = [each["nodes"] for each in results]
+    return TEXT.format(
+        least=min(nodes),
+        most=max(nodes),
+        processors=results[0]["processors"],
+        tables="\n".join(tables_of(results)),
+        chosen="\n".join(chosen_of(results)),
+    )
+
+
+def tables_of(results: Sequence[dict[str, Any]]) -> list[str]:
+    """A table for each job and link: the median steps by the number of nodes."""
+    lines: list[str] = []
+    names = list(methods_of(NODES[0]))
+    more = ("over DDP", "exact over DDP", "possible", "of possible", "predicted", "over the best")
+    for job, link in dict.fromkeys((each["job"], each["link"]) for each in results):
+        rows = [
+            [each["nodes"], *(milliseconds(each["methods"][name]["step_ms"]) for name in names), *compared(each)]
+            for each in results
+            if (each["job"], each["link"]) == (job, link)
+        ]
+        rate = "no limit of the link" if link == UNLIMITED else f"{1000 * (gbps_of(link) or 0):.0f} Mb/s"
+        lines += ["", f"{job}, {rate}:", "", *table(("machines", *names, *more), rows, left=0)]
+    return lines
+
+
+def compared(result: Mapping[str, Any]) -> list[str]:
+    """The columns after those of times."""
+    times = {name: found["step_ms"] for name, found in result["methods"].items() if name != FLOOR}
+    auto, decided = times[AUTO], result["methods"][AUTO]["decided"]
+    best = None if None in times.values() else min(times.values())
+    bound = possible_ms(result)
+    return [
+        ratio(times[DDP], auto),
+        ratio(times[DDP], times[EXACT]),
+        milliseconds(bound),
+        ratio(bound, auto),
+        ratio(decided[-1]["predicted_ms"] if decided else None, auto),
+        ratio(auto, best),
+    ]
+
+
+def possible_ms(result: Mapping[str, Any]) -> float | None:
+    """The least time of a step with the plan that auto chose: computation and codecs, forward and the wire, the processors."""
+    auto, alone, gbps = result["methods"][AUTO], result["methods"][FLOOR], gbps_of(result["link"])
+    if alone["step_ms"] is None or auto["step_ms"] is None:
+        return None
+    wire_ms = 0.0 if gbps is None else auto["planned_mb"] * 8 / gbps
+    processors_ms = result["nodes"] * auto["cpu_ms"] / result["processors"]
+    return float(max(alone["step_ms"] + (auto["codec_ms"] or 0), alone["forward_ms"] + wire_ms, processors_ms))
+
+
+def chosen_of(results: Sequence[dict[str, Any]]) -> list[str]:
+    """A table of what auto decided last, and after how many steps."""
+    rows = [
+        (each["nodes"], each["job"], each["link"], decided[-1]["chosen"], decided[-1]["step"], f"{decided[-1]['cost_s']:.1f}")
+        for each in results
+        if (decided := each["methods"][AUTO]["decided"])
+    ]
+    return table(("machines", "job", "link", "chosen", "after steps", "cost, s"), rows, left=4)
