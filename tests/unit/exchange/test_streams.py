@@ -42,11 +42,12 @@ SHAPES = ((37, 19), (1,), (13, 23))
 class DeviceLanes(Lanes):
     """One lane, as on a GPU, on a link to which nobody answers."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, ranks: int = 2) -> None:
         nobody: Any = None
         met: Any = SimpleNamespace(close=lambda: None)
-        self.group = Group(nobody, 0, (0, 1), timedelta(seconds=60), Grid.even(1, 2, 0), meeting=met)
-        link: Any = DeviceLink(device, 0, 2)
+        grid = Grid.even(1, ranks, 0)
+        self.group = Group(nobody, 0, tuple(range(ranks)), timedelta(seconds=60), grid, meeting=met)
+        link: Any = DeviceLink(device, 0, ranks)
         self.control = Lane("gradwire-double", link)
         self.data, self.device = [self.control], torch.device("cuda")
         self.shared = LaneSet("double")
@@ -58,8 +59,8 @@ class DeviceLanes(Lanes):
 
 
 @contextmanager
-def lanes_of(device: Device) -> Iterator[DeviceLanes]:
-    lanes = DeviceLanes(device)
+def lanes_of(device: Device, ranks: int = 2) -> Iterator[DeviceLanes]:
+    lanes = DeviceLanes(device, ranks)
     try:
         yield lanes
     finally:
@@ -69,7 +70,7 @@ def lanes_of(device: Device) -> Iterator[DeviceLanes]:
 def exchange_on(lanes: Lanes, spec: Any, **values: Any) -> Exchange:
     policy = gw.Policy(default=spec, **{"bucket_bytes": 3000, "chunk_bytes": 1000} | values)
     infos = [TensorInfo(f"t{index}", shape, "float32") for index, shape in enumerate(SHAPES)]
-    plan = policy.plan(infos, 2)
+    plan = policy.plan(infos, lanes.group.world_size)
     tensors = {info.name: torch.zeros(info.shape) for info in infos}
     return Exchange.on(lanes, tensors, plan, 0)
 
@@ -96,6 +97,18 @@ def whole_steps(device: Device) -> None:
         with lanes_of(device) as lanes:
             exchange = exchange_on(lanes, spec, **values)
             for step in range(3):
+                fill(exchange, step)
+                exchange.wait()
+                for flat in exchange.flats:
+                    flat.mul_(2.0)
+
+
+def hop_by_hop(device: Device) -> None:
+    """Transfers in which a rank receives nothing: at the root of a tree, and without other ranks."""
+    for scheme, ranks in (("tree", 1), ("tree", 2), ("tree", 3), ("ring", 1)):
+        with lanes_of(device, ranks) as lanes:
+            exchange = exchange_on(lanes, gw.QSGD(bits=4), scheme=scheme)
+            for step in range(2):
                 fill(exchange, step)
                 exchange.wait()
                 for flat in exchange.flats:
@@ -355,7 +368,7 @@ def squares_of_a_witness(device: Device) -> None:
 
 SCENARIOS = (
     *(quantised_by_the_backend, reduced_for_fsdp2, squares_of_a_witness),
-    *(whole_steps, narrow_residuals, gathers_later, gather_alone),
+    *(whole_steps, hop_by_hop, narrow_residuals, gathers_later, gather_alone),
     *(on_a_lane, buffers_beside, offloaded, staged, scale_of_a_scaler),
 )
 
@@ -379,7 +392,7 @@ def test_nothing_is_touched_out_of_order(scenario: Callable[[Device], None], mon
 
 def test_no_thread_waits_where_lanes_only_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     with Device().used(monkeypatch) as device, torch.no_grad():
-        for scenario in (whole_steps, narrow_residuals, gathers_later, gather_alone):
+        for scenario in (whole_steps, hop_by_hop, narrow_residuals, gathers_later, gather_alone):
             scenario(device)
         assert "synchronize" not in {call for _, call in device.waits}
         staged(device)
