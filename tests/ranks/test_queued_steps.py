@@ -19,7 +19,7 @@ from worlds import Given
 
 import gradwire as gw
 from gradwire.exchange import layout
-from gradwire.transport import COMPLETE, Grid, Group, LinkError, QueuedStep
+from gradwire.transport import COMPLETE, Grid, Group, Link, LinkError, QueuedStep
 from gradwire.transport import queued as queued_steps
 from gradwire.transport.messages import Messages
 from gradwire.transport.queued import UNKNOWN_BUCKET
@@ -167,6 +167,27 @@ def test_weights_are_compared_when_the_sums_of_the_step_before_have_arrived(
     assert len(found) == 2 and not any(found)
 
 
+def detaches_at_once(group: Any, stuck: set[DeviceStreams]) -> list[bool]:
+    """Whether something was under way when this rank closed each lane for gradients."""
+    training = Training(group, stuck)
+    training.step()
+    training.step_without_end()
+    threading.Timer(0.3, stuck.clear).start()
+    under_way: list[bool] = []
+    for lane in training.lanes.data:
+        close = lane.link.close
+        lane.link.close = lambda close=close: (under_way.append(bool(stuck)), close())  # type: ignore[method-assign]
+    training.handle.detach()
+    return under_way
+
+
+def test_lanes_close_when_the_sums_of_the_last_step_have_arrived(
+    stuck: set[DeviceStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, of_rank_1 = on_double(detaches_at_once, monkeypatch, stuck)
+    assert of_rank_1 and not any(of_rank_1)
+
+
 # ---- one queued step
 
 
@@ -239,6 +260,7 @@ class FakeNccl:
         _timeout = timedelta(seconds=1)
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.calls: list[str] = []
         self.errors, self.timeout = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"), options._timeout
         self.connected: list[torch.device] = []
         self.made.append(self)
@@ -248,6 +270,18 @@ class FakeNccl:
             raise RuntimeError("Duplicate GPU detected")
         self.connected.append(device)
 
+    def name(self) -> str:
+        return "nccl"
+
+    def get_error(self) -> Any:
+        return SimpleNamespace(name="SUCCESS")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
 
 @pytest.fixture
 def nccl_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
@@ -256,7 +290,7 @@ def nccl_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     monkeypatch.setattr(Group, "store", lambda self, name: None)
     monkeypatch.setattr(FakeNccl, "made", [])
     nobody: Any = None
-    met: Any = SimpleNamespace(name="met")
+    met: Any = SimpleNamespace(name="met", break_off=lambda: None)
     yield Group(nobody, 0, (0, 1), timedelta(seconds=60), Grid.even(1, 2, 0), meeting=met)
 
 
@@ -278,3 +312,22 @@ def test_nccl_connects_at_once(nccl_group: Group, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(FakeNccl, "refuses", True)
     with pytest.raises(LinkError, match="Duplicate GPU"):
         nccl_group.connect("1", torch.device("cuda"), timedelta(seconds=50))
+
+
+def test_nccl_is_shut_down_when_what_was_queued_has_completed(nccl_group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Device().used(monkeypatch):
+        link, done = Link(nccl_group, "0", torch.device("cuda", 0), timedelta(seconds=50)), threading.Event()
+        monkeypatch.setattr(DeviceStreams, "is_done", lambda own, mark: done.is_set())
+        (backend,) = FakeNccl.made
+        threading.Timer(0.3, lambda: (backend.calls.append("completed"), done.set())).start()
+        link.close()
+        assert backend.calls == ["completed", "shutdown"]
+
+
+def test_nccl_is_aborted_where_what_was_queued_cannot_complete(nccl_group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceStreams, "is_done", lambda own, mark: False)
+    with Device().used(monkeypatch):
+        link = Link(nccl_group, "0", torch.device("cuda", 0), timedelta(seconds=50))
+        threading.Timer(0.3, link.break_off).start()
+        link.close()
+        assert FakeNccl.made[0].calls == ["abort"]

@@ -336,6 +336,7 @@ class Lanes:
             self._move()
 
     def _move(self) -> None:
+        self.first_incomplete()
         if self.shared.remove(self):
             self._close()
         self.shared = LaneSet(f"{self._name}-own")
@@ -370,8 +371,9 @@ class Lanes:
             ) from error
 
     def stop(self) -> None:
-        """End the threads, if no other handle uses them. A collective that one of them is stuck in fails, here and on the other
-        ranks."""
+        """End the threads, if no other handle uses them. What the last step has queued on a device completes before. A collective
+        that a thread is stuck in fails, here and on the other ranks."""
+        self.first_incomplete()
         if self.shared.remove(self):
             self._close()
         elif self.shared.joined > 1:
