@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,9 @@ from worlds import Given
 
 import gradwire as gw
 from gradwire.exchange import layout
-from gradwire.transport import COMPLETE, Grid, Group, Link, LinkError, QueuedStep
+from gradwire.transport import COMPLETE, Grid, Group, Lanes, Link, LinkError, QueuedStep
 from gradwire.transport import queued as queued_steps
+from gradwire.transport.in_process import InProcessGroup, run_ranks
 from gradwire.transport.messages import Messages
 from gradwire.transport.queued import UNKNOWN_BUCKET
 from gradwire.transport.streams import DeviceStreams
@@ -308,10 +310,35 @@ def test_nccl_ends_no_process_and_gives_up_later_than_other_links(
 
 def test_nccl_connects_at_once(nccl_group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     nccl_group.connect("0", torch.device("cuda"), timedelta(seconds=50))
-    assert FakeNccl.made[0].connected == [torch.device("cuda", 3)]
+    nccl_group.connect("0", torch.device("cuda", 0), timedelta(seconds=50))
+    assert [backend.connected for backend in FakeNccl.made] == [[torch.device("cuda", 3)], [torch.device("cuda", 0)]]
     monkeypatch.setattr(FakeNccl, "refuses", True)
     with pytest.raises(LinkError, match="Duplicate GPU"):
         nccl_group.connect("1", torch.device("cuda"), timedelta(seconds=50))
+
+
+def makes_lanes(group: InProcessGroup) -> None:
+    for device in (None, torch.device("cpu"), torch.device("cuda", 1)):
+        Lanes.of_handle(group, None, None, device).abort()
+
+
+def test_ranks_meet_on_the_gpu_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, met_on, meet = threading.local(), list[Any](), InProcessGroup.meet
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.device = device
+        yield
+        del current.device
+
+    def meets(own: Any, *arguments: Any) -> Any:
+        met_on.append(getattr(current, "device", None))
+        return meet(own, *arguments)
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(InProcessGroup, "meet", meets)
+    run_ranks(1, makes_lanes)
+    assert met_on == [None, None, torch.device("cuda", 1)]
 
 
 def test_nccl_is_shut_down_when_what_was_queued_has_completed(nccl_group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

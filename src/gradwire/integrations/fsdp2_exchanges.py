@@ -87,7 +87,7 @@ class ModuleExchanges:
         def make(step: int) -> Exchange:
             first = next(iter(tensors.values()))
             if (lanes := self._lanes.get(pack.ranks)) is None:
-                lanes = self._lanes[pack.ranks] = Lanes(group, tls=self._tls)
+                lanes = self._lanes[pack.ranks] = Lanes(group, tls=self._tls, device=first.device)
                 specs = f"{self._specs!r} {self._rounded!r} {self._specs.state()}"
                 facts: dict[str, Any] = {"gradwire version": __version__, "specs": specs, "modules": [*self.modules]}
                 facts["steps of the state that was loaded"] = {name: packs.step for name, packs in self._packs.items()}

@@ -311,7 +311,9 @@ class Group:
             store = self.store(f"{self.met.name}/{name}")
             with transfer(), _errors_end_no_process():
                 backend = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
-                backend.eager_connect_single_device(torch.device("cuda", device.index or torch.cuda.current_device()))
+                backend.eager_connect_single_device(
+                    device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+                )
             return backend, _HiddenEnds()
         reach = partial(self.met.reach, name)
         messages = Messages(self.met.mesh(name), self.rank, self.world_size, timeout, reach)
