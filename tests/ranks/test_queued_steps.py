@@ -190,6 +190,26 @@ def test_lanes_close_when_the_sums_of_the_last_step_have_arrived(
     assert of_rank_1 and not any(of_rank_1)
 
 
+def trains_once(group: Any, stuck: set[DeviceStreams]) -> str:
+    """A step. The name of the control lane's thread."""
+    training = Training(group, stuck)
+    training.step()
+    training.handle.detach()
+    return training.lanes.control._thread.name
+
+
+def test_the_thread_that_asks_for_marks_is_on_their_device(stuck: set[DeviceStreams], monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, enter = list[str](), DeviceStreams.enter_thread
+
+    def enter_thread(own: DeviceStreams) -> None:
+        entered.append(threading.current_thread().name)
+        enter(own)
+
+    monkeypatch.setattr(DeviceStreams, "enter_thread", enter_thread)
+    controls = on_double(trains_once, monkeypatch, stuck)
+    assert [entered.count(name) for name in controls] == [2, 2], "a rank has one of its own, both have one name"
+
+
 # ---- one queued step
 
 

@@ -25,6 +25,7 @@ from gradwire.profiler import clock
 from gradwire.transport import Meter, Operations, Wire, link, staged_link, streams
 from gradwire.transport.in_process import InProcessGroup, run_ranks
 from gradwire.transport.operations import _RECEIVE, _RECEIVE_ELEMENTS, _SEND
+from gradwire.transport.rendezvous import CONTROL
 
 __all__ = ["WAITS", "Device", "DeviceFuture", "DeviceLink", "Race", "SeenWire", "run_staged_ranks"]
 
@@ -119,9 +120,7 @@ class Device:
     @contextmanager
     def used(self, monkeypatch: Any) -> Iterator["Device"]:
         """`gradwire.transport.streams` uses this device, and this thread's operations are on it."""
-        accelerator = SimpleNamespace(
-            current_stream=lambda device: self.current, set_device_index=lambda index: _Recorder(self).__enter__()
-        )
+        accelerator = SimpleNamespace(current_stream=lambda device: self.current, set_device_index=self._enter_thread)
         fake = SimpleNamespace(
             Stream=lambda device, priority: _Stream(self, "a lane's stream"),
             Event=lambda device, enable_timing=False: self.event(enable_timing),
@@ -138,6 +137,11 @@ class Device:
                 patch.setattr(link.Link, name, self._by_host(getattr(link.Link, name)))
             yield self
         assert not self.races, self.races[0]
+
+    def _enter_thread(self, index: int) -> None:
+        """This thread's tensors are on the device, unless it is a control lane's, which asks for marks alone."""
+        if not threading.current_thread().name.endswith(f"-{CONTROL}"):
+            _Recorder(self).__enter__()
 
     @property
     def current(self) -> "_Stream":

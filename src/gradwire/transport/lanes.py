@@ -318,6 +318,7 @@ class Lanes:
             raise CommunicationError(
                 f"rank {self._own_rank}: the lanes for gradients could not be connected. (The backend said: {error})"
             ) from error
+        self._told_first(lambda link: self.data[0].link.streams.enter_thread())  # marks are asked for there
         made = self._told_first(lambda link: make_wires(link, self.group, self._wire_count()))
         for lane, wire in zip(self.data, made, strict=False):
             lane.link.wire = wire
