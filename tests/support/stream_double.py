@@ -120,7 +120,9 @@ class Device:
     @contextmanager
     def used(self, monkeypatch: Any) -> Iterator["Device"]:
         """`gradwire.transport.streams` uses this device, and this thread's operations are on it."""
-        accelerator = SimpleNamespace(current_stream=lambda device: self.current, set_device_index=self._enter_thread)
+        # torch makes another object for the stream in each call
+        current = lambda device: _Stream(self, self.current.timeline.name, self.current.timeline)  # noqa: E731
+        accelerator = SimpleNamespace(current_stream=current, set_device_index=self._enter_thread)
         fake = SimpleNamespace(
             Stream=lambda device, priority: _Stream(self, "a lane's stream"),
             Event=lambda device, enable_timing=False: self.event(enable_timing),
@@ -253,18 +255,23 @@ class Device:
 
 
 class _Stream:
-    def __init__(self, device: Device, name: str) -> None:
-        self.device, self.timeline = device, _Timeline(name)
+    """A stream. As in torch 2.8 to 2.11 an object is entered once at a time, by one thread: it keeps what was current before."""
+
+    def __init__(self, device: Device, name: str, timeline: _Timeline | None = None) -> None:
+        self.device, self.timeline, self._is_entered = device, timeline or _Timeline(name), False
 
     def wait_event(self, event: "_Event") -> None:
         self.timeline.follow(event.after)
 
     def __enter__(self) -> "_Stream":
-        threads = self.device._threads
+        if self._is_entered:
+            raise RuntimeError("Stream's context should not be initialized.")
+        threads, self._is_entered = self.device._threads, True
         threads.stack = [*getattr(threads, "stack", []), self]
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self._is_entered = False
         self.device._threads.stack = self.device._threads.stack[:-1]
 
 

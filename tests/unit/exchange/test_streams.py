@@ -276,7 +276,8 @@ def quantised_by_the_backend(device: Device) -> None:
         group: Any = c10d.QuantisingGroup.__new__(c10d.QuantisingGroup)
         dist.ProcessGroup.__init__(group, 0, 2)  # type: ignore[call-arg]
         group._worker, group._compared = worker, c10d.SETTINGS.changes
-        worker.submit(lanes.data[0].link.streams.enter_thread).result()
+        group._streams = {values.device: lanes.data[0].link.streams.for_thread()}
+        worker.submit(group._streams[values.device].enter_thread).result()
         patch.setattr(c10d.QuantisingGroup, "_parts", lambda own, tensor: parts)
         patch.setattr(c10d.QuantisingGroup, "_exchange_of", lambda own, parts: exchange)
         patch.setattr(c10d, "_create_work_from_future", lambda future: future)
