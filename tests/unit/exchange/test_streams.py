@@ -25,7 +25,7 @@ from gradwire.core import TensorInfo
 from gradwire.engine.buffers import BuffersBeside
 from gradwire.engine.torch_hooks import loss_scale
 from gradwire.engine.witness import Witness, _Squares
-from gradwire.exchange import Exchange, host_codec
+from gradwire.exchange import Exchange, host_codec, layout
 from gradwire.exchange.exchange import BOTH, GATHER, REDUCE
 from gradwire.exchange.host_codec import HostCodec, Staging
 from gradwire.integrations import c10d
@@ -217,6 +217,50 @@ def offloaded(device: Device) -> None:
                 codec.decode(arrived.payload, arrived.segments, arrived.dtype, False, into, context)
 
 
+class TwoTowers(torch.nn.Module):
+    """Two parameters in one bucket. The second one is used on another stream of the script, which follows the first one's before."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device, self.other = device, device.stream("another stream of the script")
+        self.first, self.second = (torch.nn.Parameter(torch.ones(size)) for size in (30, 20))
+
+    def forward(self) -> torch.Tensor:
+        self.other.timeline.follow(self.device.current.timeline.after)
+        first = self.first.sum()
+        with self.other:
+            second = self.second.sum()
+        self.device.current.timeline.follow(self.other.timeline.after)
+        return first + second
+
+
+def two_streams_rank(group: Any, device: Device, sharded: bool) -> None:
+    """One rank of `two_streams`."""
+    model = TwoTowers(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = gw.Uniform(gw.Identity(), schedule=gw.Pipelined(shard_optimizer=sharded))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=group)
+    with torch.enable_grad():
+        for _ in range(3):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.first.sum()
+    with model.other:
+        handle.flush()
+        model.second.sum()
+    device.current.timeline.follow(model.other.timeline.after)
+    handle.detach()
+
+
+def two_streams(device: Device) -> None:
+    """Parameters that arrive together, and that two streams of the script use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "launches", lambda device: True)
+        for sharded in (False, True):
+            run_staged_ranks(device, 2, two_streams_rank, 60.0, device, sharded)
+
+
 STAGED: tuple[tuple[Any, dict[str, Any]], ...] = (
     (gw.QSGD(bits=4), {}),
     (gw.Identity(), {}),
@@ -370,7 +414,7 @@ def squares_of_a_witness(device: Device) -> None:
 SCENARIOS = (
     *(quantised_by_the_backend, reduced_for_fsdp2, squares_of_a_witness),
     *(whole_steps, hop_by_hop, narrow_residuals, gathers_later, gather_alone),
-    *(on_a_lane, buffers_beside, offloaded, staged, scale_of_a_scaler),
+    *(on_a_lane, buffers_beside, offloaded, staged, scale_of_a_scaler, two_streams),
 )
 
 
