@@ -56,8 +56,8 @@ def gather_bytes(link: Link, text: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piece_bytes: int = 32 * 2**20) -> None:
-    """Give every rank the root's values of these tensors, in pieces of about `piece_bytes`. Any dtype and strides. Tensors are not
-    cut, except on a host-staged lane, which keeps page-locked memory as large as its largest message."""
+    """Give every rank the root's values of these tensors, in pieces of about `piece_bytes`. Any dtype and strides. Tensors are
+    cut on a host-staged lane alone, which keeps page-locked memory as large as its largest message."""
     pending: list[torch.Tensor] = []
     nbytes = 0
     for at, tensor in enumerate(tensors):

@@ -218,7 +218,7 @@ def offloaded(device: Device) -> None:
 
 
 class TwoTowers(torch.nn.Module):
-    """Two parameters in one bucket. The second one is used on another stream of the script, which follows the first one's before."""
+    """Two parameters in one bucket. The second one is used on another stream of the script, which follows the first before."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
