@@ -405,6 +405,30 @@ def test_a_spec_with_a_magnitude_of_its_own_is_refused_under_a_loss_scale(worlds
         assert words.startswith("a GradScaler multiplied the loss by 65536, and the plan has SignSGD") and mean == 1.0
 
 
+def with_a_group_beside(reverse: bool) -> tuple[str, bool]:
+    """The digest of the gradients with a group for gradwire alone, and whether its exchange uses that group; or the error."""
+    ranks = [*range(dist.get_world_size())]
+    beside = dist.new_group(ranks[:1] if reverse else ranks, backend="gloo")
+    model = Given([300, 20], seed=0)
+    run, state = DistributedDataParallel(model), gw.DDPState(plan=gw.QSGD(bits=4), process_group=beside)
+    run.register_comm_hook(state, gw.ddp_hook)
+    try:
+        run(model.random_gradients(dist.get_rank())).backward()
+    except gw.PlanError as error:
+        return str(error), False
+    assert state._job is not None
+    used = state._job.exchange.group.process_group is beside
+    state._job.stop()
+    return digest(p.grad for p in model.parameters() if p.grad is not None), used
+
+
+def test_gradwire_can_have_a_group_beside_ddps(worlds: Worlds) -> None:
+    first, second = worlds.run(2, with_a_group_beside, False)
+    assert first == second and first[1]
+    for words, used in worlds.run(2, with_a_group_beside, True):
+        assert "and DDP averages between [0, 1]" in words and not used
+
+
 def saved_whole() -> tuple[str, str, int]:
     """What a model and its copy that was saved as a whole end with, the hook registered again; the steps of the new hook."""
 

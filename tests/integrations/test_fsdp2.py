@@ -78,6 +78,23 @@ def beside_fsdp(options: dict[str, Any], accumulate: int) -> float:
     return ((ends[1] - ends[0]).abs().max() / (ends[0] - first).abs().max()).item()
 
 
+def with_a_group_beside() -> tuple[str, bool]:
+    """The digest of the weights with a group for gradwire alone, and whether its lanes use that group."""
+    beside = dist.new_group(backend="gloo")
+    model = sharded(network())
+    exchanges = fsdp2.compress(model, gw.QSGD(bits=4), process_group=beside)
+    train(model, range(2))
+    used = [lanes.group.process_group is beside for lanes in exchanges._lanes.values()]
+    ends = digest([whole(model)])
+    exchanges.close()
+    return ends, used == [True]
+
+
+def test_gradwire_can_have_a_group_beside_fsdps(worlds: Worlds) -> None:
+    first, second = worlds.run(2, with_a_group_beside)
+    assert first == second and first[1]
+
+
 PRECISIONS = {
     "float32": ({}, 1e-6),
     "bfloat16": ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, 0.02),

@@ -6,17 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from fake_links import wires
 from foretold import foretold
-from stream_double import Device, run_staged_ranks
+from stream_double import Device, SeenWire, run_staged_ranks
 from test_staging import kernels_in_torch
 from worlds import Given
 
 import gradwire as gw
 from gradwire.auto import live, measuring
 from gradwire.auto.trial import MOST_STEPS, Candidate, Trial
+from gradwire.collectives import schemes
 from gradwire.core import CodecCosts, Costs
 from gradwire.exchange import DeviceTimes, Exchange, layout
 from gradwire.profiler import links
+from gradwire.transport import Lanes, Wire
 from gradwire.transport.streams import Streams
 
 WATCHED = 6
@@ -102,6 +105,43 @@ def test_where_one_rank_cannot_time_its_device_all_say_so_and_keep_a_plan(
 
 
 # ---- the parts
+
+
+def measured_as_on_a_gpu(group: Any, connected: list[Wire], device: Device) -> tuple[int, list[float]]:
+    """How many lists of operations the exchanges of one size made, and the sums of an all-reduce."""
+    lanes, cpu = Lanes(group), torch.device("cpu")
+    lanes.open({}, cpu)
+    link: Any = lanes.data[0].link
+    link.wire = SeenWire(connected[group.rank], device)
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a plan's all-reduce does not pass here")
+
+    def measure(link: Any) -> tuple[int, list[float]]:
+        exchanges = links._Exchanges(link, range(2), cpu)
+        exchanges._on_wire = False
+        exchanges.announce(1000, 6)
+        for _ in range(6):
+            exchanges.perform()
+        sums, link.all_reduce = links._AllReduces(link, lanes.group.grid, cpu), refuse
+        sums.announce(4000, 2)
+        sums._device = torch.device("cuda")
+        for _ in range(2):
+            sums._tensor.add_(1.0)
+            sums.perform()
+        return len(link._lists), sums._tensor.unique().tolist()
+
+    try:
+        return lanes.data[0].submit(measure).result()
+    finally:
+        lanes.stop()
+
+
+def test_links_are_measured_with_what_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemes, "sums_in_c", lambda dtype: True)
+    with kernels_in_torch(), Device().used(monkeypatch) as device:
+        # of two ranks: 1 + 1, then 3 + 3
+        assert run_staged_ranks(device, 2, measured_as_on_a_gpu, 60.0, wires(2), device) == [(2, [6.0])] * 2
 
 
 def exchanged(group: Any, device: Device) -> tuple[DeviceTimes | None, list[tuple[float, float]]]:

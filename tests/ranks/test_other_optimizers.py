@@ -293,3 +293,13 @@ def append() -> tuple[bool, str]:
 def test_a_module_that_was_added_shows_global_weights_too(threads: Threads) -> None:
     first, second = threads.run(2, append)
     assert first == second and first[0]
+
+
+def test_optimizers_are_tried_under_another_default_device() -> None:
+    torch.set_default_device("meta")
+    try:
+        matrix = torch.nn.Parameter(torch.ones(20, 20, device="cpu"))
+        optimizer = torch.optim.SGD([matrix], lr=0.1, momentum=0.9)
+        assert splits(optimizer) and elementwise(optimizer)
+    finally:
+        torch.set_default_device(None)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,9 @@ from worlds import Given
 
 import gradwire as gw
 from gradwire.exchange import layout
-from gradwire.transport import COMPLETE, Grid, Group, LinkError, QueuedStep
+from gradwire.transport import COMPLETE, Grid, Group, Lanes, Link, LinkError, QueuedStep
 from gradwire.transport import queued as queued_steps
+from gradwire.transport.in_process import InProcessGroup, run_ranks
 from gradwire.transport.messages import Messages
 from gradwire.transport.queued import UNKNOWN_BUCKET
 from gradwire.transport.streams import DeviceStreams
@@ -167,6 +169,47 @@ def test_weights_are_compared_when_the_sums_of_the_step_before_have_arrived(
     assert len(found) == 2 and not any(found)
 
 
+def detaches_at_once(group: Any, stuck: set[DeviceStreams]) -> list[bool]:
+    """Whether something was under way when this rank closed each lane for gradients."""
+    training = Training(group, stuck)
+    training.step()
+    training.step_without_end()
+    threading.Timer(0.3, stuck.clear).start()
+    under_way: list[bool] = []
+    for lane in training.lanes.data:
+        close = lane.link.close
+        lane.link.close = lambda close=close: (under_way.append(bool(stuck)), close())  # type: ignore[method-assign]
+    training.handle.detach()
+    return under_way
+
+
+def test_lanes_close_when_the_sums_of_the_last_step_have_arrived(
+    stuck: set[DeviceStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, of_rank_1 = on_double(detaches_at_once, monkeypatch, stuck)
+    assert of_rank_1 and not any(of_rank_1)
+
+
+def trains_once(group: Any, stuck: set[DeviceStreams]) -> str:
+    """A step. The name of the control lane's thread."""
+    training = Training(group, stuck)
+    training.step()
+    training.handle.detach()
+    return training.lanes.control._thread.name
+
+
+def test_the_thread_that_asks_for_marks_is_on_their_device(stuck: set[DeviceStreams], monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, enter = list[str](), DeviceStreams.enter_thread
+
+    def enter_thread(own: DeviceStreams) -> None:
+        entered.append(threading.current_thread().name)
+        enter(own)
+
+    monkeypatch.setattr(DeviceStreams, "enter_thread", enter_thread)
+    controls = on_double(trains_once, monkeypatch, stuck)
+    assert [entered.count(name) for name in controls] == [2, 2], "a rank has one of its own, both have one name"
+
+
 # ---- one queued step
 
 
@@ -239,6 +282,7 @@ class FakeNccl:
         _timeout = timedelta(seconds=1)
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.calls: list[str] = []
         self.errors, self.timeout = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"), options._timeout
         self.connected: list[torch.device] = []
         self.made.append(self)
@@ -248,6 +292,18 @@ class FakeNccl:
             raise RuntimeError("Duplicate GPU detected")
         self.connected.append(device)
 
+    def name(self) -> str:
+        return "nccl"
+
+    def get_error(self) -> Any:
+        return SimpleNamespace(name="SUCCESS")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
 
 @pytest.fixture
 def nccl_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
@@ -256,7 +312,7 @@ def nccl_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     monkeypatch.setattr(Group, "store", lambda self, name: None)
     monkeypatch.setattr(FakeNccl, "made", [])
     nobody: Any = None
-    met: Any = SimpleNamespace(name="met")
+    met: Any = SimpleNamespace(name="met", break_off=lambda: None)
     yield Group(nobody, 0, (0, 1), timedelta(seconds=60), Grid.even(1, 2, 0), meeting=met)
 
 
@@ -274,7 +330,51 @@ def test_nccl_ends_no_process_and_gives_up_later_than_other_links(
 
 def test_nccl_connects_at_once(nccl_group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     nccl_group.connect("0", torch.device("cuda"), timedelta(seconds=50))
-    assert FakeNccl.made[0].connected == [torch.device("cuda", 3)]
+    nccl_group.connect("0", torch.device("cuda", 0), timedelta(seconds=50))
+    assert [backend.connected for backend in FakeNccl.made] == [[torch.device("cuda", 3)], [torch.device("cuda", 0)]]
     monkeypatch.setattr(FakeNccl, "refuses", True)
     with pytest.raises(LinkError, match="Duplicate GPU"):
         nccl_group.connect("1", torch.device("cuda"), timedelta(seconds=50))
+
+
+def makes_lanes(group: InProcessGroup) -> None:
+    for device in (None, torch.device("cpu"), torch.device("cuda", 1)):
+        Lanes.of_handle(group, None, None, device).abort()
+
+
+def test_ranks_meet_on_the_gpu_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, met_on, meet = threading.local(), list[Any](), InProcessGroup.meet
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.device = device
+        yield
+        del current.device
+
+    def meets(own: Any, *arguments: Any) -> Any:
+        met_on.append(getattr(current, "device", None))
+        return meet(own, *arguments)
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(InProcessGroup, "meet", meets)
+    run_ranks(1, makes_lanes)
+    assert met_on == [None, None, torch.device("cuda", 1)]
+
+
+def test_nccl_is_shut_down_when_what_was_queued_has_completed(nccl_group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Device().used(monkeypatch):
+        link, done = Link(nccl_group, "0", torch.device("cuda", 0), timedelta(seconds=50)), threading.Event()
+        monkeypatch.setattr(DeviceStreams, "is_done", lambda own, mark: done.is_set())
+        (backend,) = FakeNccl.made
+        threading.Timer(0.3, lambda: (backend.calls.append("completed"), done.set())).start()
+        link.close()
+        assert backend.calls == ["completed", "shutdown"]
+
+
+def test_nccl_is_aborted_where_what_was_queued_cannot_complete(nccl_group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceStreams, "is_done", lambda own, mark: False)
+    with Device().used(monkeypatch):
+        link = Link(nccl_group, "0", torch.device("cuda", 0), timedelta(seconds=50))
+        threading.Timer(0.3, link.break_off).start()
+        link.close()
+        assert FakeNccl.made[0].calls == ["abort"]

@@ -4,6 +4,7 @@ state learns, bit for bit."""
 import copy
 import gc
 import io
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -92,6 +93,29 @@ def test_it_learns_what_the_whole_state_learns(threads: Threads, ranks: int, mak
     # what every shard has beside its elements is a counter of 4 bytes; small tensors are not cut
     assert max(kept) < whole / ranks + 3500
     assert whole <= sum(kept) < 1.1 * whole
+
+
+def saves() -> int:
+    """Save the optimizer's state. The number of the thread."""
+    run = Run(momentum)
+    run.steps(0, 1)
+    assert run.optimizer_state()["state"]
+    run.end()
+    return threading.get_ident()
+
+
+def test_the_state_is_copied_to_the_cpu_by_the_thread_whose_stream_wrote_it(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied_by, copy_to_cpu = set[int](), torch.Tensor.cpu
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
+        copied_by.add(threading.get_ident())
+        return copy_to_cpu(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    scripts = threads.run(2, saves)
+    assert copied_by == {*scripts}
 
 
 def resumed() -> list[Any]:

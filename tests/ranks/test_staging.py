@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import gradwire as gw
 from gradwire.core import COLLECTIVES, example_specs, innermost, schedule_kinds
 from gradwire.exchange import layout
 from gradwire.kernels import cpu, kernels_for
-from gradwire.transport import Lanes, in_process
+from gradwire.transport import Lanes, broadcast_bytes, in_process
 from gradwire.transport.adapters import adapter_gbps
 from gradwire.transport.in_process import run_ranks
 
@@ -123,6 +124,24 @@ def test_slow_adapters_between_nodes_choose_the_staged_lane(
     left = list(gbps)
     monkeypatch.setattr(in_process, "adapter_gbps", lambda: left.pop())
     assert run_ranks(2, lanes_for_nccl, nodes=list(nodes)) == [slow, slow]
+
+
+def pinned_after_a_broadcast(group: Any) -> int:
+    """The bytes of the largest slot after a large tensor was sent to all ranks, between small ones."""
+    lanes = Lanes(group)
+    lanes.open({}, torch.device("cpu"))
+    values = [torch.full((numel,), float(group.rank)) for numel in (3, 5001, 20)]
+    lanes.run(lanes.data[0], partial(broadcast_bytes, tensors=values, piece_bytes=1000))
+    assert not torch.cat(values).any()
+    largest = max(slot.memory.numel() for slot in lanes.data[0].link.pinned._ring)  # type: ignore[union-attr]
+    lanes.stop()
+    return largest
+
+
+def test_a_large_tensor_locks_no_more_memory_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    with kernels_in_torch(), Device().used(monkeypatch) as device:
+        for largest in run_staged_ranks(device, 2, pinned_after_a_broadcast, TIMEOUT_S):
+            assert 0 < largest < 1100
 
 
 SCHEMES = [name for name, each in COLLECTIVES.items() if each.carries(gw.QSGD(bits=4))]

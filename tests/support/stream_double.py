@@ -25,6 +25,7 @@ from gradwire.profiler import clock
 from gradwire.transport import Meter, Operations, Wire, link, staged_link, streams
 from gradwire.transport.in_process import InProcessGroup, run_ranks
 from gradwire.transport.operations import _RECEIVE, _RECEIVE_ELEMENTS, _SEND
+from gradwire.transport.rendezvous import CONTROL
 
 __all__ = ["WAITS", "Device", "DeviceFuture", "DeviceLink", "Race", "SeenWire", "run_staged_ranks"]
 
@@ -119,9 +120,9 @@ class Device:
     @contextmanager
     def used(self, monkeypatch: Any) -> Iterator["Device"]:
         """`gradwire.transport.streams` uses this device, and this thread's operations are on it."""
-        accelerator = SimpleNamespace(
-            current_stream=lambda device: self.current, set_device_index=lambda index: _Recorder(self).__enter__()
-        )
+        # torch makes another object for the stream in each call
+        current = lambda device: _Stream(self, self.current.timeline.name, self.current.timeline)  # noqa: E731
+        accelerator = SimpleNamespace(current_stream=current, set_device_index=self._enter_thread)
         fake = SimpleNamespace(
             Stream=lambda device, priority: _Stream(self, "a lane's stream"),
             Event=lambda device, enable_timing=False: self.event(enable_timing),
@@ -138,6 +139,11 @@ class Device:
                 patch.setattr(link.Link, name, self._by_host(getattr(link.Link, name)))
             yield self
         assert not self.races, self.races[0]
+
+    def _enter_thread(self, index: int) -> None:
+        """This thread's tensors are on the device, unless it is a control lane's, which asks for marks alone."""
+        if not threading.current_thread().name.endswith(f"-{CONTROL}"):
+            _Recorder(self).__enter__()
 
     @property
     def current(self) -> "_Stream":
@@ -249,18 +255,23 @@ class Device:
 
 
 class _Stream:
-    def __init__(self, device: Device, name: str) -> None:
-        self.device, self.timeline = device, _Timeline(name)
+    """A stream. As in torch 2.8 to 2.11 an object is entered once at a time, by one thread: it keeps what was current before."""
+
+    def __init__(self, device: Device, name: str, timeline: _Timeline | None = None) -> None:
+        self.device, self.timeline, self._is_entered = device, timeline or _Timeline(name), False
 
     def wait_event(self, event: "_Event") -> None:
         self.timeline.follow(event.after)
 
     def __enter__(self) -> "_Stream":
-        threads = self.device._threads
+        if self._is_entered:
+            raise RuntimeError("Stream's context should not be initialized.")
+        threads, self._is_entered = self.device._threads, True
         threads.stack = [*getattr(threads, "stack", []), self]
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self._is_entered = False
         self.device._threads.stack = self.device._threads.stack[:-1]
 
 

@@ -236,6 +236,7 @@ class Transfers:
         self.shared: dict[str, torch.Tensor] = {}
         every = [transfer for phase in phases for transfer in phase]
         for each in every:
+            each.arrivals = each.arrivals or {rank: []}  # so that the decode stream waits for the work before
             for source, part in each.used(each.received):
                 if part.numel() and source != rank and source not in each.arrivals:
                     raise ValueError(

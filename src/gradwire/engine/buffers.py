@@ -90,9 +90,13 @@ class BufferCopy:
 
     def put_into(self, model: torch.nn.Module) -> None:
         """Give the model what was broadcast, if rank 0 had any."""
-        if self._usable and bool(self._packed[0]):
-            with torch.no_grad():
-                copy_from(self._packed[1:], shared_buffers(model))
+        if not self._usable or (self._packed.is_cpu and not self._packed[0]):
+            return
+        buffers, given = shared_buffers(model), self._packed[1:]
+        with torch.no_grad():
+            if not self._packed.is_cpu:  # the host does not wait to read the byte
+                given = torch.where(self._packed[0] > 0, given, torch.cat([*map(bytes_of, buffers)]))
+            copy_from(given, buffers)
 
 
 class BuffersBeside:

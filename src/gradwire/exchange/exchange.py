@@ -41,7 +41,7 @@ from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for,
 from gradwire.exchange.residual_store import Remembered, State, added_up, for_other_ranks
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, DeviceTimes, ExchangeStats
-from gradwire.exchange.tensors import TensorLike, checked_tensors, fitting, like, tensor_facts
+from gradwire.exchange.tensors import TensorLike, checked_tensors, device_of, fitting, like, tensor_facts
 from gradwire.kernels import Addresses, tensor_key
 from gradwire.renames import new_spelling
 from gradwire.transport import (
@@ -96,7 +96,7 @@ class Exchange:
         process_group: dist.ProcessGroup | Group | None = None,
         tls: TlsOption = None,
     ) -> None:
-        lanes = Lanes(process_group, tls=tls)
+        lanes = Lanes(process_group, tls=tls, device=device_of(tensors))
         problem, made, checked, device = None, None, {}, None
         try:
             checked = checked_tensors(tensors)

@@ -49,6 +49,14 @@ def like(tensor: TensorLike) -> torch.Tensor:
     return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor.empty()
 
 
+def device_of(tensors: Mapping[str, TensorLike]) -> torch.device | None:
+    """The device of the first tensor; None for what `checked_tensors` refuses."""
+    try:
+        return like(next(iter(tensors.values()))).device
+    except Exception:
+        return None
+
+
 def checked_tensors(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
     """Raises PlanError for what an exchange cannot average."""
     if not isinstance(tensors, Mapping) or not tensors:

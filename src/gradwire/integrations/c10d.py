@@ -58,6 +58,7 @@ class QuantisingGroup(dist.ProcessGroup):
                 kind, self._plain["cuda"] = dist.ProcessGroup.BackendType.NCCL, _nccl(store, rank, size, timeout)
             self._register_backend(torch.device("cuda"), kind, self._plain["cuda"])
         self._lanes: dict[torch.device, Lanes] = {}
+        self._streams: dict[torch.device, Streams] = {}  # the worker's
         self._compared = -1
         """The changes of settings after which ranks compared them last."""
         self._exchanges: dict[tuple[Any, ...], Exchange | None] = {}  # the last used last; None: it was not quantised once
@@ -79,7 +80,7 @@ class QuantisingGroup(dist.ProcessGroup):
         exchange = self._exchange_of(parts) if parts else None
         if parts is None or exchange is None:
             return _plainly("allreduce")(self, tensors, opts)
-        streams, failures = exchange.lanes.data[0].link.streams, list[Exception]()
+        streams, failures = self._streams[tensor.device], list[Exception]()
         done = streams.future()
         self._worker.submit(_average, exchange, streams, streams.mark(), parts, tensor, factor, done, failures)
         return _create_work_from_future(done.then(partial(_result_of, failures)))
@@ -129,14 +130,14 @@ class QuantisingGroup(dist.ProcessGroup):
             default = QSGD(bits=SETTINGS.bits, blocks="tensor" if SETTINGS.parameters else "bucket")
             policy = Policy(default=default, rules=rules, exempt_vectors=bool(SETTINGS.parameters))
             fresh = device not in self._lanes
-            lanes, infos = self._lanes.get(device) or Lanes(self), [info_of(*each) for each in parts.items()]
-            self._lanes[device] = lanes
-            plan = policy.plan(infos, self.size(), lanes.group.grid.ranks_per_node_if_even)
+            lanes = self._lanes[device] = self._lanes.get(device) or Lanes(self)
+            plan = policy.plan([info_of(*each) for each in parts.items()], self.size(), lanes.group.grid.ranks_per_node_if_even)
             facts: dict[str, Any] = {"gradwire version": __version__, "all-reduce": [*parts], "plan": plan.digest()}
             facts[KERNELS] = golden_digests(plan, [part.dtype for part in parts.values()], device)
             if fresh:
                 lanes.open(facts, device)
-                self._worker.submit(lanes.data[0].link.streams.enter_thread)
+                self._streams[device] = lanes.data[0].link.streams.for_thread()
+                self._worker.submit(self._streams[device].enter_thread)
             with lanes.told("all ranks to compare an all-reduce", 0):
                 lanes.control.submit(lambda link: agree(link, facts, lanes.group.global_ranks)).result()
             exchange = Exchange.on(lanes, parts, plan, 0)

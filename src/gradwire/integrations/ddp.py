@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from gradwire.auto import Auto, AutoDecision, is_auto
@@ -19,6 +19,7 @@ from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of, info_of, plan_for, read_state
 from gradwire.integrations.ddp_job import DDPJob
 from gradwire.integrations.ddp_plans import ONE_EACH, PlanForDDP, averaged, bucket_sizes, checked, is_joining, model_of
+from gradwire.integrations.groups import group_for
 from gradwire.integrations.handles import resume_together
 from gradwire.plan import Policy
 from gradwire.record import Decision
@@ -37,6 +38,7 @@ class DDPState:
     again when DDP has brought its buckets into gradient-ready order.
     accuracy: what "auto" may choose from, "exact", "safe" or "aggressive", as in `gw.parallelize`.
     tls: whether the hook's connections are encrypted, as in `gw.parallelize`. DDP's own, at its start, stay as they are.
+    process_group: for gradwire alone, with the ranks of DDP's group: one of gloo beside NCCL (docs/reference/gpu.md).
     Means are over all ranks of DDP's group, in `join()` too, for any `divide_by_initial_world_size`. With error feedback a
     parameter that no rank used in a step (`find_unused_parameters`) loses its residual. torch averages sparse gradients.
     Raises PlanError for a plan that DDP cannot run, and for `accuracy` with a plan that is not "auto". In backward the hook
@@ -49,15 +51,15 @@ class DDPState:
         model.register_comm_hook(gw.DDPState(), gw.ddp_hook)
     """
 
-    def __init__(self, plan: PlanForDDP = "auto", accuracy: str = "safe", tls: TlsOption = None) -> None:
+    def __init__(
+        self, plan: PlanForDDP = "auto", accuracy: str = "safe", tls: TlsOption = None, process_group: ProcessGroup | None = None
+    ) -> None:
         self.plan: Plan | Policy | Spec | None = None if is_auto(plan, accuracy) else checked(plan)
         """None: gradwire chooses."""
-        self.accuracy, self.tls = accuracy, tls
-        self._job: DDPJob | None = None  # once the model is found
-        self._group: Any = None  # DDP's group, once the model is found
+        self.accuracy, self.tls, self._given_group = accuracy, tls, process_group
+        self._job, self._group = None, None  # type: DDPJob | None, Any  # once the model is found
         self._parameters: dict[str, torch.nn.Parameter] = {}  # by name, in the order of registration
-        self._names: dict[torch.Tensor, str] = {}
-        self._infos: dict[str, TensorInfo] = {}
+        self._names, self._infos = dict[torch.Tensor, str](), dict[str, TensorInfo]()
         self._exchange, self._scale = None, LossScale()  # type: Exchange | None, LossScale
         self._saved: dict[str, Any] = {}  # a state that the next step begins with
         self._order, self._order_known = list[str](), False  # names in the order for which the plan was made
@@ -184,12 +186,12 @@ class DDPState:
     def _find_job(self) -> DDPJob:
         if self._job is None:
             model = model_of(self)
-            self._group = model.process_group
+            self._group = group_for(self._given_group, model.process_group, "DDP")
             self._parameters = averaged(model.module, model.parameters_to_ignore)
             self._names = {parameter: name for name, parameter in self._parameters.items()}
             embeddings = embeddings_of(model.module)
             self._infos = {name: info_of(name, each, id(each) in embeddings) for name, each in self._parameters.items()}
-            self._job = DDPJob(model, Group.of(model.process_group), self._parameters, [*self._infos.values()], self.plan)
+            self._job = DDPJob(model, Group.of(self._group), self._parameters, [*self._infos.values()], self.plan)
         return self._job
 
 

@@ -36,6 +36,7 @@ def compress(
     parameters: Spec | None = None,
     accuracy: str = "safe",
     tls: TlsOption = None,
+    process_group: ProcessGroup | None = None,
 ) -> "ModuleExchanges":
     """Let gradwire do the reduce-scatters of all modules that `fully_shard` was called on. Call it on all ranks before a forward.
 
@@ -47,6 +48,7 @@ def compress(
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
     run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: FSDP2 gathers parameters exactly.
     tls: whether gradwire's connections are encrypted, as in `gw.parallelize`. What FSDP2 gathers itself stays as it is.
+    process_group: for gradwire alone, with the ranks of the mesh: one of gloo beside NCCL (docs/reference/gpu.md).
     Returns the exchanges, which hold residuals and statistics; a later call replaces them. `exchanges.describe()` says in a line
     what is compressed, and the line is logged.
 
@@ -60,7 +62,7 @@ def compress(
             fully_shard(layer)
         fully_shard(model)
         gradwire.integrations.fsdp2.compress(model)"""
-    exchanges = ModuleExchanges(model, plan, "alltoall", parameters, accuracy, tls)
+    exchanges = ModuleExchanges(model, plan, "alltoall", parameters, accuracy, tls, process_group)
     for name, module in exchanges.modules.items():
         module.set_custom_reduce_scatter(ModuleReduceScatter(exchanges.exchange_of, name, exchanges.run))
         if parameters is not None:

@@ -19,6 +19,7 @@ from gradwire.exchange import Exchange, ExchangeStats, info_of
 from gradwire.integrations.fsdp2_comms import GRADIENTS, PARAMETERS, Turns
 from gradwire.integrations.fsdp2_job import ModuleJob, of_one_phase
 from gradwire.integrations.fsdp2_plans import ModuleSpecs, policy_for
+from gradwire.integrations.groups import group_for
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.pack_content import only_viewed, pack_of, shard_number
 from gradwire.integrations.packs import ModulePacks
@@ -45,6 +46,7 @@ class ModuleExchanges:
         parameters: Spec | None,
         accuracy: str,
         tls: TlsOption = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self.modules: dict[str, Any] = {n or "model": m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
         """The modules that `fully_shard` was called on, by name."""
@@ -55,7 +57,7 @@ class ModuleExchanges:
         self._specs = ModuleSpecs(self.modules, plan, scheme, accuracy)
         # rounded to nearest: the weights of forward and backward are the same
         self._rounded = None if parameters is None else policy_for(parameters.under_feedback(), scheme)
-        self._tls = tls
+        self._tls, self._given_group = tls, process_group
         self._lanes: dict[tuple[int, ...], Lanes] = {}  # by the ranks of a group
         self._packs = {f"{what} of {module}": ModulePacks() for what in self._what() for module in self.modules}
         self._job = ModuleJob(model, self._specs, self._exchanges_of)
@@ -87,7 +89,9 @@ class ModuleExchanges:
         def make(step: int) -> Exchange:
             first = next(iter(tensors.values()))
             if (lanes := self._lanes.get(pack.ranks)) is None:
-                lanes = self._lanes[pack.ranks] = Lanes(group, tls=self._tls)
+                lanes = self._lanes[pack.ranks] = Lanes(
+                    group_for(self._given_group, group, "FSDP2"), tls=self._tls, device=first.device
+                )
                 specs = f"{self._specs!r} {self._rounded!r} {self._specs.state()}"
                 facts: dict[str, Any] = {"gradwire version": __version__, "specs": specs, "modules": [*self.modules]}
                 facts["steps of the state that was loaded"] = {name: packs.step for name, packs in self._packs.items()}

@@ -53,7 +53,7 @@ def measure_codecs(
     kind, codecs = kind_of(device), []
     numel = min(_BUFFER_BYTES, 4 * sizes[-1]) // 4
     generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(numel, generator=generator, dtype=torch.float32).mul_(1e-3).to(device)
+    gradients = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu").mul_(1e-3).to(device)
     buffers = (gradients, torch.zeros_like(gradients))
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())

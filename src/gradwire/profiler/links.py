@@ -266,7 +266,8 @@ class _Exchanges:
                 made.receive(rank, received[rank], _TAG)
             made.flush()
             return
-        numbers = iter(range(_TAG, _TAG + messages * at_once))
+        # a host-staged lane keeps a list of operations for each tag
+        numbers = [_TAG if self._link.pinned is not None else _TAG + at for at in range(messages * at_once)]
         expected = [self._link.expect(number, received, checked=False) for number in numbers]
         self._exchanges = iter([expected[at : at + at_once] for at in range(0, len(expected), at_once)])
 
@@ -333,6 +334,13 @@ class _AllReduces:
     def perform(self) -> None:
         if self._device.type == "cpu":
             self._sum.run(0, self._link, Meter(), None)
+            return
+        if self._link.pinned is not None:
+            streams = self._link.streams
+            self._sum.run(0, self._link, Meter(), streams.mark())
+            with streams.decoding():
+                done = streams.mark()
+            streams.wait(done)
             return
         with transfer():
             self._link.all_reduce(self._tensor).wait()

@@ -56,25 +56,27 @@ def gather_bytes(link: Link, text: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piece_bytes: int = 32 * 2**20) -> None:
-    """Give every rank the root's values of these tensors, in pieces of about `piece_bytes`. Any dtype and strides."""
+    """Give every rank the root's values of these tensors, in pieces of about `piece_bytes`. Any dtype and strides. Tensors are
+    cut on a host-staged lane alone, which keeps page-locked memory as large as its largest message."""
     pending: list[torch.Tensor] = []
     nbytes = 0
     for at, tensor in enumerate(tensors):
         pending.append(tensor)
         nbytes += _nbytes(tensor)
         if at + 1 == len(tensors) or nbytes >= piece_bytes:
-            _broadcast_together(link, pending, root)
+            _broadcast_together(link, pending, root, piece_bytes)
             pending, nbytes = [], 0
 
 
-def _broadcast_together(link: Link, tensors: list[torch.Tensor], root: int) -> None:
+def _broadcast_together(link: Link, tensors: list[torch.Tensor], root: int, piece_bytes: int) -> None:
     with torch.no_grad():
         if link.rank == root:
             flat = torch.cat([bytes_of(tensor) for tensor in tensors])
         else:
             flat = torch.empty(sum(map(_nbytes, tensors)), dtype=torch.uint8, device=tensors[0].device)
         with transfer():
-            link.broadcast(flat, root).wait()
+            for piece in [flat] if link.pinned is None else flat.split(piece_bytes):
+                link.broadcast(piece, root).wait()
         if link.rank != root:
             copy_from(flat, tensors)
 

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
 from datetime import timedelta
@@ -154,11 +154,16 @@ class Lanes:
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | Group | None, silence_s: float | None = None, tls: TlsOption = None
+        self,
+        process_group: dist.ProcessGroup | Group | None,
+        silence_s: float | None = None,
+        tls: TlsOption = None,
+        device: torch.device | None = None,
     ) -> None:
         """Connects the control lane. Collective. silence_s: after so long without a sign of life a machine counts as dead; None:
-        see `usual_silence_s`. tls: whether connections between ranks are encrypted; None: as the environment says. Raises
-        StepStateError without torch.distributed, PlanError on a rank that is not in the group."""
+        see `usual_silence_s`. tls: whether connections between ranks are encrypted; None: as the environment says. device: that
+        of the gradients, if it is known: ranks of a group of NCCL alone meet on it. Raises StepStateError without
+        torch.distributed, PlanError on a rank that is not in the group."""
         tls = wanted_tls(tls)
         self.group = process_group if isinstance(process_group, Group) else replace(Group.of(process_group), tls=tls)
         self.device = torch.device("cpu")
@@ -168,7 +173,7 @@ class Lanes:
         self._timeout = timedelta(seconds=0.85 * self.group.timeout.total_seconds())
         # the lanes of a model on the CPU too, which saves round trips; those of a GPU are known when the model is
         early = [] if torch.cuda.is_available() else [*map(str, range(LANES)), *meshes_of(LANES)]
-        with _begins(self.group):
+        with _begins(self.group, device):
             self.group = self.group.meet(self._timeout, [CONTROL, HEARTBEATS, *early])
         self.shared: LaneSet[Lanes] = LaneSet(self.group.met.name)
         """The lanes themselves, which other handles may use too."""
@@ -197,19 +202,19 @@ class Lanes:
         """The lanes of a new handle with parameters on this device: those of the group's other handles, if every rank has them
         and may share them. Collective. Raises what the constructor does."""
         if isinstance(process_group, Group):
-            return cls(process_group, silence_s, tls)
+            return cls(process_group, silence_s, tls, device)
         group = Group.of(process_group)
         key = silence_s, wanted_tls(tls), device, group.machine_name(), site_name()
         of_group = known(group.process_group)
         of_group.handles += 1
         if of_group.handles > 1:  # else no rank has any
             user: Lanes | None = a_user(group.process_group, key)
-            with _begins(group):
+            with _begins(group, device):
                 shares = _all_have(group, user)
             if shares:
                 assert user is not None
                 return user._for_another_handle()
-        made = cls(process_group, silence_s, tls)
+        made = cls(process_group, silence_s, tls, device)
         made.shared.is_open = True
         of_group.sets.append((key, weakref.ref(made.shared)))
         return made
@@ -313,6 +318,7 @@ class Lanes:
             raise CommunicationError(
                 f"rank {self._own_rank}: the lanes for gradients could not be connected. (The backend said: {error})"
             ) from error
+        self._told_first(lambda link: self.data[0].link.streams.enter_thread())  # marks are asked for there
         made = self._told_first(lambda link: make_wires(link, self.group, self._wire_count()))
         for lane, wire in zip(self.data, made, strict=False):
             lane.link.wire = wire
@@ -336,6 +342,7 @@ class Lanes:
             self._move()
 
     def _move(self) -> None:
+        self.first_incomplete()
         if self.shared.remove(self):
             self._close()
         self.shared = LaneSet(f"{self._name}-own")
@@ -370,8 +377,9 @@ class Lanes:
             ) from error
 
     def stop(self) -> None:
-        """End the threads, if no other handle uses them. A collective that one of them is stuck in fails, here and on the other
-        ranks."""
+        """End the threads, if no other handle uses them. What the last step has queued on a device completes before. A collective
+        that a thread is stuck in fails, here and on the other ranks."""
+        self.first_incomplete()
         if self.shared.remove(self):
             self._close()
         elif self.shared.joined > 1:
@@ -670,10 +678,12 @@ def _incomplete(buckets: Mapping[int, int], step: int) -> GradwireError:
 
 
 @contextmanager
-def _begins(group: Group) -> Iterator[None]:
-    """Guard the first exchange of new lanes, on the caller's group."""
+def _begins(group: Group, device: torch.device | None) -> Iterator[None]:
+    """Guard the first exchange of new lanes, on the caller's group. On the GPU of the gradients, if they are on one: the current
+    one may be another rank's."""
     try:
-        yield
+        with nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device):
+            yield
     except LinkError as error:
         if isinstance(error.__cause__, TlsError):
             raise CommunicationError(f"rank {group.global_ranks[group.rank]}: {error}. No rank begins.") from error

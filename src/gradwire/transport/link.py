@@ -27,6 +27,7 @@ from gradwire.transport.grid import Grid, machine_name
 from gradwire.transport.keys import KEY_BYTES, JobKey
 from gradwire.transport.messages import Messages
 from gradwire.transport.pinned import PinnedRing
+from gradwire.transport.queued import COMPLETE, QueuedStep
 from gradwire.transport.rendezvous import Mesh, Rendezvous
 from gradwire.transport.store_waits import Check, await_keys
 from gradwire.transport.streams import streams_for
@@ -310,7 +311,9 @@ class Group:
             store = self.store(f"{self.met.name}/{name}")
             with transfer(), _errors_end_no_process():
                 backend = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
-                backend.eager_connect_single_device(torch.device("cuda", device.index or torch.cuda.current_device()))
+                backend.eager_connect_single_device(
+                    device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+                )
             return backend, _HiddenEnds()
         reach = partial(self.met.reach, name)
         messages = Messages(self.met.mesh(name), self.rank, self.world_size, timeout, reach)
@@ -393,10 +396,26 @@ class Link:
             with suppress(LinkError):  # other ranks are gone
                 self._unfinished.finish()
         self._unfinished = None
-        del self.backend
+        completed = not self._broken and self.backend.name() == "nccl" and self._has_completed()
+        backend = self.__dict__.pop("backend")  # nobody aborts it from now on
+        if completed:  # else its destructor aborts operations, which other ranks then miss
+            with suppress(RuntimeError):  # NCCL found an error after all
+                backend.shutdown()
+        del backend
         self._ends.close()
         if self.wire is not None:
             self.wire.close()
+
+    def _has_completed(self) -> bool:
+        """Wait until the device has done what was queued on this link. Returns whether it did, without an error."""
+        try:
+            with self.streams.encoding(None):
+                encoded = self.streams.mark()
+            with self.streams.decoding():
+                queued = QueuedStep(0, [(self, encoded), (self, self.streams.mark())], [], [])
+            return queued.await_end(self.timeout.total_seconds(), self.has_lost_a_rank) == COMPLETE
+        except RuntimeError:  # the device reports an error
+            return False
 
     def break_off(self) -> None:
         """Fail all waits on this link, here and on the other ranks, at once. For any thread; the link is unusable afterwards."""

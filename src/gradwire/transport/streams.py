@@ -21,6 +21,10 @@ class Streams:
     def enter_thread(self) -> None:
         """Prepare the lane's thread, which calls this once."""
 
+    def for_thread(self) -> "Streams":
+        """Streams of the same device for another thread: torch keeps in a stream what was current before it was entered."""
+        return self
+
     def encoding(self, after: Mark) -> AbstractContextManager[torch.Stream | None]:
         """Queue the work inside on the encode stream, after the mark. Collectives start when the work is done."""
         return nullcontext()
@@ -74,6 +78,9 @@ class DeviceStreams(Streams):
 
     def enter_thread(self) -> None:
         torch.accelerator.set_device_index(self.device.index or 0)
+
+    def for_thread(self) -> "Streams":
+        return DeviceStreams(self.device)
 
     @contextmanager
     def encoding(self, after: Mark) -> Iterator[torch.Stream | None]:

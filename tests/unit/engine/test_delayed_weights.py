@@ -1,11 +1,13 @@
 """Local updates."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
-from gradwire.engine.schedules.weights import LocalMove, TwoWeights, local_move
+from gradwire.core import Delayed
+from gradwire.engine.schedules.weights import LocalMove, TwoWeights, local_move, local_moves
 from gradwire.kernels.reference.local_update import LocalUpdate
 
 
@@ -59,6 +61,41 @@ def test_local_steps_have_no_weight_decay_and_go_uphill_where_the_optimizer_does
     gradient = torch.tensor([3.0, -4.0])
     change = moved(local_move(optimizer, optimizer.param_groups[0], parameter, gradient, 1.0), torch.ones(2))
     assert change.tolist() == [3.0, -4.0]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of a device: reading its values is a wait."""
+
+    is_cpu = False  # type: ignore[assignment]
+    waits = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.__float__, torch.Tensor.tolist, torch.Tensor.item):
+            OnDevice.waits += 1
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop])
+def test_steps_and_rates_on_a_device_are_read_once_for_all(
+    kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a fused or capturable optimizer has them."""
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
+    optimizer = kind(weights, lr=0.1)  # type: ignore[call-arg]
+    for weight in weights:
+        weight.grad = torch.ones(3)
+    optimizer.step()
+    expected = list(local_moves(optimizer, weights, Delayed()))
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1).as_subclass(OnDevice)
+    for state in optimizer.state.values():
+        state["step"] = state["step"].as_subclass(OnDevice)
+    monkeypatch.setattr(OnDevice, "waits", 0)
+    found = list(local_moves(optimizer, weights, Delayed()))
+    assert OnDevice.waits == 1
+    for move, other in zip(found, expected, strict=True):
+        assert move is not None and other is not None
+        assert move.by == pytest.approx(other.by)  # the rate is float32 now
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

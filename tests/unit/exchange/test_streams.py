@@ -25,7 +25,7 @@ from gradwire.core import TensorInfo
 from gradwire.engine.buffers import BuffersBeside
 from gradwire.engine.torch_hooks import loss_scale
 from gradwire.engine.witness import Witness, _Squares
-from gradwire.exchange import Exchange, host_codec
+from gradwire.exchange import Exchange, host_codec, layout
 from gradwire.exchange.exchange import BOTH, GATHER, REDUCE
 from gradwire.exchange.host_codec import HostCodec, Staging
 from gradwire.integrations import c10d
@@ -42,11 +42,12 @@ SHAPES = ((37, 19), (1,), (13, 23))
 class DeviceLanes(Lanes):
     """One lane, as on a GPU, on a link to which nobody answers."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, ranks: int = 2) -> None:
         nobody: Any = None
         met: Any = SimpleNamespace(close=lambda: None)
-        self.group = Group(nobody, 0, (0, 1), timedelta(seconds=60), Grid.even(1, 2, 0), meeting=met)
-        link: Any = DeviceLink(device, 0, 2)
+        grid = Grid.even(1, ranks, 0)
+        self.group = Group(nobody, 0, tuple(range(ranks)), timedelta(seconds=60), grid, meeting=met)
+        link: Any = DeviceLink(device, 0, ranks)
         self.control = Lane("gradwire-double", link)
         self.data, self.device = [self.control], torch.device("cuda")
         self.shared = LaneSet("double")
@@ -58,8 +59,8 @@ class DeviceLanes(Lanes):
 
 
 @contextmanager
-def lanes_of(device: Device) -> Iterator[DeviceLanes]:
-    lanes = DeviceLanes(device)
+def lanes_of(device: Device, ranks: int = 2) -> Iterator[DeviceLanes]:
+    lanes = DeviceLanes(device, ranks)
     try:
         yield lanes
     finally:
@@ -69,7 +70,7 @@ def lanes_of(device: Device) -> Iterator[DeviceLanes]:
 def exchange_on(lanes: Lanes, spec: Any, **values: Any) -> Exchange:
     policy = gw.Policy(default=spec, **{"bucket_bytes": 3000, "chunk_bytes": 1000} | values)
     infos = [TensorInfo(f"t{index}", shape, "float32") for index, shape in enumerate(SHAPES)]
-    plan = policy.plan(infos, 2)
+    plan = policy.plan(infos, lanes.group.world_size)
     tensors = {info.name: torch.zeros(info.shape) for info in infos}
     return Exchange.on(lanes, tensors, plan, 0)
 
@@ -96,6 +97,18 @@ def whole_steps(device: Device) -> None:
         with lanes_of(device) as lanes:
             exchange = exchange_on(lanes, spec, **values)
             for step in range(3):
+                fill(exchange, step)
+                exchange.wait()
+                for flat in exchange.flats:
+                    flat.mul_(2.0)
+
+
+def hop_by_hop(device: Device) -> None:
+    """Transfers in which a rank receives nothing: at the root of a tree, and without other ranks."""
+    for scheme, ranks in (("tree", 1), ("tree", 2), ("tree", 3), ("ring", 1)):
+        with lanes_of(device, ranks) as lanes:
+            exchange = exchange_on(lanes, gw.QSGD(bits=4), scheme=scheme)
+            for step in range(2):
                 fill(exchange, step)
                 exchange.wait()
                 for flat in exchange.flats:
@@ -204,6 +217,50 @@ def offloaded(device: Device) -> None:
                 codec.decode(arrived.payload, arrived.segments, arrived.dtype, False, into, context)
 
 
+class TwoTowers(torch.nn.Module):
+    """Two parameters in one bucket. The second one is used on another stream of the script, which follows the first before."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device, self.other = device, device.stream("another stream of the script")
+        self.first, self.second = (torch.nn.Parameter(torch.ones(size)) for size in (30, 20))
+
+    def forward(self) -> torch.Tensor:
+        self.other.timeline.follow(self.device.current.timeline.after)
+        first = self.first.sum()
+        with self.other:
+            second = self.second.sum()
+        self.device.current.timeline.follow(self.other.timeline.after)
+        return first + second
+
+
+def two_streams_rank(group: Any, device: Device, sharded: bool) -> None:
+    """One rank of `two_streams`."""
+    model = TwoTowers(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = gw.Uniform(gw.Identity(), schedule=gw.Pipelined(shard_optimizer=sharded))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=group)
+    with torch.enable_grad():
+        for _ in range(3):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.first.sum()
+    with model.other:
+        handle.flush()
+        model.second.sum()
+    device.current.timeline.follow(model.other.timeline.after)
+    handle.detach()
+
+
+def two_streams(device: Device) -> None:
+    """Parameters that arrive together, and that two streams of the script use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "launches", lambda device: True)
+        for sharded in (False, True):
+            run_staged_ranks(device, 2, two_streams_rank, 60.0, device, sharded)
+
+
 STAGED: tuple[tuple[Any, dict[str, Any]], ...] = (
     (gw.QSGD(bits=4), {}),
     (gw.Identity(), {}),
@@ -263,7 +320,8 @@ def quantised_by_the_backend(device: Device) -> None:
         group: Any = c10d.QuantisingGroup.__new__(c10d.QuantisingGroup)
         dist.ProcessGroup.__init__(group, 0, 2)  # type: ignore[call-arg]
         group._worker, group._compared = worker, c10d.SETTINGS.changes
-        worker.submit(lanes.data[0].link.streams.enter_thread).result()
+        group._streams = {values.device: lanes.data[0].link.streams.for_thread()}
+        worker.submit(group._streams[values.device].enter_thread).result()
         patch.setattr(c10d.QuantisingGroup, "_parts", lambda own, tensor: parts)
         patch.setattr(c10d.QuantisingGroup, "_exchange_of", lambda own, parts: exchange)
         patch.setattr(c10d, "_create_work_from_future", lambda future: future)
@@ -355,8 +413,8 @@ def squares_of_a_witness(device: Device) -> None:
 
 SCENARIOS = (
     *(quantised_by_the_backend, reduced_for_fsdp2, squares_of_a_witness),
-    *(whole_steps, narrow_residuals, gathers_later, gather_alone),
-    *(on_a_lane, buffers_beside, offloaded, staged, scale_of_a_scaler),
+    *(whole_steps, hop_by_hop, narrow_residuals, gathers_later, gather_alone),
+    *(on_a_lane, buffers_beside, offloaded, staged, scale_of_a_scaler, two_streams),
 )
 
 
@@ -379,7 +437,7 @@ def test_nothing_is_touched_out_of_order(scenario: Callable[[Device], None], mon
 
 def test_no_thread_waits_where_lanes_only_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     with Device().used(monkeypatch) as device, torch.no_grad():
-        for scenario in (whole_steps, narrow_residuals, gathers_later, gather_alone):
+        for scenario in (whole_steps, hop_by_hop, narrow_residuals, gathers_later, gather_alone):
             scenario(device)
         assert "synchronize" not in {call for _, call in device.waits}
         staged(device)

@@ -1,6 +1,6 @@
 """Codecs' times are measured once on a machine, and a bad file costs a measurement at most."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -80,3 +80,15 @@ def test_without_a_home_each_run_measures(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Path, "home", no_home)
     costs, measured = asked([QSGD(bits=4)])
     assert measured == [QSGD(bits=4)] and len(costs.codecs) == 1
+
+
+@pytest.fixture
+def default_device() -> Iterator[None]:
+    """Tensors without a device are on another one than the model's, as after torch.set_default_device("cuda")."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+def test_gradients_are_drawn_on_the_cpu(default_device: None) -> None:
+    assert not measure_codecs([Identity()], CPU, SIZES).codecs

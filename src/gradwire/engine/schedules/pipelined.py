@@ -30,13 +30,13 @@ from gradwire.engine.gradients import AnyGradient
 from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, Missing, ScheduleEvents, TrainingJob, Traits
 from gradwire.engine.torch_hooks.hooks import ModelHook
-from gradwire.engine.torch_hooks.lazy_tensors import is_later, looking, make_current, raise_later, use_later
+from gradwire.engine.torch_hooks.lazy_tensors import can_wait, is_later, looking, make_current, raise_later, use_later
 from gradwire.engine.torch_hooks.optimizer_step import Groups, Stepping, outermost, snapshot, step_only
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_whole
 from gradwire.errors import GradwireError
 from gradwire.exchange import Exchange, StepReport
-from gradwire.transport import Link, transfer
+from gradwire.transport import Link, Mark, transfer
 
 
 class Gathers:
@@ -53,6 +53,9 @@ class Gathers:
         self.lock = threading.RLock()
         """Evaluations may run on threads of their own."""
         self._order: list[int] = []
+        self._arrivals: list[Mark] = []
+        """On a device: marks behind what came with the buckets that were waited for, which other streams of the script have to
+        wait for."""
         self._running_out = threading.Event()
         """Set while lanes run gathers that other ranks wait for."""
 
@@ -60,6 +63,9 @@ class Gathers:
         """The exchange is another one."""
         last = {bucket: position for position, (bucket, _) in enumerate(self._reducer.exchange.plan.launch)}
         self._order = sorted(last, key=last.__getitem__)
+        self._of_bucket: dict[int, list[int]] = defaultdict(list)
+        for index, slot in enumerate(self._reducer.slots):
+            self._of_bucket[slot.bucket].append(index)
 
     def begin(self) -> None:
         """The gate is open, or opens now: all buckets are under way."""
@@ -85,6 +91,20 @@ class Gathers:
             del self.under_way[bucket]
             if (arrived := self._arrived()) is not None:
                 arrived(bucket)
+            streams = self._reducer.lanes.data[0].link.streams
+            if (mark := streams.mark()) is not None:  # the current stream alone has waited
+                self._arrivals.append(mark)
+                for tensor in filter(can_wait, self._tensors(self._of_bucket[bucket])):
+                    use_later(tensor, partial(streams.wait, mark))
+
+    def _follow(self) -> None:
+        """Let the current stream wait for what other streams have waited for: then all tensors are current."""
+        for mark in self._arrivals:
+            self._reducer.lanes.data[0].link.streams.wait(mark)
+        if self._arrivals:
+            self._arrivals = []
+            for tensor in self.tensors():
+                make_current(tensor)
 
     @told_to_all
     def flush(self) -> bool:
@@ -97,6 +117,7 @@ class Gathers:
                 return False
             for bucket in list(self.under_way):
                 self.settle_bucket(bucket)
+            self._follow()
             running = self._reducer.running
             running.wait()
             running.release()
@@ -106,8 +127,12 @@ class Gathers:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that may wait: gradients and parameters that are still there."""
-        for gradient, parameter in zip(self._reducer.gradients, self._reducer.living(), strict=True):
-            yield from (tensor for tensor in (gradient.handed, parameter) if tensor is not None)
+        return self._tensors(range(len(self._reducer.gradients)))
+
+    def _tensors(self, indices: Iterable[int]) -> Iterator[torch.Tensor]:
+        for index in indices:
+            both = self._reducer.gradients[index].handed, self._reducer.parameters[index]()
+            yield from (tensor for tensor in both if tensor is not None)
 
     def _without_model(self) -> None:
         """The model is gone: wait now. A tensor that waits keeps the schedule, which keeps the optimizer and its parameters, and
@@ -128,7 +153,7 @@ class Gathers:
 
     def forget(self) -> None:
         """Wait for nothing any more."""
-        self.under_way = {}
+        self.under_way, self._arrivals = {}, []
         self._running_out.clear()
 
     def let_go(self) -> Callable[[], None]:

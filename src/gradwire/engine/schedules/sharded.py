@@ -311,8 +311,9 @@ class ShardedSchedule:
         self.settle()
         optimizer, lanes = self._living_optimizer(), self._reducer.lanes
         lanes.await_queued()
+        own_state = self._of_shards.own_state(optimizer)
         with lanes.told("the optimizer's state of all ranks", self._reducer.step):
-            whole = lanes.control.submit(partial(self._of_shards.whole_state, optimizer)).result()
+            whole = lanes.control.submit(partial(self._of_shards.whole_state, own_state)).result()
         if rank is not None and rank != self._reducer.group.rank:
             return {}
         own = optimizer.state
@@ -449,13 +450,19 @@ class Shards:
         for shard in self.all:
             optimizer.state.pop(shard.weight, None)
 
-    def whole_state(self, optimizer: torch.optim.Optimizer, link: Link) -> dict[torch.Tensor, dict[str, Any]]:
-        """Everybody's shards of the state joined, by parameter, on the CPU. Collective. Raises LinkError."""
+    def own_state(self, optimizer: torch.optim.Optimizer) -> "tuple[list[_Entry], list[torch.Tensor]]":
+        """This rank's part of the state, and its tensors on the CPU. For the script's thread: on a device its stream has written
+        them."""
         told, tensors = [], []
         for entry, value in self._entries(optimizer):
             told.append(entry)
             if entry.dtype:
                 tensors.append(value.detach().cpu() if value.dim() else value.detach().cpu().clone())
+        return told, tensors
+
+    def whole_state(self, own: "tuple[list[_Entry], list[torch.Tensor]]", link: Link) -> dict[torch.Tensor, dict[str, Any]]:
+        """Everybody's shards of the state joined, by parameter, on the CPU. Collective. Raises LinkError."""
+        told, tensors = own
         rows = gather_bytes(link, json.dumps(told).encode())
         whole: dict[int, dict[str, Any]] = defaultdict(dict)
         for root, row in enumerate(rows):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -263,17 +264,31 @@ def local_moves(
 ) -> Iterator[LocalMove | None]:
     """The local update of each parameter by its own gradient. None is no move."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    numbers = _numbers_on_device(optimizer, schedule)
     for parameter in parameters:
         group, gradient = groups.get(id(parameter)), parameter.grad
         if group is None or gradient is None:
             yield None
             continue
-        local_lr = schedule.local_lr
-        rate = schedule.local_ratio * float(group["lr"]) if local_lr is None else local_lr
+        local_lr, lr = schedule.local_lr, group["lr"]
+        rate = schedule.local_ratio * float(numbers.get(id(lr), lr)) if local_lr is None else local_lr
         if schedule.local_step == "sgd" and rate:
             yield LocalMove(gradient, LocalUpdate(-rate if group.get("maximize") else rate))
         else:
-            yield local_move(optimizer, group, parameter, gradient, rate) if rate else None
+            yield local_move(optimizer, group, parameter, gradient, rate, numbers) if rate else None
+
+
+def _numbers_on_device(optimizer: torch.optim.Optimizer, schedule: Delayed) -> dict[int, float]:
+    """The rates and steps that local updates take, as far as they are tensors of a device, by the tensor's id. The host waits for
+    the device once for all."""
+    values: list[Any] = [group["lr"] for group in optimizer.param_groups] if schedule.local_lr is None else []
+    if schedule.local_step != "sgd" and schedule.local_lr != 0 and _MOMENTS[type(optimizer)][1] is _of_adam:
+        values += [state["step"] for state in optimizer.state.values() if "step" in state]
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and not value.is_cpu]
+    if not tensors:
+        return {}
+    numbers: list[float] = torch.stack([tensor.detach().double().reshape(()) for tensor in tensors]).tolist()
+    return dict(zip(map(id, tensors), numbers, strict=True))
 
 
 def local_move(
@@ -282,12 +297,16 @@ def local_move(
     parameter: torch.nn.Parameter,
     gradient: torch.Tensor,
     rate: float,
+    numbers: Mapping[int, float] = MappingProxyType({}),
 ) -> LocalMove | None:
-    """The local update of one parameter. None where the optimizer has no estimate yet that the step would be scaled by."""
+    """The local update of one parameter. None where the optimizer has no estimate yet that the step would be scaled by.
+    numbers: those of tensors on a device, by the tensor's id, as far as they were read."""
     rate = -rate if param_group.get("maximize") else rate
     (key, moments_of), state = _MOMENTS[type(optimizer)], optimizer.state.get(parameter, {})
     if state.get(key) is None:
         return LocalMove(gradient, LocalUpdate(rate)) if isinstance(optimizer, torch.optim.SGD) else None
+    if (steps := numbers.get(id(state.get("step")))) is not None:
+        state = {**state, "step": steps}
     by, squares, mean = moments_of(state, param_group)
     return LocalMove(gradient, by._replace(rate=rate * by.rate, eps=param_group.get("eps", 0.0)), squares, mean)
 

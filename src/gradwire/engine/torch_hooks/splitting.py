@@ -132,7 +132,7 @@ def _two_of_each_kind(parameters: list[torch.nn.Parameter]) -> Iterator[torch.nn
 
 def _small(parameter: torch.nn.Parameter, generator: torch.Generator) -> torch.nn.Parameter:
     shape = [min(size, _MOST_EDGE) for size in parameter.shape]
-    return torch.nn.Parameter(torch.randn(shape, generator=generator).to(parameter.device, parameter.dtype))
+    return torch.nn.Parameter(torch.randn(shape, generator=generator, device="cpu").to(parameter.device, parameter.dtype))
 
 
 def _small_state(state: Mapping[str, Any], original: torch.nn.Parameter, tensor: torch.nn.Parameter) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _small_state(state: Mapping[str, Any], original: torch.nn.Parameter, tensor:
 def gradients(parameters: list[torch.nn.Parameter], number: int) -> list[torch.Tensor]:
     """Normal ones for such parameters, others for each number."""
     generator = torch.Generator().manual_seed(1 + number)
-    return [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) for p in parameters]
+    return [torch.randn(p.shape, generator=generator, device="cpu").to(p.device, p.dtype) for p in parameters]
 
 
 def _is_guard(value: Any) -> bool:
@@ -201,7 +201,7 @@ def elementwise(optimizer: torch.optim.Optimizer) -> bool:
     def small(parameter: torch.nn.Parameter, generator: torch.Generator) -> torch.nn.Parameter:
         most = _MOST_OF_VECTOR if parameter.dim() == 1 else _MOST_OF_MATRIX
         shape = [min(size, most) for size in parameter.shape]
-        return torch.nn.Parameter(torch.randn(shape, generator=generator).to(parameter.device, parameter.dtype))
+        return torch.nn.Parameter(torch.randn(shape, generator=generator, device="cpu").to(parameter.device, parameter.dtype))
 
     try:
         (whole, tensors), (cut, _) = clone(optimizer, small), clone(optimizer, small)
