@@ -85,18 +85,18 @@ struct Matrix {
 };
 
 // Whether the n codes of a block are packed in base 3: those of 2 bits that stand for three values, in whole blocks.
-inline bool in_base_3(int64_t n, int64_t block, int64_t bits, bool ternary) {
+static inline bool in_base_3(int64_t n, int64_t block, int64_t bits, bool ternary) {
   return ternary && bits == 2 && n == block && block % 64 == 0;
 }
 
 // Bytes of the n codes of a block.
-inline int64_t code_bytes(int64_t n, int64_t block, int64_t bits, bool ternary) {
+static inline int64_t code_bytes(int64_t n, int64_t block, int64_t bits, bool ternary) {
   return in_base_3(n, block, bits, ternary) ? n / 64 * 13 : (n + 7) / 8 * bits;
 }
 
 // Of blocks with so many bfloat16 scales each and codes of so many bits, or with 0 of the segments' bits; block 0: a run is
 // one block.
-inline PayloadSize coded_size(const Segment* segments, int64_t count, int64_t block, int64_t scales, int64_t bits,
+static inline PayloadSize coded_size(const Segment* segments, int64_t count, int64_t block, int64_t scales, int64_t bits,
                               bool ternary = false) {
   int64_t blocks = 0, codes = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -108,7 +108,7 @@ inline PayloadSize coded_size(const Segment* segments, int64_t count, int64_t bl
   return {(2 * scales * blocks + kScaleAlign - 1) / kScaleAlign * kScaleAlign, codes};
 }
 
-inline PayloadSize payload_size(const Segment* segments, int64_t count, const Quantiser& q) {
+static inline PayloadSize payload_size(const Segment* segments, int64_t count, const Quantiser& q) {
   return coded_size(segments, count, q.block, q.scale == Scale::minmax ? 2 : 1, 0, q.scale != Scale::minmax);
 }
 

@@ -51,6 +51,9 @@ struct Header {
 // Bytes that come before poll wakes the thread; less where less is left of the message.
 constexpr int kWakeBytes = 1 << 18;
 
+// So long a thread sleeps at most. Then it looks at what came: a message that nobody expects may be too short to wake it.
+constexpr double kSleepSeconds = 1.0;
+
 // Bytes of elements that are taken from a connection at once. Of a ring kRingStep are.
 constexpr uint64_t kStep = 1 << 17;
 
@@ -339,17 +342,14 @@ class Phase {
   void wait(int64_t awaited, const char* what, const Done& done) {
     if (done()) return;
     const double until = seconds_of(CLOCK_MONOTONIC) + timeout_s_;
-    uint64_t before = moved_;
     while (!done()) {
       const bool ready = prepare_wait();
       const double rest = until - seconds_of(CLOCK_MONOTONIC);
-      const int longest_ms = ready || rest <= 0 ? 0 : rest < 60 ? int(1e3 * rest) + 1 : 60'000;
+      const int longest_ms = ready || rest <= 0 ? 0 : int(1e3 * std::min(rest, kSleepSeconds)) + 1;
       const int count = poll(polled_.data(), nfds_t(polled_.size()), longest_ms);
       if (count < 0 && errno == EINTR) continue;
       if (count < 0) fail(awaited, false, "%s", std::strerror(errno));
-      const bool moves = ready && moved_ != before;  // a ring whose head is damaged may be ready for ever
-      if (count == 0 && !moves && rest <= 0) fail(awaited, false, "Timed out waiting %.0f s for %s", timeout_s_, what);
-      before = moved_;
+      const uint64_t before = moved_;
       for (size_t at = 0; at < polled_.size(); ++at) {
         Peer& peer = peers_[size_t(ranks_[at])];
         if (peer.shares()) {  // its connection and its bell
@@ -358,9 +358,12 @@ class Phase {
           continue;
         }
         const short happened = polled_[at].revents;
+        if (happened & POLLNVAL) fail(ranks_[at], false, "%s", std::strerror(EBADF));
         if (happened & (POLLOUT | POLLERR | POLLHUP)) push(peer, ranks_[at]);
-        if (happened & (POLLIN | POLLERR | POLLHUP)) pull(peer, ranks_[at]);
+        if (count == 0 || happened & (POLLIN | POLLERR | POLLHUP)) pull(peer, ranks_[at]);
       }
+      // whatever poll says: a ring whose head is damaged may be ready for ever
+      if (rest <= 0 && moved_ == before) fail(awaited, false, "Timed out waiting %.0f s for %s", timeout_s_, what);
     }
   }
 

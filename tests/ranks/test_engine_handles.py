@@ -216,6 +216,36 @@ def test_sparse_gradients_are_refused(threads: Threads) -> None:
         assert second == first
 
 
+def another_shape(plan: Any, rows: int) -> tuple[str, list[tuple[int, ...]]]:
+    """A parameter gets it, and parts of the model run instead of the model: nothing looks at the shapes before the backward."""
+    model = nn.ModuleList([nn.Linear(8, 32), nn.Linear(8, 32)])
+    handle = gw.parallelize(model, plan=plan, process_group=here.group)
+
+    def train() -> None:
+        model.zero_grad()
+        sum(part(torch.ones(2, 8)).sum() for part in model).backward()
+
+    train()
+    handle.attach()
+    train()
+    model[1].weight.data, model[1].bias.data = torch.ones(rows, 8), torch.ones(rows)
+    with pytest.raises(gw.StepStateError) as caught:
+        train()
+    handle.reset()
+    handle.attach()
+    train()
+    handle.detach()
+    return str(caught.value), [tuple(parameter.grad.shape) for parameter in model[1].parameters()]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("plan", [gw.QSGD(bits=4), gw.Identity()], ids=repr)
+def test_gradients_of_another_shape_are_refused(threads: Threads, plan: Any, rows: int) -> None:
+    for told, shapes in threads.run(2, another_shape, plan, rows):
+        assert f"has shape ({rows}," in told and "the plan was made for (32," in told
+        assert shapes == [(rows, 8), (rows,)]
+
+
 BFLOAT16 = TensorInfo("weight", (300,), "bfloat16", "cpu")
 
 

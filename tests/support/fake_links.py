@@ -81,12 +81,14 @@ def wires(
     capacity: int = ring_bytes(2),
     mapped_once: bool = False,
     tls: bool = False,
+    tcp: bool = False,
 ) -> list[Wire]:
     """One for each rank, all in this process. `shared`: messages pass through memory, in rings of this capacity. `mapped_once`:
-    both ends have it at the same addresses, so that a sanitizer sees who else touches it. `tls`: connections are encrypted."""
+    both ends have it at the same addresses, so that a sanitizer sees who else touches it. `tls`: connections are encrypted. `tcp`: they are of TCP, not
+    UNIX sockets, which are quicker to make."""
     ends: list[dict[int, Connected]] = [{} for _ in range(world_size)]
     for low, high in combinations(range(world_size), 2):
-        pair = socket.socketpair()
+        pair = over_tcp() if tcp else socket.socketpair()
         ends[low][high], ends[high][low] = encrypted(*pair) if tls else pair
     made = [Wire(world_size, each, timeout_s) for each in ends]
     for low, high in combinations(range(world_size), 2) if shared else ():
@@ -98,6 +100,13 @@ def wires(
         made[high].share(low, of_maker)
         made[low].share(high, of_other)
     return made
+
+
+def over_tcp() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        return near, server.accept()[0]
 
 
 def encrypted(near: socket.socket, far: socket.socket) -> tuple[EncryptedSocket, EncryptedSocket]:

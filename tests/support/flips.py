@@ -49,7 +49,7 @@ class FlippingBackend:
         return getattr(self._backend, name)
 
     def send(self, parts: list[torch.Tensor], to: int, tag: int) -> Any:
-        if tag < 2**24:
+        if tag < 2**32:
             if self.at_part == 0:
                 changed = parts[0].clone()
                 changed.view(torch.uint8)[5] ^= 8

@@ -678,3 +678,11 @@ def test_no_name_of_the_kernels_is_used_twice() -> None:
                     defined.setdefault(name, []).append(header.name)
     assert len(defined) > 10
     assert {name: files for name, files in defined.items() if len(files) > 1} == {}
+
+
+def test_simd_levels_share_no_function() -> None:
+    """The linker would keep one level's copy for all: a processor without its instructions would end the process."""
+    for header in ("kernels.hpp", "sparse_layout.hpp"):  # what is outside the levels' own namespaces
+        text = (ROOT / "csrc" / header).read_text()
+        assert re.findall(r"^(?:constexpr |template.*)*inline .*", text, re.MULTILINE) == []
+        assert "static inline" in text

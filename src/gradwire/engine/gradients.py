@@ -147,13 +147,14 @@ class LentRun:
         self.indices, self.gradients, self._exchange, self._lent = indices, gradients, exchange, lent
         self.slots = [gradient.slot for gradient in gradients]
         views = [slot.view for slot in self.slots]
+        self.shapes = [view.shape for view in views]
         self._strides, self._dtypes = [view.stride() for view in views], {view.dtype for view in views}
         self._first = lent.number(gradients[0].slot)
 
     def fill(self, grads: list[torch.Tensor], calling: Calling) -> list[torch.Tensor]:
-        """Lend these, or copies of those that it cannot write to: where others use
-        the memory, the rest of backward may read it. Returns what was lent. `calling`: the parameter whose node calls its hook,
-        and what the node accumulated."""
+        """Lend these, which have the run's shapes, or copies of those that it cannot write to: where others use the memory, the
+        rest of backward may read it. Returns what was lent. `calling`: the parameter whose node calls its hook, and what the node
+        accumulated."""
         uses = [_storage_uses(storage._cdata) for storage in map(_STORAGE, grads)]
         if calling is not None and calling[0] in self.indices:
             at = self.indices.index(calling[0])
@@ -197,9 +198,11 @@ class Run:
         self.indices, self.gradients, self._place, self._exchange = indices, gradients, place, exchange
         self.slots = [gradient.slot for gradient in gradients]
         self._views = [slot.view for slot in self.slots]
+        self.shapes = [view.shape for view in self._views]
 
     def fill(self, grads: list[torch.Tensor], calling: Calling) -> list[torch.Tensor]:
-        """The slots take these, times this rank's share of the mean. Returns what becomes the grads. See `LentRun`."""
+        """The slots take these, which have the run's shapes, times this rank's share of the mean. Returns what becomes the grads.
+        See `LentRun`."""
         let_go = [gradient.let_go(grad) for gradient, grad in zip(self.gradients, grads, strict=True)]
         if any(let_go):
             self.gradients[0].memory.leave_to_script()

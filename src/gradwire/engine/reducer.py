@@ -47,6 +47,8 @@ from gradwire.errors import GradwireError, StepStateError
 from gradwire.exchange import Exchange, Slot, StepReport
 from gradwire.transport import Lanes
 
+_SHAPE = torch.Tensor.size  # quicker than `shape`
+
 
 class StepState(Enum):
     """Where a reducer is in its step."""
@@ -438,6 +440,9 @@ class Reducer:
                 raise not_sent(self, index, grad)
             parameters.append(parameter)
             grads.append(grad)
+        if list(map(_SHAPE, grads)) != run.shapes:
+            at = next(at for at, (grad, shape) in enumerate(zip(grads, run.shapes, strict=True)) if grad.shape != shape)
+            raise not_sent(self, run.indices[at], grads[at])
         means = run.fill(grads, calling)
         for parameter, grad, mean in zip(parameters, grads, means, strict=True):
             if mean is not grad:
@@ -445,7 +450,7 @@ class Reducer:
         self.running.ready(run.slots)
 
     def _write(self, index: int, grad: torch.Tensor | None) -> None:
-        if grad is not None and grad.is_sparse:
+        if grad is not None and (grad.is_sparse or grad.shape != self.slots[index].view.shape):
             raise not_sent(self, index, grad)
         self.running.place(self.slots[index], grad)
 
@@ -587,14 +592,21 @@ def was_left(reducer: Reducer, what_now: str) -> GradwireError:
 
 
 def not_sent(reducer: Reducer, index: int, grad: torch.Tensor | None) -> GradwireError:
-    """End the step of a gradient that cannot be sent: it is gone, or sparse. Returns the error to raise here."""
+    """End the step of a gradient that cannot be sent: it is gone, sparse or of another shape. Returns the error to raise here."""
     reducer.arrivals.came.pop(index, None)
-    gone = (
-        "was gone when it was to be sent: a hook used it and set it to None (an optimizer in backward?). gradwire averages "
-        "after all hooks; step the optimizer after backward."
-    )
-    sparse = "is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
-    return leave(reducer, f"the gradient of {reducer.names[index]!r} {gone if grad is None else sparse}")
+    if grad is None:
+        why = (
+            "was gone when it was to be sent: a hook used it and set it to None (an optimizer in backward?). gradwire averages "
+            "after all hooks; step the optimizer after backward."
+        )
+    elif grad.is_sparse:
+        why = "is sparse; gradwire sends dense gradients. Use Embedding(..., sparse=False)."
+    else:
+        why = (
+            f"has shape {tuple(grad.shape)}, and the plan was made for {tuple(reducer.slots[index].view.shape)}: the parameter "
+            "changed, and no forward of the whole model came since. Call handle.reset(), then handle.attach(), on all ranks."
+        )
+    return leave(reducer, f"the gradient of {reducer.names[index]!r} {why}")
 
 
 def taken_in_backward(reducer: Reducer, name: str, optimizer: str) -> GradwireError:

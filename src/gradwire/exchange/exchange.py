@@ -45,6 +45,7 @@ from gradwire.exchange.tensors import TensorLike, checked_tensors, device_of, fi
 from gradwire.kernels import Addresses, tensor_key
 from gradwire.renames import new_spelling
 from gradwire.transport import (
+    TAGS,
     Group,
     Lanes,
     LanesObserver,
@@ -898,6 +899,11 @@ class Executor:
         """The lanes that have tasks of each bucket."""
         self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
         pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
+        if (count := sum(pieces.values())) > TAGS:
+            raise PlanError(
+                f"the plan has {len(pieces)} chunks, whose exchanges among {lanes.group.world_size} ranks take {count} tags of "
+                f"messages, and a step has {TAGS}. Choose larger buckets (bucket_bytes) and chunks (chunk_bytes)."
+            )
         self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=lanes.first_tag), strict=False))
         self.running = _RunningStep(_Progress(0, ()), [])
         """The step that runs, or ran last. Another thread may replace it by one that is given up."""

@@ -57,9 +57,10 @@ class Slot:
         return self.view.is_meta
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor of the same shape is like that of the place."""
+        """Whether the tensor's memory is like that of the place."""
         own, place, shape = tensor.stride(), self.view.stride(), self.view.shape
-        return tensor.dtype is self.view.dtype and (own == place or _order(own, shape) == _order(place, shape))
+        same_kind = tensor.dtype is self.view.dtype and tensor.shape == shape
+        return same_kind and (own == place or _order(own, shape) == _order(place, shape))
 
     def empty(self) -> torch.Tensor:
         """A tensor like the place, with memory of its own."""

@@ -15,6 +15,7 @@ from gradwire.transport.operations import Operations
 from gradwire.transport.queued import COMPLETE, QueuedStep
 from gradwire.transport.rendezvous import long_control
 from gradwire.transport.rounds import AT_ONCE, merge_rounds
+from gradwire.transport.shared_lanes import TAGS
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark, Streams, streams_for
 from gradwire.transport.tls import TlsOption
@@ -26,6 +27,7 @@ __all__ = [
     "KERNELS",
     "LONGEST_S",
     "SHORTEST_S",
+    "TAGS",
     "AllToAll",
     "DamagedError",
     "FlightRecord",

@@ -47,6 +47,21 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _FAR_ROUND_TRIP_US = 2 * FAR_US
+_STACK_BYTES = 2**23
+"""The least stack of a lane's thread. C++ has its buffers there, and scripts may give threads small stacks."""
+_stacks = threading.Lock()
+
+
+@contextmanager
+def _large_stacks() -> Iterator[None]:
+    """Threads that are started inside have large stacks, whatever `threading.stack_size` or `ulimit -s` says."""
+    with _stacks:
+        usual = threading.stack_size()
+        threading.stack_size(max(usual, _STACK_BYTES))
+        try:
+            yield
+        finally:
+            threading.stack_size(usual)
 
 
 class Lane:
@@ -58,7 +73,7 @@ class Lane:
         self._pending: set[Future[Any]] = set()
         # a daemon: a thread that waits for a dead rank must not keep the process alive
         self._thread = threading.Thread(target=_work, args=(self._jobs, link), name=name, daemon=True)
-        with short_slices():
+        with short_slices(), _large_stacks():
             self._thread.start()
         self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread, link, self._pending)
 

@@ -35,7 +35,7 @@ from gradwire.transport.tls import TlsOption
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 _NAME_BYTES = 8
-_CHECK_TAGS = 2**24
+_CHECK_TAGS = 2**32
 """The first tag of checksums."""
 _NCCL_TIMEOUTS = 3
 """NCCL's timeout in timeouts of other links. NCCL's clock starts when an operation is queued. Other links must find a failure
@@ -349,7 +349,7 @@ class Link:
         """Announce an exchange; rank j's part arrives in `received[j]`. Call `AllToAll.send` when the own parts are ready. What
         arrives before its exchange was announced is copied once more.
 
-        `checked`: on the CPU a checksum follows each part, and `wait` compares it. Tags are below 2**24.
+        `checked`: on the CPU a checksum follows each part, and `wait` compares it. Tags are below 2**32.
         """
         if self.backend.name() == "nccl":
             return _Grouped(self, tag, received)

@@ -5,6 +5,7 @@ its length and tag, and its bytes. Messages of one tag arrive in order; those th
 """
 
 import ctypes
+import errno
 import os
 import select
 import socket
@@ -75,10 +76,10 @@ class _Sending(_Moving):
 
 
 class _Receiving(_Moving):
-    def __init__(self, messages: "Messages", rank: int, into: torch.Tensor | None) -> None:
+    def __init__(self, messages: "Messages", rank: int, tag: int, into: torch.Tensor | None) -> None:
         """`into`: None for a message of any length."""
         super().__init__(messages, rank)
-        self._target = into
+        self.tag, self._target = tag, into
         self._staged = into if into is None or (into.is_cpu and into.is_contiguous()) else torch.empty_like(into, device="cpu")
         self.bytes = memoryview(b"") if self._staged is None else bytes_in(self._staged)
         self.at = 0
@@ -133,6 +134,8 @@ class Messages:
         self._reach, self._is_shut = reach, False
         self._poll = select.poll()
         self._collectives = 0
+        self._moved = 0
+        """Bytes, in both directions."""
         self._add(connections)
         _open.add(self)
 
@@ -176,7 +179,7 @@ class Messages:
         return self._receive(source, tag, tensors[0].detach())
 
     def _receive(self, source: int, tag: int, into: torch.Tensor | None) -> _Receiving:
-        peer, receiving = self._peer(source), _Receiving(self, source, into)
+        peer, receiving = self._peer(source), _Receiving(self, source, tag, into)
         if early := peer.early.get(tag):
             came = early.popleft()
             receiving.begin(len(came.bytes))
@@ -296,15 +299,16 @@ class Messages:
                 raise _error_of(peer.rank, peer.error) from peer.error
             for each in self._peers.values():
                 self._watch(each)
-            left = until - time.monotonic()
-            events = self._poll.poll(max(0, min(_MOST_MS, int(1e3 * left) + 1)))
-            if not events and left <= 0:
-                raise TimeoutError(f"Timed out waiting {seconds:.0f} s for rank {moving.rank}")
-            for number, event in events:
+            left, before = until - time.monotonic(), self._moved
+            for number, event in self._poll.poll(max(0, min(_MOST_MS, int(1e3 * left) + 1))):
+                if event & select.POLLNVAL:
+                    self._by_number[number].error = OSError(errno.EBADF, os.strerror(errno.EBADF))
                 if event & (select.POLLOUT | select.POLLERR | select.POLLHUP):
                     self._push(self._by_number[number])
                 if event & (select.POLLIN | select.POLLERR | select.POLLHUP):
                     self._pull(self._by_number[number])
+            if left <= 0 and self._moved == before and peer.error is None:
+                raise TimeoutError(f"Timed out waiting {seconds:.0f} s for rank {moving.rank}{_came_instead(peer, moving)}")
         if isinstance(moving, _Receiving) and moving.problem is not None:
             raise moving.problem
 
@@ -327,6 +331,7 @@ class Messages:
             while peer.sending and peer.error is None:
                 first = peer.sending[0]
                 sent = peer.connection.sendmsg(first.parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._moved += sent
                 while first.parts and sent >= len(first.parts[0]):
                     sent -= len(first.parts.pop(0))
                 if first.parts:
@@ -357,11 +362,11 @@ class Messages:
         except OSError as error:
             peer.error = _never_raised(error)
 
-    @staticmethod
-    def _came(what: Any) -> Any:
+    def _came(self, what: Any) -> Any:
         """Return `what`. Raises ConnectionResetError if it is empty: the connection has ended."""
         if not len(what):
             raise ConnectionResetError("Connection closed by peer")
+        self._moved += len(what)
         return what
 
     def _begin(self, peer: _Peer) -> None:
@@ -375,7 +380,7 @@ class Messages:
         if not waiting:
             del peer.expected[peer.tag]
         if receiving is None:
-            receiving = _Receiving(self, peer.rank, None)
+            receiving = _Receiving(self, peer.rank, peer.tag, None)
             peer.early[peer.tag].append(receiving)
         receiving.begin(count)
         peer.receiving = receiving
@@ -416,6 +421,14 @@ def _unpacked(packed: memoryview) -> Iterator[bytes]:
         (count,) = _OF_RANK.unpack_from(packed, at)
         at += _OF_RANK.size + count
         yield bytes(packed[at - count : at])
+
+
+def _came_instead(peer: _Peer, moving: _Moving) -> str:
+    """What to say of a message that came where another one was awaited."""
+    early = [tag for tag, came in peer.early.items() if came]
+    if not early or not isinstance(moving, _Receiving):
+        return ""
+    return f": a message with tag {min(early)} came where one with tag {moving.tag} was expected"
 
 
 def _never_raised(error: OSError) -> OSError:

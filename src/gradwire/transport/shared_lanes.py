@@ -18,9 +18,10 @@ from gradwire.transport.wire import LinkError
 _GRACE_S = 0.5
 """For waits that fail by themselves when their connections are shut down: their errors say more."""
 
-_TAGS = 2**17
-"""Tags of the messages of one handle: more than any step has."""
-_HANDLES = 2**24 // _TAGS
+TAGS = 2**24
+"""Tags of the messages of one handle: the most that a step may have."""
+_HANDLES = 2**32 // TAGS
+"""After so many handles of one set of lanes the first tags come again: the headers of messages have 32 bits for a tag."""
 
 
 class LaneUser(Protocol):
@@ -73,7 +74,7 @@ class LaneSet(Generic[U]):
         """Add a user. Returns the first tag of its messages, so that no rank takes another handle's message for its own."""
         self._now.add(user)
         self.joined += 1
-        return (self.joined - 1) % _HANDLES * _TAGS
+        return (self.joined - 1) % _HANDLES * TAGS
 
     def remove(self, user: U) -> bool:
         """Remove a user. Returns whether it was the last one."""
@@ -92,7 +93,7 @@ class LaneSet(Generic[U]):
 
     def sender(self, tag: int) -> U | None:
         """The user whose messages have this tag."""
-        return next((each for each in self._now if each.first_tag == tag // _TAGS * _TAGS), None)
+        return next((each for each in self._now if each.first_tag == tag // TAGS * TAGS), None)
 
     def begins(self, user: U) -> None:
         """A step of this user begins."""

@@ -39,6 +39,25 @@ def test_a_message_waits_for_who_asks_for_its_tag(pair: Pair) -> None:
         second.recv([torch.zeros(4)], 0, 5).wait(timedelta(seconds=0.05))
 
 
+def test_a_wait_that_times_out_names_the_message_that_came_instead(pair: Pair) -> None:
+    first, second = pair
+    for tag in (9, 8):
+        first.send([torch.zeros(4)], 1, tag)
+    with pytest.raises(TimeoutError, match="a message with tag 8 came where one with tag 5 was expected"):
+        second.recv([torch.zeros(4)], 0, 5).wait(timedelta(seconds=0.05))
+    assert second.recv([torch.zeros(4)], 0, 9).wait()
+    with pytest.raises(TimeoutError, match="for rank 1$"):
+        first.recv([torch.zeros(4)], 1, 5).wait(timedelta(seconds=0.05))
+
+
+def test_a_connection_whose_descriptor_is_gone_is_told(pair: Pair) -> None:
+    first, second = pair
+    second._peers[0].number = 2**20 - 1
+    second._by_number[2**20 - 1] = second._peers[0]
+    with pytest.raises(ConnectionError, match="Bad file descriptor"):
+        second.recv([torch.zeros(4)], 0, 5).wait(timedelta(seconds=2))
+
+
 class Job:
     """Something large that a lane's job uses."""
 

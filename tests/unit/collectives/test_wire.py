@@ -151,6 +151,36 @@ def test_another_list_than_the_peers_is_told(wires: Wires) -> None:
     assert error.value.peer == 1
 
 
+@pytest.mark.parametrize("options", [{"tcp": True}, {"shared": True}, {"tcp": True, "tls": True}], ids=["tcp", "memory", "tls"])
+def test_a_message_too_short_to_wake_who_waits_is_told_before_the_timeout(options: dict[str, bool]) -> None:
+    waiting, sending = connected = pairs(2, 60.0, **options)
+    long, short = Operations(), Operations()
+    long.receive(1, torch.zeros(2**20, dtype=torch.uint8), 1)
+    short.send(0, torch.zeros(100, dtype=torch.uint8), 2)
+    short.flush()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(waiting.run, long, Meter())
+        time.sleep(0.1)
+        sending.run(short, Meter())
+        try:
+            with pytest.raises(LinkError, match="100 bytes with tag 2 came where one of 1048576 bytes with tag 1 was expected"):
+                running.result(timeout=30)
+        finally:
+            waiting.shut_down()
+    for wire in connected:
+        wire.close()
+
+
+def test_a_connection_whose_descriptor_is_gone_is_told(wires: Wires) -> None:
+    waits = Operations()
+    waits.receive(1, torch.zeros(8), 0)
+    waiting = wires(2, timeout_s=2.0)[0]
+    number, waiting._connections[1].fd = waiting._connections[1].fd, 2**20 - 1
+    with pytest.raises(LinkError, match="Bad file descriptor"):
+        waiting.run(waits, Meter())
+    waiting._connections[1].fd = number
+
+
 def test_a_peer_that_is_gone_silent_or_shut_down_is_named(wires: Wires) -> None:
     waits = Operations()
     waits.receive(1, torch.zeros(8), 0)

@@ -1,5 +1,6 @@
-"""The end of a lane: nobody waits for a job that it will not do."""
+"""A lane's thread has room for what C++ keeps on its stack. At its end nobody waits for a job that it will not do."""
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -22,13 +23,38 @@ class Unused(SilentLink):
     break_off = abandon = close
 
 
-@pytest.fixture
-def lane() -> Iterator[Lane]:
+def made_lane() -> Lane:
     group: Any = SimpleNamespace(rank=0, world_size=1)
     link: Any = Unused(group)
-    made = Lane("lane", link)
+    return Lane("lane", link)
+
+
+@pytest.fixture
+def lane() -> Iterator[Lane]:
+    made = made_lane()
     yield made
     made.stop()
+
+
+def stack_bytes(link: Any) -> int:
+    """The size of the present thread's stack."""
+    c, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    c.pthread_self.restype, size, place = ctypes.c_size_t, ctypes.c_size_t(), ctypes.c_void_p()
+    c.pthread_getattr_np(ctypes.c_size_t(c.pthread_self()), attributes)
+    c.pthread_attr_getstack(attributes, ctypes.byref(place), ctypes.byref(size))
+    c.pthread_attr_destroy(attributes)
+    return size.value
+
+
+def test_a_script_that_gives_threads_small_stacks_gives_lanes_none() -> None:
+    usual = threading.stack_size(2**18)
+    try:
+        lane = made_lane()
+        assert threading.stack_size() == 2**18
+    finally:
+        threading.stack_size(usual)
+    assert lane.submit(stack_bytes).result(5) >= 2**22
+    lane.stop()
 
 
 def test_a_job_after_the_end_fails(lane: Lane) -> None:
