@@ -84,8 +84,8 @@ def wires(
     tcp: bool = False,
 ) -> list[Wire]:
     """One for each rank, all in this process. `shared`: messages pass through memory, in rings of this capacity. `mapped_once`:
-    both ends have it at the same addresses, so that a sanitizer sees who else touches it. `tls`: connections are encrypted. `tcp`: they are of TCP, not
-    UNIX sockets, which are quicker to make."""
+    both ends have it at the same addresses, so that a sanitizer sees who else touches it. `tls`: connections are encrypted.
+    `tcp`: they are of TCP, not UNIX sockets, which are quicker to make."""
     ends: list[dict[int, Connected]] = [{} for _ in range(world_size)]
     for low, high in combinations(range(world_size), 2):
         pair = over_tcp() if tcp else socket.socketpair()
