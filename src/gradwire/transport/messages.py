@@ -424,7 +424,7 @@ def _unpacked(packed: memoryview) -> Iterator[bytes]:
 
 
 def _came_instead(peer: _Peer, moving: _Moving) -> str:
-    """What to say of a message that came where another one was awaited."""
+    """Words that name the message that came where another one was awaited. Empty if none came."""
     early = [tag for tag, came in peer.early.items() if came]
     if not early or not isinstance(moving, _Receiving):
         return ""
