@@ -38,7 +38,7 @@ class DDPState:
     again when DDP has brought its buckets into gradient-ready order.
     accuracy: what "auto" may choose from, "exact", "safe" or "aggressive", as in `gw.parallelize`.
     tls: whether the hook's connections are encrypted, as in `gw.parallelize`. DDP's own, at its start, stay as they are.
-    process_group: for gradwire alone, with the ranks of DDP's group: one of gloo where DDP has NCCL (docs/reference/gpu.md).
+    process_group: for gradwire alone, with the ranks of DDP's group, such as one of gloo (docs/reference/gpu.md).
     Means are over all ranks of DDP's group, in `join()` too, for any `divide_by_initial_world_size`. With error feedback a
     parameter that no rank used in a step (`find_unused_parameters`) loses its residual. torch averages sparse gradients.
     Raises PlanError for a plan that DDP cannot run, and for `accuracy` with a plan that is not "auto". In backward the hook

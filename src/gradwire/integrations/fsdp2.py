@@ -48,7 +48,7 @@ def compress(
     parameters: `gw.Cast()`, `gw.QSGD(bits=8)` or another rounding, for the all-gathers of parameters. Forward and backward then
     run with rounded weights, the same on all ranks; the optimizer keeps the exact ones. None: FSDP2 gathers parameters exactly.
     tls: whether gradwire's connections are encrypted, as in `gw.parallelize`. What FSDP2 gathers itself stays as it is.
-    process_group: for gradwire alone, with the ranks of the mesh: one of gloo where the mesh has NCCL (docs/reference/gpu.md).
+    process_group: for gradwire alone, with the ranks of the mesh, such as one of gloo (docs/reference/gpu.md).
     Returns the exchanges, which hold residuals and statistics; a later call replaces them. `exchanges.describe()` says in a line
     what is compressed, and the line is logged.
 
