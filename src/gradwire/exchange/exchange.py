@@ -899,9 +899,9 @@ class Executor:
         """The lanes that have tasks of each bucket."""
         self._phases_before_gate = Counter(bucket for bucket, _ in plan.launch[: plan.gate])
         pieces = {(b.index, number): chunk.exchanges for b in buckets for number, chunk in enumerate(b.chunks)}
-        if (count := sum(pieces.values())) > TAGS:
+        if (tags := sum(pieces.values())) > TAGS:
             raise PlanError(
-                f"the plan has {len(pieces)} chunks, whose exchanges among {lanes.group.world_size} ranks take {count} tags of "
+                f"the plan has {len(pieces)} chunks, whose exchanges among {lanes.group.world_size} ranks take {tags} tags of "
                 f"messages, and a step has {TAGS}. Choose larger buckets (bucket_bytes) and chunks (chunk_bytes)."
             )
         self._tags = dict(zip(pieces, accumulate(pieces.values(), initial=lanes.first_tag), strict=False))
@@ -931,10 +931,9 @@ class Executor:
         self._at = [tasks[0].task if tasks else None for tasks in planned.lists]
         times = [kept for observer in self.lanes.observers if (kept := observer.task_times()) is not None]
         self._is_timed = self.lanes.times_device
-        results = [
-            lane.submit(partial(self._run, number, planned, progress, times)) for number, lane in enumerate(self.lanes.data)
-        ]
-        self.running = _RunningStep(progress, results)
+        self.running = _RunningStep(progress, results := [])  # first: whoever gives the step up lets all lanes go
+        for number, lane in enumerate(self.lanes.data):
+            results.append(lane.submit(partial(self._run, number, planned, progress, times)))
         for future in results:
             future.add_done_callback(progress.lane_done)
 
