@@ -13,6 +13,7 @@ SOME = (
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_passes_with_gloo_passes_with_gradwire() -> None:
     found = torch_tests.outcomes(2, SOME)
     if failed_of(found["gloo"]):  # a busy machine kept torch's own ranks beyond their timeouts

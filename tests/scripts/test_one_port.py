@@ -84,6 +84,7 @@ print("weights", repr(float(total)), handle.stats().steps)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.network
 @pytest.mark.skipif(not HAS_WIREGUARD, reason="wireguard-go, wg or /dev/net/tun is not there")
 def test_four_nodes_train_through_one_port_of_each_site(clean: None, no_sockets: None, tmp_path: Path) -> None:

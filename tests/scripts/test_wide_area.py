@@ -60,6 +60,7 @@ def test_a_round_trip_takes_its_time(clean: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.network
 @pytest.mark.parametrize("wan", ["10ms 4ms", "20ms rate 100mbit", "20ms up 20mbit down 50mbit", "10ms loss 2%"])
 def test_jitter_rate_and_loss_are_as_ordered(clean: None, wan: str) -> None:
@@ -119,6 +120,7 @@ print("seconds", sorted(times)[2], exchange.group.grid.members)
 """
 
 
+@pytest.mark.timing
 @pytest.mark.network
 def test_a_window_is_as_wide_as_a_long_way_needs(clean: None) -> None:
     """With windows of 64 KB a mean of 1 MB takes 1.5 s over 50 ms. Ranks know their sites."""
