@@ -90,7 +90,7 @@ def _direction(ratio: float, factor: float) -> int:
 
 
 class StepPace:
-    """Measures the length of each step, from the end of the step before to its own end.
+    """Measures the length of each step, from where the script goes on after the step before to the step's own end.
 
     Between the end of a step and the next forward the script steps the optimizer, loads a batch, and sometimes evaluates or
     saves. This part counts with its median under the same plan, so that an evaluation does not look like a slow plan. The rest
@@ -106,7 +106,7 @@ class StepPace:
         """Seconds from the end of a step to the forward of the next one, by plan."""
         self._plan = -1
         self.mark_s: float | None = None
-        """The end of the last step; None before the first."""
+        """When the script went on after the last step; None before the first."""
         self._follows = False
         """Whether only the script's own work lies between the last step and the next one: no change of plan and no pause."""
 
@@ -124,6 +124,10 @@ class StepPace:
             self._between[self._plan].append(began_s - self.mark_s)
         self.mark_s, self._follows = ended_s, True
         return began_s - self.usual_s
+
+    def goes_on(self, now_s: float) -> None:
+        """The script goes on now. What came since the end of the step, such as a wait for other ranks, was not its own work."""
+        self.mark_s = now_s
 
     def runs(self, plan: int) -> None:
         """Note that another plan runs now. plan: its number. The usual time between steps so far is its first value."""

@@ -172,6 +172,7 @@ class Auto(Driver):
             self._phase = self._watching  # there is nothing to decide
         elif live.everybody:
             self._phase(live, 1e6 * (now - self._began_s))
+            self._pace.goes_on(self.clock())
 
     # ---- where nothing can be measured
 

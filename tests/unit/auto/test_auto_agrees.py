@@ -56,6 +56,8 @@ class MadeUpJob:
         self.foretold = {digest: us * chance.uniform(0.85, 1.15) for digest, us in self.real_us.items()}
         self.noise, self.drop = chance.choice((0.0, 0.02, 0.1)), chance.choice((1.0, 10.0))
         self.skew = [chance.uniform(0.9, 1.1) for _ in range(2)]
+        self.waits_s = self.optimizer_s = 0.0
+        """What an exchange of the driver takes, and what the script takes after each step."""
 
     def offers(self) -> list[Offer]:
         made = []
@@ -104,6 +106,7 @@ class MadeUpLive:
         self.plan = plan
 
     def exchange(self, numbers: list[float]) -> Callable[[], list[list[float]]]:
+        self.now_s += self.job.waits_s
         told = self.job.meeting.exchange(self.rank, list(numbers))
         return lambda: told
 
@@ -133,9 +136,10 @@ class NoMoments:
     def remove(self) -> None: ...
 
 
-def run(seed: int) -> tuple[list[list[str]], list[list[Any]], MadeUpJob]:
+def run(seed: int, **job_times: float) -> tuple[list[list[str]], list[list[Any]], MadeUpJob]:
     """The plans and the decisions of both ranks."""
     job = MadeUpJob(seed)
+    vars(job).update(job_times)
     plans: list[list[str]] = [[], []]
     drivers = [Auto("safe", ("backward",), 2) for _ in range(2)]
     failures: list[BaseException] = []
@@ -148,6 +152,7 @@ def run(seed: int) -> tuple[list[list[str]], list[list[Any]], MadeUpJob]:
                 live.run_step()
                 driver.finished(live)  # type: ignore[arg-type]
                 plans[rank].append(live.plan.digest())
+                live.now_s += job.optimizer_s
         except BaseException as error:
             failures.append(error)
             job.meeting._barrier.abort()
@@ -206,6 +211,18 @@ def check(seeds: range) -> None:
         assert len(decisions[0]) == (2 if job.drop > 1 else 1), f"seed {seed}: {[each.why for each in decisions[0]]}"
     worse.sort()
     assert worse[len(worse) // 2] <= 1.02 and worse[int(0.9 * len(worse))] <= 1.10, worse[int(0.9 * len(worse))]
+
+
+def test_waits_of_the_driver_are_no_time_of_the_script(made_up: None) -> None:
+    between_us = []
+
+    def profile_of(live: MadeUpLive, infos: Any, rows: Any, own_us: float, part: float) -> Any:
+        between_us.append(own_us)
+        return SimpleNamespace(compute_us=0.0)
+
+    with mock.patch("gradwire.auto.measuring.profile_of", profile_of):
+        run(0, waits_s=0.05, optimizer_s=0.002)
+    assert between_us == pytest.approx([2000.0] * 2, abs=1.0)
 
 
 def test_where_steps_are_long_fewer_of_them_decide(made_up: None) -> None:
