@@ -48,7 +48,7 @@ with BERT-medium's layers 25.4 million. In each step DDP sends and receives near
 - **fixed spec** is the smallest one that "safe" may use on so many ranks: 2 bits with weights on 4, 3 bits with weights on 8 and
   16, 8 bits on 32.
 - **over DDP** is DDP's step over auto's. **exact over DDP** is DDP's step over that of `accuracy="exact"`.
-- **possible** is the largest of three. Computation and codecs. Forward, in which nothing can be sent, and the plan's bytes at the
+- **possible** is the largest of three. Computation, which sleeps while codecs run. Forward, in which nothing can be sent, and the plan's bytes at the
   link's rate. The processor time of all ranks over {processors} processors. **of possible** is that over auto's step.
 - **predicted** is auto's own prediction over its step. **over the best** is auto's step over the shortest in its row.
 
@@ -167,13 +167,13 @@ def compared(result: Mapping[str, Any]) -> list[str]:
 
 
 def possible_ms(result: Mapping[str, Any]) -> float | None:
-    """The least time of a step with the plan that auto chose: computation and codecs, forward and the wire, the processors."""
+    """The least time of a step with the plan that auto chose: computation, forward and the wire, the processors."""
     auto, alone, gbps = result["methods"][AUTO], result["methods"][FLOOR], gbps_of(result["link"])
     if alone["step_ms"] is None or auto["step_ms"] is None:
         return None
     wire_ms = 0.0 if gbps is None else auto["planned_mb"] * 8 / gbps
     processors_ms = result["nodes"] * auto["cpu_ms"] / result["processors"]
-    return float(max(alone["step_ms"] + (auto["codec_ms"] or 0), alone["forward_ms"] + wire_ms, processors_ms))
+    return float(max(alone["step_ms"], alone["forward_ms"] + wire_ms, processors_ms))
 
 
 def chosen_of(results: Sequence[dict[str, Any]]) -> list[str]:

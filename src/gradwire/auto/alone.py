@@ -16,7 +16,7 @@ from gradwire.auto.measuring import CODECS_SECONDS, cluster_of, codecs_of
 from gradwire.auto.planning import CLOSE
 from gradwire.core import Cluster, Costs, Identity, Profile, Spec, TensorInfo, TensorProfile
 from gradwire.plan import Policy
-from gradwire.sim import Simulator
+from gradwire.sim import Simulator, device_of, rules_of
 
 _NEVER_US = 1e300
 LINKS_SECONDS = 0.3
@@ -90,7 +90,7 @@ def _us_of(
     """Return the predicted microseconds of the tensor's exchange with each spec, for the progress of one step of DDP."""
     profiled = TensorProfile(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, backward_us=0.0, forward_us=0.0)
     profile = Profile(model="alone", batch=1, device=device, steps=1, optimizer_us=0.0, tensors=(profiled,))
-    simulator, us = Simulator(profile, cluster, costs), []
+    simulator, us = Simulator(profile, cluster, costs, rules_of(device_of(profile), cluster)), []
     for spec in specs:
         if tensor.embedding and not spec.keeps_zeros:
             us.append(_NEVER_US)

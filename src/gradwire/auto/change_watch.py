@@ -4,6 +4,7 @@
 times, and measure the links again before a change of links counts.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
 from statistics import fmean, median
@@ -113,11 +114,13 @@ class ChangeWatch:
             return None
         before = self.cluster
         assert before is not None
+        began = time.perf_counter()
         now = cluster_of(live, seconds_for(step_us))
         self.measured_step = live.step
-        self._spent_us += 2e6 * seconds_for(step_us)
-        each_sends = live.exchange(live.bytes_between_nodes)()  # on a ring and in a tree ranks send differently
-        nbytes = [max(column) for column in zip(*each_sends, strict=True)]
+        took_us = 1e6 * (time.perf_counter() - began)
+        rows = live.exchange([took_us, *live.bytes_between_nodes])()  # on a ring and in a tree ranks send differently
+        took_us, *nbytes = (max(column) for column in zip(*rows, strict=True))
+        self._spent_us += took_us
         then_us, now_us = (wire_us(each, live.plan, nbytes) for each in (before, now))
         factor = now_us / then_us if then_us > 0 else 1.0
         if max(factor, 1 / factor) < LINK_CHANGED or abs(now_us - then_us) < _LINK_PART * step_us:

@@ -17,7 +17,7 @@ from gradwire.auto.planning import Offer, words_of
 from gradwire.auto.trial import ALIKE, GAIN, Candidate, Trial
 from gradwire.core import Cluster, Costs, Identity, Profile, Spec
 from gradwire.errors import PlanError
-from gradwire.sim import Simulator
+from gradwire.sim import Simulator, device_of, rules_of
 
 EXPOSED = 0.1
 """Share of a step that other plans may spend waiting for exchanges, encoding included, before local steps are considered."""
@@ -42,7 +42,7 @@ def _priced(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Sp
     """Yield the plans that may be the fastest to a loss, each with its mean step time over a period."""
     infos = profile.tensor_infos("cpu" if profile.device == "cpu" else "gpu")
     ranks, per_node = cluster.world_size, cluster.ranks_per_node_if_even
-    simulator, best_us = Simulator(profile, cluster, costs), float("inf")
+    simulator, best_us = Simulator(profile, cluster, costs, rules_of(device_of(profile), cluster)), float("inf")
     for every, way, spec in product(EVERY, (averaged, streamed), specs_under(averaged(EVERY[0]), specs) or (Identity(),)):
         schedule = way(every)
         above = loss_above(schedule, spec)

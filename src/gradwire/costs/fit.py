@@ -11,6 +11,8 @@ from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
+import msgspec
+
 from gradwire.core import Link, Points, goes_around, number, whole
 from gradwire.costs.collectives import Load, Traffic, flat_traffic, sum_traffic
 from gradwire.errors import FormatError
@@ -108,7 +110,7 @@ def fit_link(
 
     points: (bytes that a rank holds before, microseconds). word: one of LINK_TASKS. routing: as in
     gradwire.costs.collectives. ranks_per_node: number of ranks that share their node's inter link; if it equals `ranks`, the
-    result is the link inside the node. message_us: as in `Link`; it is lowered where times leave less for it.
+    result is the link inside the node. message_us: as in `Link`; where times leave less for it, all messages wait.
 
     Raises FormatError for bad points, for one rank, and for times that do not grow with bytes.
 
@@ -132,7 +134,7 @@ def fit_link(
     own = _in_turn(load, rounds, message_us)
     ring = own if large is None else _in_turn(large.inter, _rounds(large, True), message_us)
     ways = [ring if goes_around(nbytes, nodes, ranks) else own for nbytes, _ in points]
-    points = [(nbytes, us - further_us) for (nbytes, us), (_, further_us) in zip(points, ways, strict=True)]
+    whole_points, points = points, [(nbytes, us - further_us) for (nbytes, us), (_, further_us) in zip(points, ways, strict=True)]
     load, _ = own
     if large is not None:
         points = [(n * of.factor / of.messages, us / of.messages) for (n, us), (of, _) in zip(points, ways, strict=True)]
@@ -144,7 +146,9 @@ def fit_link(
             "computed. Measure larger sizes."
         )
     alpha_us = fit.alpha_us / load.messages
-    message_us = None if message_us is None else min(message_us, alpha_us)
+    if message_us is not None and message_us > alpha_us:  # what was taken off for further messages were bytes
+        link, fit = fit_link(whole_points, word, ranks, routing, ranks_per_node)
+        return msgspec.structs.replace(link, message_us=link.alpha_us), fit
     return Link(alpha_us, 8 * load.factor / (fit.us_per_byte * 1000), message_us=message_us), fit
 
 

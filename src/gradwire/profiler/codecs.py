@@ -1,7 +1,8 @@
 """Measures encodes and decodes by size, on one thread, because a lane has one thread.
 
 On CPUs processor time counts, so that other ranks on the same processors do not.
-Each call takes the next part of a buffer larger than the caches, because a gradient is seldom in a cache during training.
+Each call takes the next part of a buffer larger than the caches, and the next residual, because gradients and states are seldom
+in a cache during training.
 
 `cached_codecs` measures each spec once on a machine. Its file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in the
 folder `gradwire` of `$XDG_CACHE_HOME` or `~/.cache`. The key is made of the processor or GPU, the versions of torch and gradwire,
@@ -37,7 +38,8 @@ SIZES = tuple(4096 * 2**power for power in range(13))
 """Bytes of gradient: 4 KB to 16 MB; every second one is a corner of the curve."""
 SECONDS = 0.02
 _REPEATS = (3, 30)
-_BUFFER_BYTES = 64 * 2**20
+_BUFFER_BYTES, _MOST_STATES = 64 * 2**20, 64
+"""Bytes of a buffer, and the most states that calls take in turn."""
 _COLUMNS = 1024
 """Columns of the matrices for methods that need matrices."""
 
@@ -51,9 +53,9 @@ def measure_codecs(
     gradient, ascending; every second one is a corner of a curve. seconds: about the time for one size.
     """
     kind, codecs = kind_of(device), []
-    numel = min(_BUFFER_BYTES, 4 * sizes[-1]) // 4
     generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu").mul_(1e-3).to(device)
+    gradients = torch.randn(sizes[-1] // 4, generator=generator, dtype=torch.float32, device="cpu").mul_(1e-3).to(device)
+    gradients = gradients.repeat(-(-_BUFFER_BYTES // sizes[-1]))
     buffers = (gradients, torch.zeros_like(gradients))
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -77,29 +79,35 @@ def _calls(
     If the spec has weights, the first function finds them too, and updates the energies."""
     device = gradient.device
     shape = (numel // _COLUMNS, _COLUMNS) if numel >= 2 * _COLUMNS else (1, numel)
-    energies = Energies.zeros(numel, device, spec.element_weights)
-    row, weights = Segment(0, numel, 1, 0, spec.element_bits), None if energies is None else energies.weights
-    segments = Segments((row,), device, ("measured",), (shape,), weights)
+    row = Segment(0, numel, 1, 0, spec.element_bits)
+
+    def state_of_bucket() -> tuple[list[torch.Tensor], Energies | None, Segments]:
+        energies = Energies.zeros(numel, device, spec.element_weights)
+        segments = Segments((row,), device, ("measured",), (shape,), None if energies is None else energies.weights)
+        return [torch.zeros(numel, dtype=torch.float32, device=device) for _ in spec.state], energies, segments
+
     gradients, totals = _parts(gradient, numel), _parts(total, numel)
     context = Context(torch.tensor([0, 1, 0, 0], device=device))
-    first = next(gradients)
-    state = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in spec.state]
+    state, _, segments = state_of_bucket()
     if spec.rounds:
-        program = codec.program(first, state, segments)
+        program = codec.program(next(gradients), state, segments)
         fills = [partial(program.fill, number, context) for number in range(spec.rounds)]
         return lambda: [fill() for fill in fills], lambda: program.finish(context)
     size = spec.payload_bytes([ElementRun(numel, spec.element_bits, shape)], 4)
     payload = torch.zeros(size, dtype=torch.uint8, device=device)
+    count = min(_MOST_STATES, len(gradient) // numel)
+    states = itertools.cycle([state_of_bucket() for _ in range(count)])
 
     def encode() -> None:
-        source = next(gradients)
+        source, (state, energies, segments) = next(gradients), next(states)
         if energies is not None:  # once in a step, as encodes are
             run_calls(Weigh(energies, segments).calls())
         codec.encode(source, state, segments, context, payload)
         if energies is not None:
             run_calls(Learn(energies, source, segments).calls())
 
-    encode()
+    for _ in range(count):  # the first call with a state allocates
+        encode()
     return (
         encode,
         lambda: codec.decode(payload, segments, torch.float32, True, next(totals), context),

@@ -10,6 +10,7 @@ count, and a link that was measured with waits alone has a problem.
 """
 
 import hashlib
+import math
 import statistics
 import threading
 import time
@@ -25,7 +26,7 @@ from msgspec.structs import replace
 from gradwire.collectives import AllReduce
 from gradwire.core import FAR_US, Cluster, Made, waited_ns
 from gradwire.core import Link as ClusterLink
-from gradwire.costs import Fit, fit_line, fit_link
+from gradwire.costs import Fit, fit_line, fit_link, us_per_byte
 from gradwire.errors import FormatError, StepStateError
 from gradwire.profiler.clock import Clock
 from gradwire.transport import AT_ONCE, Grid, Link, Meter, Operations, transfer
@@ -62,6 +63,8 @@ _BURST = 8
 _BURST_BYTES = 1024
 _BURSTS, _BURST_PART = 5, 0.1
 """Most bursts, and their part of the time for a link."""
+_DISTURBED = 6.0
+"""A size is measured again if it takes more than so many times as long as the quarter of its bytes."""
 _WAIT_MARGIN, _WAITED_FROM = 0.1, 0.3
 """The part of its time that a rank may wait for a processor, beyond that of the best batch, in a batch that counts; and the part
 from which the link has a problem."""
@@ -197,7 +200,13 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
         routing = "wires" if "cpu" in times and name != "ddp" else "direct"
         message_us = _message_of(times, name if exchange else "inter" if grid.nodes > 1 else "intra")
         try:
-            links[name], fits[name] = fit_link(points, word, ranks, routing, per_node, message_us)
+            links[name], fits[name] = fit_link(points, word, ranks, routing, per_node)
+            if message_us is not None:  # without its bytes
+                message_us = max(0.0, message_us - _BURST_BYTES * us_per_byte(links[name]))
+                links[name], fits[name] = fit_link(points, word, ranks, routing, per_node, message_us)
+            if exchange:
+                most_gbps = _gbps_of_largest(points, 1 - 1 / ranks)
+                links[name] = replace(links[name], gbps=min(links[name].gbps, most_gbps))
         except FormatError as error:
             if name == "ddp":
                 continue  # then it counts as gradwire's all-reduce
@@ -238,6 +247,22 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
         made=Made.now(),
     )
     return MeasuredLinks(cluster, fits, problems)
+
+
+def _gbps_of_largest(points: Sequence[tuple[float, float]], sent: float) -> float:
+    """The rate of the largest exchanges, in gigabits per second: their shortest time, less that of the smallest ones.
+
+    Most bytes of a step are in large messages, and a line through noisy times may promise these a rate that no link had.
+    sent: the part of the bytes held that a rank sends.
+
+    >>> round(_gbps_of_largest([(0, 50.0), (1000, 51.0), (1000, 53.0)], sent=0.5), 9)
+    4.0
+    """
+    (least, *_, most), times = sorted({nbytes for nbytes, _ in points}), dict[float, float]()
+    for nbytes, us in points:
+        times[nbytes] = min(us, times.get(nbytes, us))
+    longer_us = times[most] - times[least]
+    return 8 * sent * (most - least) / (1000 * longer_us) if longer_us > 0 else math.inf
 
 
 def _message_of(times: Times, name: str) -> float | None:
@@ -370,10 +395,15 @@ def _sweep(
     is_far = first_us >= FAR_US and (1 + BATCHES) * len(sizes) * first_us > 1e6 * seconds
     latency_us, fewest = (first_us, 2) if is_far else (0.0, 1)
     spent_us, expected_us, at = latency_us, first_us, 0
+    before_us, again = math.inf, False
     while at < len(sizes):
         nbytes = sizes[at]
         messages = min(_MOST_MESSAGES, max(fewest, round(1e6 * seconds * _BATCH_PART / expected_us)))
         measured = _run(link, traffic, nbytes, messages, device)
+        if not (is_far or again) and min(measured.us) > _DISTURBED * before_us:
+            spent_us, again = spent_us + (1 + BATCHES * messages) * statistics.median(measured.us), True
+            continue
+        before_us, again = min(measured.us), False
         points += [(float(held * nbytes), us) for us in (measured.us if is_far else measured.calm_us)]
         cpu_points += [(float(held * nbytes), us) for us in measured.cpu_us]
         waits.append((float(held * nbytes), min(measured.waits)))

@@ -87,7 +87,7 @@ def placed(rules: Rules, profile: Profile, cluster: Cluster) -> tuple[str, int]:
     >>> link = Link(1.0, 1.0)
     >>> shape = {"nodes": 2, "ranks_per_node": 1, "intra": link, "inter": link}
     >>> profile = Profile(model="m", batch=1, device="cpu", tensors=tensors)
-    >>> placed(rules_of("cpu"), profile, Cluster(**shape)), placed(rules_of("cpu"), profile, Cluster(**shape, processors=2.5))
+    >>> placed(rules_of("cpu"), profile, Cluster(**shape)), placed(rules_of("cpu"), profile, Cluster(**shape, processors=1.97))
     (('compute', 1), ('own thread', 1))
     >>> asleep = Profile(model="m", batch=1, device="cpu", processor_part=0.1, tensors=tensors)
     >>> placed(rules_of("cpu"), asleep, Cluster(**shape, processors=2.5))
@@ -97,7 +97,7 @@ def placed(rules: Rules, profile: Profile, cluster: Cluster) -> tuple[str, int]:
         return rules.codec_on, rules.cpu_workers
     part = 1.0 if profile.processor_part is None else profile.processor_part
     computes = 0 if part < _PART_OF_A_PROCESSOR else max(1, round(part))
-    left = int(cluster.processors_per_rank) - computes
+    left = round(cluster.processors_per_rank) - computes  # measured a little short
     if computes and left < 1:
         return rules.codec_on, rules.cpu_workers
     return "own thread", max(1, min(rules.lanes, left))

@@ -21,7 +21,7 @@ from gradwire.core.schedules import LocalSteps
 from gradwire.core.specs import QSGD, ErrorFeedback, Identity, Spec
 from gradwire.plan import Uniform
 from gradwire.plan.policy import Policy
-from gradwire.sim.simulator import Simulator
+from gradwire.sim import Simulator, rules_of
 
 COSTS = costs(LOCAL_SPECS)
 
@@ -40,7 +40,7 @@ def schedule_of(offer: Offer) -> LocalSteps:
 @pytest.mark.parametrize("gbps", [1.0, 0.1, 0.03, 0.01, 0.003, 1e-5])
 def test_the_shortest_time_to_a_loss_is_offered(gbps: float) -> None:
     """All schedules and specs with a measured loss are simulated here."""
-    simulator, to_loss_us = Simulator(profile(), cluster(gbps), COSTS), {}
+    simulator, to_loss_us = Simulator(profile(), cluster(gbps), COSTS, rules_of("cpu", cluster(gbps))), {}
     for way, spec in ((way(every), spec) for every in EVERY for way in (averaged, streamed) for spec in LOCAL_SPECS):
         if (above := loss_above(way, spec)) is not None:
             step_us = simulator.step_us(Policy(default=spec, schedule=way).plan(TENSORS, 2))
@@ -53,7 +53,7 @@ def test_the_shortest_time_to_a_loss_is_offered(gbps: float) -> None:
 
 
 def test_slower_links_pay_more_loss_for_shorter_steps() -> None:
-    made = [offered(gbps) for gbps in (1.0, 0.1, 0.03, 0.01)]
+    made = [offered(gbps) for gbps in (1.0, 0.1, 0.02, 0.01)]
     above = [offer.candidate.loss_above for offer in made]
     assert above == sorted(above) and len(set(above)) == 4
     assert offered(1e-5).plan.buckets[0].spec == SPARSELOCO

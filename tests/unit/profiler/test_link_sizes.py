@@ -1,4 +1,4 @@
-"""The sizes with which a link is measured, on made-up links."""
+"""The sizes with which a link is measured, and the rate that is found, on made-up links."""
 
 from typing import Any
 
@@ -7,14 +7,19 @@ import torch
 
 from gradwire.costs import fit_line
 from gradwire.profiler import links
+from gradwire.transport import Grid
 
 
-def sweep(monkeypatch: pytest.MonkeyPatch, latency_us: float, gbps: float, seconds: float) -> tuple[list[float], float, Any]:
-    """The sizes, the seconds that they took, and the line through the times, of a link with this latency and rate."""
+def sweep(
+    monkeypatch: pytest.MonkeyPatch, latency_us: float, gbps: float, seconds: float, disturbed: int = -1
+) -> tuple[list[float], float, Any]:
+    """The sizes, the seconds that they took, and the line through the times, of a link with this latency and rate.
+
+    disturbed: the number of the measurement in which the link stands still for three quarters of the time."""
     spent: list[float] = []
 
     def run(link: Any, traffic: Any, nbytes: int, messages: int, device: torch.device) -> links._Batches:
-        us = latency_us + nbytes * 8e-3 / gbps
+        us = (latency_us + nbytes * 8e-3 / gbps) * (4.0 if len(spent) == disturbed else 1.0)
         spent.append((1 + links.BATCHES * messages) * us / 1e6)
         return links._Batches([us] * links.BATCHES, [1.0] * links.BATCHES, [0.0] * links.BATCHES)
 
@@ -40,3 +45,26 @@ def test_a_near_link_is_measured_with_every_size_that_time_allows(monkeypatch: p
     assert busy == list(links.SIZES[: len(busy)]) and len(busy) > 3, "little time makes no link far"
     slow, spent_s, _ = sweep(monkeypatch, 500.0, 0.01, 0.12)
     assert slow == list(links.SIZES[: len(slow)]) and len(slow) >= 3 and spent_s < 0.12 * links.PATIENCE
+
+
+@pytest.mark.parametrize("disturbed", range(2, 6))
+def test_a_size_in_which_the_link_stood_still_is_measured_again(monkeypatch: pytest.MonkeyPatch, disturbed: int) -> None:
+    sizes, _, line = sweep(monkeypatch, 10.0, 0.1, 0.1)
+    again, spent_s, line_again = sweep(monkeypatch, 10.0, 0.1, 0.1, disturbed)
+    assert again == sizes and line_again.us_per_byte == pytest.approx(line.us_per_byte) and spent_s < 0.1 * (1 + links.PATIENCE)
+
+
+@pytest.mark.parametrize("nodes", [4, 8, 16])
+@pytest.mark.parametrize("mbps", [10, 100])
+def test_the_bytes_of_short_messages_are_no_latency(nodes: int, mbps: int) -> None:
+    """On a link that is nothing but bytes a further message takes as long as its bytes."""
+    points = [(float(nodes * n), 250 + (nodes - 1) * n * 8 / mbps) for n in links.SIZES[:4]]
+    times = {"inter": points, "inter message": [(0.0, 1024 * 8 / mbps)], "allreduce": [(n, n * 8 / mbps) for n, _ in points]}
+    assert links.measured_links(times, Grid.even(nodes, 1, 0)).cluster.inter.gbps == pytest.approx(mbps / 1e3, rel=0.001)
+
+
+def test_small_sizes_promise_large_ones_no_rate() -> None:
+    """Here waits for a processor made the smaller sizes look like latency; the largest ones had 0.1 Gb/s."""
+    points = [(4.0 * n, 1400 * (n > 1024) + 3 * n * 8 / 115) for n in links.SIZES[:3]] + [(4.0 * 65536, 3 * 65536 * 8 / 100)]
+    found = links.measured_links({"inter": points, "allreduce": points}, Grid.even(4, 1, 0)).cluster.inter
+    assert 0.099 < found.gbps <= 0.1
