@@ -6,8 +6,8 @@ in a cache during training.
 
 `cached_codecs` measures each spec once on a machine. Its file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in the
 folder `gradwire` of `$XDG_CACHE_HOME` or `~/.cache`. The key is made of the processor or GPU, the versions of torch and gradwire,
-and the kernels' library, so other machines and other kernels have files of their own. An unreadable file is measured anew; one
-that cannot be written costs each run that.
+the buffers, and the kernels' library, so other machines and other kernels have files of their own. An unreadable file is measured
+anew; one that cannot be written costs each run that.
 """
 
 import hashlib
@@ -169,5 +169,5 @@ def _key(device: torch.device, sizes: tuple[int, ...]) -> str:
     name = processor_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
     library = hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if LIBRARY.exists() else "reference"
     simd = torch.backends.cpu.get_cpu_capability()
-    text = repr((name, simd, torch.__version__, __version__, library, sizes))
+    text = repr((name, simd, torch.__version__, __version__, library, sizes, _BUFFER_BYTES, _MOST_STATES))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -20,15 +20,15 @@ def result(nodes: int, **times: float | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("nodes", "cpu_ms", "bound"), [(4, 50.0, 310.0), (4, 160.0, 320.0), (16, 50.0, 400.0)])
 def test_what_is_possible_is_the_largest_bound(nodes: int, cpu_ms: float, bound: float) -> None:
-    """200 + 10 ms of computation and codecs, 70 of forward and 3 MB at 100 Mb/s in 240, or the processors of all ranks."""
+    """200 ms of computation, 70 of forward and 3 MB at 100 Mb/s in 240, or the processors of all ranks."""
     given = result(nodes)
     given["methods"][AUTO]["cpu_ms"] = cpu_ms
     assert many_nodes.possible_ms(given) == bound
 
 
-def test_without_a_limit_computation_and_codecs_are_the_bound() -> None:
+def test_without_a_limit_computation_is_the_bound() -> None:
     given = result(4) | {"link": "unlimited"}
-    assert many_nodes.possible_ms(given) == 210.0
+    assert many_nodes.possible_ms(given) == 200.0
 
 
 def test_a_row_for_each_number_of_nodes() -> None:

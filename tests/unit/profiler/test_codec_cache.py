@@ -92,3 +92,26 @@ def default_device() -> Iterator[None]:
 
 def test_gradients_are_drawn_on_the_cpu(default_device: None) -> None:
     assert not measure_codecs([Identity()], CPU, SIZES).codecs
+
+
+def test_encodes_take_cold_gradients_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a step, in which the codec comes back to a bucket when other memory went through the caches."""
+    seen: list[tuple[int, int]] = []
+
+    class Watched:
+        """The spec's compressor, with the addresses of what it encodes."""
+
+        def __init__(self, compressor: Any) -> None:
+            self.decode, self._compressor = compressor.decode, compressor
+
+        def encode(self, gradient: torch.Tensor, state: list[torch.Tensor], *arguments: Any) -> None:
+            seen.append((gradient.data_ptr(), state[0].data_ptr()))
+            self._compressor.encode(gradient, state, *arguments)
+
+    usual = codecs.codec_on
+    monkeypatch.setattr(codecs, "codec_on", lambda *how: Watched(usual(*how)))
+    monkeypatch.setattr(codecs, "_BUFFER_BYTES", 2**20)
+    spec = ErrorFeedback(QSGD(bits=2, scale="ls", levels="lloyd"), weights=0.98)
+    measure_codecs([spec], CPU, [2**14, 2**16], seconds=1.0)
+    for count, own in ((64, seen[:64]), (16, seen[-16:])):
+        assert len({gradient for gradient, _ in own}) == len({state for _, state in own}) == count
