@@ -49,7 +49,8 @@ with BERT-medium's layers 25.4 million. In each step DDP sends and receives near
   16, 8 bits on 32.
 - **over DDP** is DDP's step over auto's. **exact over DDP** is DDP's step over that of `accuracy="exact"`.
 - **possible** is the largest of three. Computation, which sleeps while codecs run. Forward, in which nothing can be sent, and the
-  plan's bytes at the link's rate. The processor time of all ranks over {processors} processors. **of possible** is that over auto's step.
+  plan's bytes at the link's rate. The processor time of all ranks over {processors} processors. **of possible** is that over
+  auto's step.
 - **predicted** is auto's own prediction over its step. **over the best** is auto's step over the shortest in its row.
 
 What auto chose:
