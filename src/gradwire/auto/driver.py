@@ -331,7 +331,6 @@ class Auto(Driver):
         self._decide(live)
 
     def _change_to(self, live: Live, candidate: int, plan: Plan) -> None:
-        """Run this plan of a candidate."""
         began = self.clock()
         live.change_to(plan)
         self._runs = candidate

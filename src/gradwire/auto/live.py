@@ -166,7 +166,6 @@ class AllRanks:
         return self.from_all(text if self.group.rank == 0 else "")[0]
 
     def from_all(self, text: str) -> list[str]:
-        """Return the texts of all ranks on all ranks."""
         future = self.lanes.control.submit(partial(gather_bytes, text=text.encode() or b" "))
         return [raw.decode().strip() for raw in self._result("the exchange of a decision", future.result)]
 

@@ -46,8 +46,6 @@ LABELS = {"floor": "no\ncommunication", "ddp": "plain DDP", "gradwire": "gradwir
 
 
 class DemoMethod(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One method of the demo."""
-
     steps: int
     samples: int
     """Training samples that all ranks have seen."""
@@ -68,8 +66,6 @@ class DemoMethod(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DemoSummary(Document, frozen=True, kw_only=True):
-    """`summary.json` of the demo."""
-
     what: ClassVar[str] = "summary of the demo"
     remedy: ClassVar[str] = "Make it with `gradwire demo`."
 

@@ -249,7 +249,6 @@ class Gradwire(Method):
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of all gradients of the model."""
     return sum(p.numel() * p.element_size() for p in _trained(model))
 
 

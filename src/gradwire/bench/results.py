@@ -229,7 +229,6 @@ class BenchRun(Document, frozen=True, kw_only=True):
     cells: tuple[Cell, ...] = ()
 
     def cell(self, job: str, link: str, method: str) -> Cell | None:
-        """Return the cell with these names, or None."""
         return next((c for c in self.cells if (c.job, c.link, c.method) == (job, link, method)), None)
 
     @property

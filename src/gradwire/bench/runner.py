@@ -220,7 +220,6 @@ class _Runner:
         self._save()
 
     def measure_group(self, network: Network, job: str, link: str) -> None:
-        """Measure all methods on one job over one link."""
         request, title, gbps = self.request, f"{job}, {link}", gbps_of(link)
         record = None if request.record is None else method_folder(request.record, f"{job}-{link}")
         found = self._run(network, title, job, request.methods, request.steps, request.warmup_steps, record)

@@ -78,8 +78,6 @@ class SleepingAccelerator:
 
 
 class SleepingCodec(WrappingCompressor):
-    """A codec on a sleeping accelerator."""
-
     def __init__(self, codec: Compressor, accelerator: SleepingAccelerator) -> None:
         super().__init__(codec.spec, codec)
         self._accelerator = accelerator

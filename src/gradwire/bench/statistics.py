@@ -65,7 +65,6 @@ def alone_from(record: WorkerRecord) -> Alone:
 
 
 def cells_from(record: WorkerRecord, link: str, gbps: float | None, ranks_per_node: int, alone: Alone | None) -> list[Cell]:
-    """Return the cells of one job over one link."""
     good = {method.method: method for method in record.methods if method.failure is None}
     ranges = {name: method.counted or (record.warmup_steps, len(method.wall_us[0])) for name, method in good.items()}
     counted = {name: _over_ranks(method)[slice(*ranges[name])] for name, method in good.items()}

@@ -21,8 +21,6 @@ Cut = Callable[[int, int, int], Sequence[int]]
 
 
 class Parcel(NamedTuple):
-    """One payload."""
-
     encode: int
     """The number of the encode, from 0."""
     maker: int
@@ -120,7 +118,6 @@ class _ShardRange(NamedTuple):
     end: int
 
     def part(self, parts: int, number: int) -> "_ShardRange":
-        """One part of this range."""
         return _ShardRange(self, parts, number, number + 1) if parts > 1 else self
 
     def is_inside(self, other: "_ShardRange") -> bool:
@@ -435,7 +432,6 @@ class _Measure:
         self._parcels: dict[_Unit, Parcel] = {}
 
     def edges_of(self, cuts: Sequence[tuple[_ShardRange, int]]) -> _Edges:
-        """The edges of these cuts."""
         for whole, parts in cuts:
             self._edges[whole, parts] = self._cut(*self._run(whole), parts)
         return tuple(tuple(self._edges[each]) for each in cuts)

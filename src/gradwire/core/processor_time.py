@@ -26,7 +26,6 @@ class ProcessorNeed(NamedTuple):
 
     @staticmethod
     def now() -> "ProcessorNeed":
-        """The need at this moment."""
         return ProcessorNeed(time.process_time(), waited_ns() / 1e9, threading.get_ident())
 
     def since(self, before: "ProcessorNeed") -> float:

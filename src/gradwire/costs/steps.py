@@ -86,7 +86,6 @@ class _Walk:
         """First steps whose second is still to come, by link."""
 
     def step(self, index: int) -> Step:
-        """Do the task."""
         word = self.words[index]
         if word == "comp":
             return self._encode(index)

@@ -58,7 +58,6 @@ class GlooChoice(msgspec.Struct, frozen=True):
 
 
 def is_loopback(address: str | None) -> bool:
-    """Return whether an address is a loopback address."""
     if address is None:
         return False
     plain = ipaddress.ip_address(address.partition("%")[0])

@@ -141,7 +141,6 @@ class ControlExchange:
     def tell(
         self, step: int, state: BackwardState, came: int, used: Collection[int], after: "Future[Any] | None" = None
     ) -> "Future[RankReports]":
-        """Report to all ranks when `after` is done, and receive their reports."""
         lanes = self._lanes
         # weights of a step whose sums never arrived are not compared: its failure is reported instead
         compares = self._drift.due(step) and lanes.first_incomplete() == COMPLETE

@@ -185,7 +185,6 @@ class LentRun:
         return len({*addresses}) == len(addresses) and self._lent.begins.isdisjoint(addresses)
 
     def alone(self, at: int) -> "LentRun":
-        """One gradient of the run."""
         return LentRun([self.indices[at]], [self.gradients[at]], self._exchange, self._lent)
 
 
@@ -216,7 +215,6 @@ class Run:
         return [gradient.hand_out() for gradient in self.gradients]
 
     def alone(self, at: int) -> "Run":
-        """One gradient of the run."""
         return Run([self.indices[at]], [self.gradients[at]], self._views[at], self._exchange)
 
 

@@ -51,8 +51,6 @@ _SHAPE = torch.Tensor.size  # quicker than `shape`
 
 
 class StepState(Enum):
-    """Where a reducer is in its step."""
-
     IDLE = "idle"
     RUNNING = "running"
     CLOSING = "closing"
@@ -242,7 +240,6 @@ class Reducer:
 
     @property
     def state(self) -> StepState:
-        """The state of the step."""
         if self.lanes.failure is not None:
             return StepState.VOID if self.lanes.mendable else StepState.BROKEN
         return self._state

@@ -101,7 +101,6 @@ class ScriptWatch:
         hear(self)
 
     def stop(self) -> None:
-        """Watch no more."""
         hear_no_more(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -268,7 +267,6 @@ class Session(Observer):
 
     @property
     def plan(self) -> Plan:
-        """The plan that is executed."""
         return self.exchange.plan
 
     @property
@@ -298,7 +296,6 @@ class Session(Observer):
 
     @property
     def observers(self) -> Observers:
-        """The observers of its steps."""
         return self.reducer.observers
 
     @property
@@ -470,7 +467,6 @@ class Session(Observer):
 
     @property
     def device(self) -> torch.device:
-        """The device of all gradients."""
         return self.exchange.flats[0].device
 
     def ride(self, values: MergedValues) -> Callable[[], MergedValues | None]:

@@ -313,7 +313,6 @@ def _segments_of(runs: Sequence[_SampledRun], buffers: BucketBuffers, step: int)
 
 
 def _means(rows: Collection[Sequence[float]]) -> list[float]:
-    """The mean of each column."""
     return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 

@@ -657,7 +657,6 @@ class Exchange:
         )
 
     def _error_of(self, failed: "TaskFailed") -> GradwireError:
-        """The error to raise for a task that failed."""
         if self._closed and isinstance(failed.cause, LinkError):  # its own end closed the connections
             return self._given_up()
         raised = self.lanes.broken if isinstance(failed.cause, LinkError) else self.lanes.failed_here
@@ -753,8 +752,6 @@ class Exchange:
 
 
 class PhaseTask(NamedTuple):
-    """One phase of one piece."""
-
     bucket: int
     chunk: int
     phase: int
@@ -973,7 +970,6 @@ class Executor:
         return gathers == (part == GATHER)
 
     def ready(self, bucket: int) -> None:
-        """All tensors of the bucket are ready."""
         self._held.append(bucket)
         if self.lanes.observers and self.lanes.holds and len(self._held) < self._awaited:
             return
@@ -1199,7 +1195,6 @@ class Lent:
         self._changed = []
 
     def give_back(self) -> None:
-        """The step is over."""
         if self.addresses is not None and self.begins:
             self.tell_autograd()
             self.begins, self._runs = set(), []

@@ -121,7 +121,6 @@ class BucketBuffers:
 
     @cached_property
     def compressed(self) -> list[Slot]:
-        """The slots of compressed tensors."""
         names = {*self.bucket.compressed}
         return [slot for slot in self.slots if slot.name in names]
 

@@ -98,7 +98,6 @@ def by_tensor(state: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.T
 def write_state(
     group: Group, step: int, order: Iterable[int], plan: str, memory: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The state of one rank."""
     fields = {
         "version": torch.tensor(VERSION),
         "step": torch.tensor(step),

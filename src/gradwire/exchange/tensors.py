@@ -37,7 +37,6 @@ class TensorMeta:
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def zeros(self) -> torch.Tensor:
-        """A tensor of this kind, of zeros."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 

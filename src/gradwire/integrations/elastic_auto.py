@@ -41,7 +41,6 @@ class ElasticAuto:
             self._job.run(exchange, self._driver(exchange.group.world_size))
 
     def came(self, name: str, gradient: torch.Tensor | None) -> None:
-        """A gradient is ready."""
         if self._job is not None and gradient is not None:
             self._job.came([name], [gradient], 0)
 

@@ -75,7 +75,6 @@ class ModuleSpecs:
 
     @property
     def wholes(self) -> list[TensorInfo]:
-        """All parameters of each module as one tensor."""
         return [msgspec.structs.replace(info, name=info.name + WHOLE) for info in self.infos]
 
     def plan_of_all(self, ranks: int, ranks_per_node: int | None) -> Plan:

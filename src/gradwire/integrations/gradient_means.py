@@ -92,7 +92,6 @@ class GradientMeans:
             self._met, self._due = (found, None) if isinstance(found, Exchange) else (None, found)
 
     def _begin(self) -> None:
-        """Begin to average."""
         self._meet()
         factor = self._scale.change(self._met.plan.specs if self._met is not None else ())
         if self._met is not None:

@@ -53,7 +53,6 @@ class MemberWatch:
                 raise LinkError(None, ConnectionError(f"the member whose store is at {address} ended"))
 
     def close(self) -> None:
-        """Watch no more."""
         connections, self._connections = self._connections, {}
         for each in connections.values():
             each.close()

@@ -114,7 +114,6 @@ class Members:
                 self._part()
 
     def begin(self, exchange: Exchange) -> None:
-        """Begin a step of the exchange."""
         self._put_back = exchange.keep_residuals()
         exchange.step = self.step
         exchange.begin()

@@ -28,7 +28,6 @@ class OptimizerTurns:
 
     @property
     def is_over(self) -> bool:
-        """Whether all stepped."""
         return len(self._stepped) == self._count
 
     def check(self, optimizer: torch.optim.Optimizer, arguments: Sequence[object]) -> None:

@@ -23,12 +23,10 @@ def copy_into(into: Tensor, source: Tensor) -> None:
 
 
 def add_into(into: Tensor, source: Tensor) -> None:
-    """Add values."""
     into.add_(source)
 
 
 def multiply(values: Tensor, factor: float) -> None:
-    """Multiply values in place."""
     values.mul_(factor)
 
 

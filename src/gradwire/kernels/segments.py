@@ -75,8 +75,6 @@ class Segments:
 
 
 class BatchPart(NamedTuple):
-    """One payload of a batch."""
-
     segments: Segments
     first: int
     """Its first element in the flat buffer of the batch."""

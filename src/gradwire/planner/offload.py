@@ -16,8 +16,6 @@ from gradwire.sim import Replayed, Replayer, ReplayProgram, TooLongError
 
 
 class Offload(NamedTuple):
-    """The result of an offload."""
-
     tensors: tuple[int, ...]
     """Tensors that encode and decode on CPUs, ascending."""
     replayed: Replayed

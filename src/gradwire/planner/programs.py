@@ -59,7 +59,6 @@ class Pricer:
         }
 
     def link_loads(self, options: Sequence[tuple[str, ...]], rounds: int, link: int) -> set[LinkLoad]:
-        """The different loads of options on one link."""
         return {self._load(steps, link) for option in options for steps in self.prices.forms(option, rounds)}
 
     def loads(self, options: Sequence[tuple[str, ...]], rounds: int) -> list[tuple[LinkLoad, LinkLoad]]:

@@ -31,8 +31,6 @@ _OVERTAKEN = 4
 
 
 class Selection(NamedTuple):
-    """The result of the selection."""
-
     chosen: tuple[int, ...]
     """The option of each tensor, as an index into its table."""
     replayed: Replayed

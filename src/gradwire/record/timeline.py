@@ -36,8 +36,6 @@ class LaneTask(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The moments of one step."""
-
     ended: float
     """The end of the previous exchange. The optimizer and the timeline begin here."""
     forward: float

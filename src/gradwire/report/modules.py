@@ -14,8 +14,6 @@ MOST_MODULES = 40
 
 
 class ModuleRow(NamedTuple):
-    """One module of a run."""
-
     name: str
     gradient_bytes: float
     wire_bytes: float

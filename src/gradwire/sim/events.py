@@ -49,8 +49,6 @@ class SimTask(NamedTuple):
 
 
 class SimWork(NamedTuple):
-    """The work of one step."""
-
     lengths: Sequence[int]
     """Femtoseconds of the computation's parts in their order: forward, tensor by tensor, then backward."""
     waits: Sequence[int]

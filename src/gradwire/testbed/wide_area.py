@@ -166,7 +166,6 @@ class Relay:
         return RelayCounts(frames, lost, full, blocked, failed, late, float(latest_s), float(cpu_s))
 
     def close(self) -> None:
-        """End the relay."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

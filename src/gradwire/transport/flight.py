@@ -18,8 +18,6 @@ FILES = 64
 
 
 class FlightTask(NamedTuple):
-    """One task of a lane, done or not."""
-
     what: str
     began_s: float
     """Seconds of the Unix clock, here and below."""
@@ -28,8 +26,6 @@ class FlightTask(NamedTuple):
 
 
 class FlightStep(NamedTuple):
-    """One step of one rank."""
-
     step: int
     began_s: float
     tasks: list[FlightTask]
@@ -72,7 +68,6 @@ class Flight:
         self._now: list[Doing] = []
 
     def begin(self, step: int) -> None:
-        """A step begins."""
         self._now = []
         self._steps.append((step, time.time(), self._now))
 

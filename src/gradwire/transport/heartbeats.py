@@ -48,11 +48,9 @@ class SilenceNews(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the news."""
         return _RANK_BYTES + PROOF_BYTES
 
     def of(self, rank: int) -> bytes:
-        """The news of this rank."""
         told = rank.to_bytes(_RANK_BYTES, "little")
         return told + self.key.proof(b"silent", self.meeting.encode(), told)
 

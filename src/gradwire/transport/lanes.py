@@ -274,7 +274,6 @@ class Lanes:
 
     @property
     def _own_rank(self) -> int:
-        """The own rank in messages."""
         return self.group.global_ranks[self.group.rank]
 
     def _lane(self, name: str, device: torch.device, staged: bool = False) -> Lane:

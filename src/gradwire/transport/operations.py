@@ -99,7 +99,6 @@ class Operations:
 
     @property
     def sends(self) -> int:
-        """The messages that it sends."""
         return sum(each.kind == _SEND for each in self._made)
 
     @cached_property

@@ -310,7 +310,6 @@ class Rendezvous:
     # ---- cards
 
     def _exchange(self, card: Card, store: Any) -> list[Card]:
-        """All ranks' cards."""
         places = [f"card/{rank}" for rank in range(self._world_size)]
         try:
             store.set(places[self._rank], self.key.seal(places[self._rank], msgspec.json.encode(card).decode()))
@@ -776,7 +775,6 @@ def _take(connection: socket.socket, control: str) -> None:
 
 
 def _read(connection: Connected, count: int) -> Generator[int, None, bytes]:
-    """So many bytes."""
     got = b""
     while len(got) < count:
         try:

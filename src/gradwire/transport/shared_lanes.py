@@ -84,11 +84,9 @@ class LaneSet(Generic[U]):
         return not self._now
 
     def some_user(self) -> U | None:
-        """One of the users; None if all are gone."""
         return next(iter(self._now), None)
 
     def others(self, user: U) -> list[U]:
-        """The other users."""
         return [each for each in self._now if each is not user]
 
     def sender(self, tag: int) -> U | None:
@@ -96,7 +94,6 @@ class LaneSet(Generic[U]):
         return next((each for each in self._now if each.first_tag == tag // TAGS * TAGS), None)
 
     def begins(self, user: U) -> None:
-        """A step of this user begins."""
         self._last = weakref.ref(user)
 
     def before(self, user: U) -> U | None:

@@ -408,8 +408,6 @@ class _Entry(NamedTuple):
 
 
 class Shards:
-    """The shards of one rank."""
-
     def __init__(
         self, exchange: Exchange, slots: Sequence[Slot], parameters: Sequence["weakref.ref[torch.nn.Parameter]"]
     ) -> None:
@@ -446,7 +444,6 @@ class Shards:
                     optimizer.state[shard.weight] = part_of_state(state, like, shard.first, shard.weight.numel())
 
     def forget_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remove the state of all shards from the optimizer."""
         for shard in self.all:
             optimizer.state.pop(shard.weight, None)
 

@@ -88,7 +88,6 @@ class Arrivals:
             self.last_ones += run if hear_all else run[-1:]
 
     def begin(self) -> None:
-        """A step begins."""
         self.task, self.came, self.left = NO_BACKWARD, {}, list(self._sizes)
         self.complete, self.heard, self.awaited = [], set(), False
 

@@ -170,7 +170,6 @@ class _ScaleCopy:
         self._host, self._streams = host, streams
 
     def take(self, scale: torch.Tensor) -> None:
-        """Queue the copy."""
         self._host.copy_(scale, non_blocking=True)
         self._mark, self._scale, self._version = self._streams.mark(), weakref.ref(scale), scale._version
 

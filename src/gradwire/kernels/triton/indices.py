@@ -58,7 +58,6 @@ class Groups(NamedTuple):
 
 @made_once
 def groups_of(segments: Segments, ratio: float, together: bool, itemsize: int) -> Groups:
-    """The groups of these segments."""
     filled = [row for row in segments.rows if row.numel]
     members = [[row] for row in filled] if not together else [filled] if filled else []
     programs, table, of_bytes, entries = (list[tuple[int, ...]]() for _ in range(4))

@@ -129,7 +129,6 @@ def programs_of(segments: Segments, block: int, scales: int, bits: int, ternary:
 
 
 def _programs_of_parts(batch: Batch, *settings: Any) -> Programs:
-    """The programs of all payloads of a batch."""
     tables = []
     for part in batch.parts:
         made = programs_of(part.segments, *settings)
