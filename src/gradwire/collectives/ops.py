@@ -27,11 +27,6 @@ from gradwire.transport import AllToAll, Link, Mark, Meter, Operations, Streams
 if TYPE_CHECKING:
     from gradwire.transport import Wire
 
-__all__ = [
-    "Add", "Copy", "Decode", "DecodeSum", "Encoding", "Gather", "Learn", "Scale", "Transfer", "Transfers", "Weigh", "Work",
-    "batch_of", "joined", "payload_buffers", "weighted", "whole_of",
-]  # fmt: skip
-
 ALIGNMENT = 16
 """Payloads that are sent together begin at multiples of so many bytes: kernels load words, not bytes."""
 

@@ -59,8 +59,6 @@ from gradwire.transport import (
     TlsOption,
 )
 
-__all__ = ["Exchange"]
-
 T = TypeVar("T")
 _GIVE_UP, _OPEN = -1, -2
 """Signals that a lane may get in place of a bucket that is ready."""

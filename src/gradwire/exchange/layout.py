@@ -21,8 +21,6 @@ from gradwire.kernels import Addresses, Scattered, Segment, Segments, tensor_key
 from gradwire.kernels import is_float as kernels_take
 from gradwire.transport import Group, kind_of
 
-__all__ = ["BucketBuffers", "Slot", "build_buckets", "cut", "random_streams"]
-
 
 @dataclass(eq=False)
 class Slot:

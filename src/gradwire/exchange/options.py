@@ -15,8 +15,6 @@ from gradwire.kernels import is_float
 from gradwire.plan import codes_own_gradient, option_of
 from gradwire.transport import Group, kind_of
 
-__all__ = ["Make", "check_sharded", "scheme_of", "works_apart"]
-
 Make = Callable[[Any, Piece, Group, int], Scheme]
 """Makes a scheme of a codec, a piece, the ranks, and the bucket's index."""
 

@@ -10,8 +10,6 @@ from gradwire.core import native
 from gradwire.kernels.cpu import available
 from gradwire.kernels.reference.checksum import crc32c as reference_crc32c
 
-__all__ = ["crc32c"]
-
 
 def crc32c(values: torch.Tensor) -> int:
     """The CRC32C of the bytes of a contiguous CPU tensor, below 2**32. The same on ranks without the C++ library."""

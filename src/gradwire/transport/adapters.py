@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["SLOW_GBPS", "adapter_gbps"]
-
 SLOW_GBPS = 50.0
 """Between nodes with slower adapters, payloads of a GPU travel through the host's memory
 (docs/decisions/053-payloads-through-the-host.md)."""

@@ -13,8 +13,6 @@ import torch
 
 from gradwire.errors import StepStateError
 
-__all__ = ["OFFLOAD_LANES", "StandIn", "device_name", "kind_of", "offload_lanes", "stand_in", "standing_in"]
-
 OFFLOAD_LANES = 1
 """The number of lanes for buckets with codecs on CPUs, in addition to the lanes of all other buckets."""
 

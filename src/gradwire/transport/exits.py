@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["start_store_thread", "waits_for_store"]
-
 _PATIENCE_S = 1.0
 """For all threads together, at the exit of the interpreter."""
 _MORE_PATIENCE_S = 4.0

@@ -7,8 +7,6 @@ import torch
 
 from gradwire.transport.streams import Mark, Streams
 
-__all__ = ["PinnedRing", "StagedMessage"]
-
 _SLOTS = 4
 """Slots of a lane: an exchange takes two, and the copies to the device of the exchange before may still run."""
 _ALIGNMENT = 64

@@ -7,8 +7,6 @@ from typing import NamedTuple, Protocol
 
 from gradwire.transport.streams import Mark, Streams
 
-__all__ = ["COMPLETE", "UNKNOWN_BUCKET", "QueuedStep"]
-
 COMPLETE = -1
 """All operations of the step have completed without an error."""
 UNKNOWN_BUCKET = -2

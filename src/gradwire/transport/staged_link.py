@@ -18,8 +18,6 @@ from gradwire.transport.operations import Operations
 from gradwire.transport.pinned import PinnedRing, StagedMessage
 from gradwire.transport.streams import DeviceStreams
 
-__all__ = ["StagedLink"]
-
 
 class StagedLink(Link):
     """A link for tensors of a device. Its backend and its wire carry copies in the host's memory."""

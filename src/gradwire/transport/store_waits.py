@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["LOOK_S", "Check", "await_keys"]
-
 Check = Callable[[], None]
 """Raises LinkError where another rank of a group is gone. It is called again and again while ranks wait for each other."""
 LOOK_S = 0.1

@@ -10,8 +10,6 @@ from gradwire.transport.wire import Wire
 
 log = logging.getLogger(__name__)
 
-__all__ = ["make_wires", "meshes_of"]
-
 
 def meshes_of(lanes: int) -> list[str]:
     """The names of the meshes for so many wires."""

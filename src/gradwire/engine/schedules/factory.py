@@ -12,8 +12,6 @@ from gradwire.engine.reducer import Reducer
 from gradwire.engine.schedules.base import ScheduleEvents, TrainingJob, Traits
 from gradwire.errors import PlanError
 
-__all__ = ["ScheduleClass", "check_optimizers", "make_schedule", "traits_of", "why_not", "why_not_weighed"]
-
 
 class ScheduleClass(Protocol):
     """A class that runs a schedule. `make_schedule` calls it."""
