@@ -24,9 +24,9 @@ import torch.distributed as dist
 from gradwire.transport.adapters import adapter_gbps
 from gradwire.transport.grid import Grid
 from gradwire.transport.keys import KEY_BYTES, JobKey
-from gradwire.transport.link import Backend, Ends, Group
-from gradwire.transport.messages import REDUCTIONS, reduction
-from gradwire.transport.rendezvous import Mesh
+from gradwire.transport.link import Backend, Group
+from gradwire.transport.messages import REDUCTIONS, Ends, reduction
+from gradwire.transport.rendezvous import GroupMeeting
 from gradwire.transport.wire import transfer
 
 __all__ = ["InProcessGroup", "run_ranks"]
@@ -119,7 +119,7 @@ class InProcessGroup(Group):
         with transfer():
             drawn = self.gather((self.node, adapter_gbps(), secrets.token_hex(8), secrets.token_bytes(KEY_BYTES)))
         nodes, gbps, names, secret = zip(*drawn, strict=True)
-        return self._met(_MeetingOfThreads(names[0], JobKey(secret[0]), list(nodes), list(gbps)))
+        return self._met(GroupMeeting(names[0], JobKey(secret[0]), nodes, gbps))
 
     def gather(self, value: Any) -> list[Any]:
         """The value of each rank, in rank order, not copied. Collective."""
@@ -136,46 +136,6 @@ class InProcessGroup(Group):
     def connect(self, name: str, device: torch.device, timeout: timedelta) -> tuple[Backend, Ends]:
         backend = _HubBackend(self.shared.hub(f"{self.met.name}/{name}"), self.rank)
         return backend, backend
-
-
-@dataclass
-class _MeetingOfThreads:
-    """The meeting of ranks without connections."""
-
-    name: str
-    key: JobKey
-    nodes: list[str]
-    gbps: list[float | None]
-    round_trip_us: float = 0.0
-    encrypts = False
-
-    @property
-    def machines(self) -> list[str]:
-        return self.nodes
-
-    def connect(self, names: Sequence[str]) -> None:
-        pass
-
-    def mesh(self, name: str) -> Mesh:
-        return {}
-
-    def reach(self, name: str, peers: Sequence[int]) -> Mesh:
-        return {}
-
-    def why_no_wires(self) -> str:
-        return "threads of one process have no connections"
-
-    def why_too_few(self, meshes: Sequence[str]) -> str:
-        return ""
-
-    def start(self) -> None:
-        pass
-
-    def break_off(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class _Shared:
@@ -400,7 +360,7 @@ class _Hub:
         return meeting
 
 
-class _HubBackend:
+class _HubBackend(Ends):
     """One rank's end of a link."""
 
     def __init__(self, hub: _Hub, rank: int) -> None:

@@ -25,10 +25,10 @@ from gradwire.errors import PlanError, StepStateError
 from gradwire.kernels import crc32c
 from gradwire.transport.grid import Grid, machine_name
 from gradwire.transport.keys import KEY_BYTES, JobKey
-from gradwire.transport.messages import Messages
+from gradwire.transport.messages import Ends, Messages
 from gradwire.transport.pinned import PinnedRing
 from gradwire.transport.queued import COMPLETE, QueuedStep
-from gradwire.transport.rendezvous import Mesh, Rendezvous
+from gradwire.transport.rendezvous import GroupMeeting, Rendezvous
 from gradwire.transport.store_waits import Check, await_keys
 from gradwire.transport.streams import streams_for
 from gradwire.transport.tls import TlsOption
@@ -95,100 +95,6 @@ class Backend(Protocol):
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Pending:
         """Copy the root's tensor to all ranks, in place."""
-        ...
-
-
-class Ends(Protocol):
-    """The connections of a link's backend."""
-
-    def has_lost_a_rank(self) -> bool:
-        """Whether another rank has closed its end."""
-        ...
-
-    def shut_down(self) -> None:
-        """Fail all waits of the link, here and on the other ranks. For any thread."""
-        ...
-
-    def close(self) -> None:
-        """Close them. Nothing may run."""
-        ...
-
-
-class _HiddenEnds:
-    """The connections of NCCL, which `abort` ends."""
-
-    def has_lost_a_rank(self) -> bool:
-        return False
-
-    def shut_down(self) -> None:
-        pass
-
-    close = shut_down
-
-
-class GroupMeeting(Protocol):
-    """The name and key on which ranks of a group agree, and the connections between them."""
-
-    name: str
-    """A name that is equal on all ranks and unlike that of any other meeting."""
-    key: JobKey
-
-    @property
-    def round_trip_us(self) -> float:
-        """The round trip with the farthest rank of those that this rank is connected with, in microseconds."""
-        ...
-
-    @property
-    def machines(self) -> list[str]:
-        """The name of each rank's machine."""
-        ...
-
-    @property
-    def nodes(self) -> list[str]:
-        """The name of each rank's node: its site, where there are several, or else its machine."""
-        ...
-
-    @property
-    def gbps(self) -> Sequence[float | None]:
-        """The speed of each rank's network adapters, as far as it is known."""
-        ...
-
-    @property
-    def encrypts(self) -> bool:
-        """Whether connections are encrypted. The same on all ranks."""
-        ...
-
-    def connect(self, names: Sequence[str]) -> None:
-        """Make the meshes of these names at once. Collective. Raises LinkError."""
-        ...
-
-    def mesh(self, name: str) -> Mesh:
-        """The connections of this name that are there from the start, by rank. The caller closes them."""
-        ...
-
-    def reach(self, name: str, peers: Sequence[int]) -> Mesh:
-        """Connect with these ranks too. The caller closes the connections. Raises LinkError, CommunicationError where descriptors
-        are short."""
-        ...
-
-    def break_off(self) -> None:
-        """Fail all waits for connections. For any thread."""
-        ...
-
-    def why_no_wires(self) -> str:
-        """Why C++ cannot run phases; '' if it can. The same on all ranks."""
-        ...
-
-    def why_too_few(self, meshes: Sequence[str]) -> str:
-        """Why this process cannot have these meshes, as far as they are not there yet; '' if it can."""
-        ...
-
-    def start(self) -> None:
-        """All ranks have made the lanes: connect from now on only with ranks that a lane needs."""
-        ...
-
-    def close(self) -> None:
-        """Connect no more."""
         ...
 
 
@@ -314,7 +220,7 @@ class Group:
                 backend.eager_connect_single_device(
                     device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
                 )
-            return backend, _HiddenEnds()
+            return backend, Ends()
         reach = partial(self.met.reach, name)
         messages = Messages(self.met.mesh(name), self.rank, self.world_size, timeout, reach)
         return messages, messages

@@ -116,7 +116,21 @@ class _Peer:
         self.error: OSError | None = None
 
 
-class Messages:
+class Ends:
+    """The connections of a link's backend. Of NCCL nothing is known, and `abort` ends them."""
+
+    def has_lost_a_rank(self) -> bool:
+        """Whether another rank has closed its end."""
+        return False
+
+    def shut_down(self) -> None:
+        """Fail all waits of the link, here and on the other ranks, at once. For any thread."""
+
+    def close(self) -> None:
+        """Close them. Nothing may run."""
+
+
+class Messages(Ends):
     """One end of a link. Used by one thread, but for `shut_down`."""
 
     def __init__(
@@ -395,21 +409,18 @@ class Messages:
     # ---- ends
 
     def has_lost_a_rank(self) -> bool:
-        """Whether another rank has closed its end."""
         ends = select.poll()
         for peer in self._peers.values():
             ends.register(peer.number, select.POLLRDHUP)
         return bool(ends.poll(0))
 
     def shut_down(self) -> None:
-        """Fail all waits, here and on the other ranks, at once. For any thread."""
         self._is_shut = True
         for peer in self._peers.values():
             with suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connections. Nothing may run."""
         for peer in self._peers.values():
             peer.connection.close()
 

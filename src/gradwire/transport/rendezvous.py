@@ -100,7 +100,56 @@ class Card(msgspec.Struct):
     """Why it cannot connect at all."""
 
 
-class Rendezvous:
+class GroupMeeting:
+    """The name and key on which ranks of a group agree, and the connections between them: none, unless a subclass makes them."""
+
+    def __init__(self, name: str, key: JobKey, nodes: Sequence[str] = (), gbps: Sequence[float | None] = ()) -> None:
+        self.name, self.key = name, key
+        """The name is equal on all ranks and unlike that of any other meeting."""
+        self.nodes = self.machines = list(nodes)
+        """The name of each rank's node: its site, where there are several, or else its machine."""
+        self.gbps = list(gbps)
+        """The speed of each rank's network adapters, as far as it is known."""
+        self.encrypts = False
+        """Whether connections are encrypted. The same on all ranks."""
+
+    @property
+    def round_trip_us(self) -> float:
+        """The round trip with the farthest rank of those that this rank is connected with, in microseconds."""
+        return 0.0
+
+    def why_no_wires(self) -> str:
+        """Why C++ cannot run phases; '' if it can. The same on all ranks."""
+        return "ranks of this group have no connections"
+
+    def why_too_few(self, meshes: Sequence[str]) -> str:
+        """Why this process cannot have these meshes, as far as they are not there yet; '' if it can."""
+        return ""
+
+    def connect(self, names: Sequence[str]) -> None:
+        """Make the meshes of these names that are not there yet, at once; `mesh` gives them out. Collective. Raises LinkError."""
+
+    def mesh(self, name: str) -> Mesh:
+        """The connections of this name that are there from the start, by rank. The caller closes them."""
+        return {}
+
+    def reach(self, name: str, peers: Sequence[int]) -> Mesh:
+        """Connect this mesh with more ranks. For the one thread that uses the mesh, which closes the connections.
+
+        Raises LinkError, CommunicationError where descriptors are short."""
+        return {}
+
+    def start(self) -> None:
+        """All ranks have made the lanes: connect from now on only with ranks that a lane needs, or no more if all are there."""
+
+    def break_off(self) -> None:
+        """Fail all waits for connections, here and on the other ranks. For any thread."""
+
+    def close(self) -> None:
+        """Connect no more, and close what nobody took."""
+
+
+class Rendezvous(GroupMeeting):
     """The place where ranks of a group connect. All ranks make one at the same point, and then the same meshes."""
 
     def __init__(
@@ -122,7 +171,7 @@ class Rendezvous:
         Raises on all ranks: DisagreementError for versions that do not understand each other and where only some encrypt,
         CommunicationError where a rank cannot connect at all. Raises LinkError where a rank did not come or is not reached.
         """
-        self.name, self.key = name, key
+        super().__init__(name, key)
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
         self._meshes: defaultdict[str, Mesh] = defaultdict(dict)
         """The connections that nobody took yet."""
@@ -155,49 +204,29 @@ class Rendezvous:
                 self._listener = _listen(own_address(store))
                 card.host, card.port = self._listener.getsockname()[:2]
                 self._tls = tls_of(tls, key)
+                self.encrypts = self._tls is not None
                 card.tls = self._tls.facts if self._tls is not None else OFF
             except OSError as error:
                 card.problem = str(error)
             card.problem = card.problem or self.why_too_few(meshes)
         try:
             self._cards = self._exchange(card, store) if world_size > 1 else [card]
+            self.machines, sites = [card.machine for card in self._cards], [card.site for card in self._cards]
+            self.nodes = sites if len(set(sites)) > 1 else self.machines
+            self.gbps = [card.gbps for card in self._cards]
             self.connect([name for name in meshes if all(name in other.meshes for other in self._cards)])
         except BaseException:
             self.close()
             raise
 
     @property
-    def machines(self) -> list[str]:
-        """The name of each rank's machine."""
-        return [card.machine for card in self._cards]
-
-    @property
-    def nodes(self) -> list[str]:
-        """The name of each rank's node: its site, where there are several, or else its machine."""
-        has_sites = len({card.site for card in self._cards}) > 1
-        return [card.site for card in self._cards] if has_sites else self.machines
-
-    @property
     def round_trip_us(self) -> float:
-        """The round trip with the farthest rank of those that this rank is connected with, in microseconds."""
         return max(self._round_trips_us.values(), default=0.0)
 
-    @property
-    def gbps(self) -> list[float | None]:
-        """The speed of each rank's network adapters, as far as it is known."""
-        return [card.gbps for card in self._cards]
-
-    @property
-    def encrypts(self) -> bool:
-        """Whether connections are encrypted. The same on all ranks."""
-        return self._tls is not None
-
     def why_no_wires(self) -> str:
-        """The ranks that cannot run phases in C++, and why; '' if all can. The same on all ranks."""
         return "; ".join(f"rank {rank}: {card.no_wires}" for rank, card in enumerate(self._cards) if card.no_wires)
 
     def why_too_few(self, meshes: Sequence[str]) -> str:
-        """Why this process cannot have these meshes, as far as they are not there yet; '' if it can."""
         return why_too_few(sum(map(self._usual, set(meshes) - self._complete)))
 
     def _usual(self, name: str) -> int:
@@ -216,14 +245,12 @@ class Rendezvous:
         return merge_peers(self._rank, self._world_size) if name == CONTROL else set()
 
     def mesh(self, name: str) -> Mesh:
-        """The connections of this name that are there from the start. The caller closes them."""
         if name not in self._complete:
             self.connect([name])
         self._complete.discard(name)
         return self._meshes.pop(name, {})
 
     def connect(self, names: Sequence[str]) -> None:
-        """Make the meshes of these names that are not there yet; `mesh` gives them out. Collective. Raises LinkError."""
         names = [name for name in names if name not in self._complete]
         if self._world_size == 1 or not names:
             return
@@ -231,9 +258,6 @@ class Rendezvous:
         self._complete.update(names)
 
     def reach(self, name: str, peers: Sequence[int]) -> Mesh:
-        """Connect this mesh with more ranks. For the one thread that uses the mesh, which closes the connections.
-
-        Raises LinkError, CommunicationError where descriptors are short."""
         wanted = {(peer, name) for peer in peers}
         with self._changed:
             missing = wanted - self._known
@@ -263,7 +287,6 @@ class Rendezvous:
         return min(_PATIENCE_S + _PATIENCE_A_RANK_S * self._world_size, 0.4 * self._timeout.total_seconds())
 
     def start(self) -> None:
-        """The connections of the start are there: connect with others when `reach` asks, or no more if all are there."""
         if self._world_size <= AT_ONCE or self._listener is None:
             self.close()
             return
@@ -276,14 +299,12 @@ class Rendezvous:
         _serving.add(self)
 
     def break_off(self) -> None:
-        """Fail all waits for connections, here and on the other ranks. For any thread."""
         if self._bell is not None:
             self._is_closed = True
             _ring(self._bell)
             self._drop()
 
     def close(self) -> None:
-        """Listen no more, and close what nobody took."""
         self.break_off()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
