@@ -922,7 +922,7 @@ class Executor:
         planned = self._of_part(phases, chosen)
         self._awaited, self.streams = len(chosen), self.lanes.data[0].link.streams
         progress = _Progress(len(planned.lists), planned.counts, planned.before_gate)
-        self._held, self.lanes.running = [], weakref.ref(self)
+        self._held, self.lanes.running = [], weakref.WeakMethod(self.give_up)
         self._at = [tasks[0].task if tasks else None for tasks in planned.lists]
         times = [kept for observer in self.lanes.observers if (kept := observer.task_times()) is not None]
         self._is_timed = self.lanes.times_device

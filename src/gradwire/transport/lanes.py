@@ -17,7 +17,7 @@ from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -138,14 +138,6 @@ def _stop(jobs: "queue.SimpleQueue[Any]", thread: threading.Thread, link: Link, 
     _cut(pending, _closed())
 
 
-class UsesLanes(Protocol):
-    """The user of lanes that must stop when they fail."""
-
-    def give_up(self) -> None:
-        """Stop waiting: the lanes do no more work."""
-        ...
-
-
 class LanesObserver:
     """Measures exchanges on lanes, or delays them. `Lanes.observe` registers it. By default it does nothing."""
 
@@ -190,7 +182,7 @@ class Lanes:
         early = [] if torch.cuda.is_available() else [*map(str, range(LANES)), *meshes_of(LANES)]
         with _begins(self.group, device):
             self.group = self.group.meet(self._timeout, [CONTROL, HEARTBEATS, *early])
-        self.shared: LaneSet[Lanes] = LaneSet(self.group.met.name)
+        self.shared = LaneSet(self.group.met.name)
         """The lanes themselves, which other handles may use too."""
         self._heartbeats: Heartbeats | None = None
         self._use(self.group.met.name)
@@ -255,8 +247,8 @@ class Lanes:
         """Why another thread ended what is under way."""
         self.mendable = False
         """Whether `mend` can end the failure: nothing is under way on any rank."""
-        self.running: weakref.ref[UsesLanes] | None = None
-        """The last user of the lanes."""
+        self.running: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Ends the waits of the last user of the lanes."""
         self.observers: list[LanesObserver] = []
         """Observers of the exchanges on these lanes."""
         self.value_observers: list[LanesObserver] = []
@@ -554,8 +546,8 @@ class Lanes:
         self.failure, self.mendable = error.again(), mendable
         if self.shared.is_broken and not mendable:
             self.shared.failure = self.shared.failure or self.failure
-        if self.running is not None and (running := self.running()) is not None:
-            running.give_up()
+        if self.running is not None and (give_up := self.running()) is not None:
+            give_up()
         return error
 
     def mend(self) -> None:
@@ -588,7 +580,7 @@ class Lanes:
 
     def step_given_up(self) -> None:
         """A step was given up in the middle, and nobody will end it: other handles leave these lanes."""
-        if self.shared.others(self) and not self.shared.is_broken:
+        if self.shared.has_others(self) and not self.shared.is_broken:
             self.shared.left_in_a_step = True
             self.shared.break_off()
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from gradwire.transport.streams import Mark, Streams
 
@@ -16,21 +16,11 @@ GRACE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3
 
 
-class QueuesOperations(Protocol):
-    """The part of a link that a queued step uses."""
-
-    streams: Streams
-
-    def has_failed(self) -> bool:
-        """Whether an operation of the link failed on the device."""
-        ...
-
-
 class QueuedStep(NamedTuple):
     """A step whose operations are queued on a device."""
 
     step: int
-    lanes: Sequence[tuple[QueuesOperations, Mark]]
+    lanes: Sequence[tuple[Any, Mark]]
     """The link of each lane, and the mark behind its last operation."""
     buckets: Sequence["Future[list[Mark] | None]"]
     """The marks of each bucket's tasks."""

@@ -7,8 +7,7 @@ order gets lanes of its own: a handle that another thread uses, and one whose la
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,18 +23,8 @@ _HANDLES = 2**32 // TAGS
 """After so many handles of one set of lanes the first tags come again: the headers of messages have 32 bits for a tag."""
 
 
-class LaneUser(Protocol):
-    """A handle's, or an exchange's, view of a set of lanes."""
-
-    first_tag: int
-    end_left: Callable[[], Callable[[], None] | None]
-
-
-U = TypeVar("U", bound=LaneUser)
-
-
-class LaneSet(Generic[U]):
-    """One set of lanes, and the handles or exchanges that use it."""
+class LaneSet:
+    """One set of lanes, and the handles or exchanges that use it: a `Lanes` of each."""
 
     def __init__(self, name: str) -> None:
         """name: equal on all ranks, and unlike that of any other set."""
@@ -54,8 +43,8 @@ class LaneSet(Generic[U]):
         """Whether the connections were shut down."""
         self.failure: GradwireError | None = None
         """Why, for all users."""
-        self._now: weakref.WeakSet[U] = weakref.WeakSet()
-        self._last: weakref.ref[U] | None = None
+        self._now: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._last: weakref.ref[Any] | None = None
 
     def break_off(self) -> None:
         """Fail all waits, here and on the other ranks. For any thread."""
@@ -70,33 +59,31 @@ class LaneSet(Generic[U]):
         for lane in self.lanes:
             lane.cut(LinkError(None, ConnectionError("connections were shut down, since a machine fell silent")))
 
-    def add(self, user: U) -> int:
+    def add(self, user: Any) -> int:
         """Add a user. Returns the first tag of its messages, so that no rank takes another handle's message for its own."""
         self._now.add(user)
         self.joined += 1
         return (self.joined - 1) % _HANDLES * TAGS
 
-    def remove(self, user: U) -> bool:
+    def remove(self, user: Any) -> bool:
         """Remove a user. Returns whether it was the last one."""
         if user not in self._now:
             return False
         self._now.discard(user)
         return not self._now
 
-    def some_user(self) -> U | None:
-        return next(iter(self._now), None)
+    def has_others(self, user: Any) -> bool:
+        """Whether others than this user use it."""
+        return any(each is not user for each in self._now)
 
-    def others(self, user: U) -> list[U]:
-        return [each for each in self._now if each is not user]
-
-    def sender(self, tag: int) -> U | None:
+    def sender(self, tag: int) -> Any:
         """The user whose messages have this tag."""
         return next((each for each in self._now if each.first_tag == tag // TAGS * TAGS), None)
 
-    def begins(self, user: U) -> None:
+    def begins(self, user: Any) -> None:
         self._last = weakref.ref(user)
 
-    def before(self, user: U) -> U | None:
+    def before(self, user: Any) -> Any:
         """The other user that began the last step, as this thread may have left it in the middle."""
         last = self._last() if self._last is not None else None
         return last if last is not user and self.thread == threading.get_ident() else None
@@ -116,7 +103,7 @@ class _Known:
     def __init__(self) -> None:
         self.handles = 0
         """Handles made so far; the same on all ranks."""
-        self.sets: list[tuple[tuple[object, ...], weakref.ref[LaneSet[Any]]]] = []
+        self.sets: list[tuple[tuple[object, ...], weakref.ref[LaneSet]]] = []
         """Sets, with the device and the options that a handle must have."""
 
 
@@ -135,5 +122,5 @@ def a_user(group: dist.ProcessGroup, key: tuple[object, ...]) -> Any:
     for like, each in of_group.sets:
         found = each()
         if like == key and found is not None and found.thread == threading.get_ident():
-            return found.some_user()
+            return next(iter(found._now), None)
     return None

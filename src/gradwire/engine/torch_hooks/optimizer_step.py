@@ -5,7 +5,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -13,26 +13,18 @@ from torch.optim import optimizer as torch_optimizer
 
 from gradwire.errors import StepStateError
 
-
-class Hearer(Protocol):
-    """Is called before each step."""
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A script asks for a step, which has not begun."""
-
-
 _HEARERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _own = threading.local()
 
 
-def hear(hearer: Hearer) -> None:
-    """Tell it of every step from now on, as long as it lives."""
+def hear(hearer: Any) -> None:
+    """Call its `before_step(optimizer)` before each step that a script asks for, as long as it lives."""
     _HEARERS.add(hearer)
     if announce not in torch_optimizer._global_optimizer_pre_hooks.values():
         torch_optimizer.register_optimizer_step_pre_hook(announce)
 
 
-def hear_no_more(hearer: Hearer) -> None:
+def hear_no_more(hearer: Any) -> None:
     """Tell it of nothing from now on."""
     _HEARERS.discard(hearer)
 
