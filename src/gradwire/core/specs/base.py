@@ -234,6 +234,11 @@ class BlockSpec(Spec, frozen=True):
         return sum(coded_bytes(coded, self.block, self.scales, self.ternary))
 
 
+def of_part(part: str, name: str) -> Any:
+    """The property that a spec has from the spec in its field `part`."""
+    return property(lambda spec: getattr(getattr(spec, part), name))
+
+
 S = TypeVar("S", bound=Spec)
 
 

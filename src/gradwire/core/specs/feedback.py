@@ -6,7 +6,7 @@ from typing import ClassVar
 import msgspec
 
 from gradwire.core.checks import number, show, whole
-from gradwire.core.specs.base import ElementRun, ElementWeights, Law, Spec, SpecField, as_spec, register_spec
+from gradwire.core.specs.base import ElementRun, ElementWeights, Spec, SpecField, as_spec, of_part, register_spec
 from gradwire.core.specs.quantisers import QSGD
 from gradwire.core.specs.signs import SignSGD
 from gradwire.errors import SpecError
@@ -88,41 +88,15 @@ class ErrorFeedback(Spec, frozen=True):
         inner = self.inner
         return ElementWeights(self.weights, self.floor, inner.block) if self.weights and isinstance(inner, QSGD) else None
 
-    @property
-    def schemes(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.inner.schemes
-
-    @property
-    def keeps_zeros(self) -> bool:  # type: ignore[override]
-        return self.inner.keeps_zeros
-
-    @property
-    def random_seed(self) -> int:
-        return self.inner.random_seed
-
-    @property
-    def follows_scale(self) -> bool:  # type: ignore[override]
-        return self.inner.follows_scale
-
-    @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return self.inner.rounds
-
-    @property
-    def law(self) -> Law:
-        return self.inner.law
-
-    @property
-    def touches_segments_only(self) -> bool:  # type: ignore[override]
-        return self.inner.touches_segments_only
-
-    @property
-    def granularity(self) -> int:
-        return self.inner.granularity
-
-    @property
-    def element_bits(self) -> int:
-        return self.inner.element_bits
+    schemes = of_part("inner", "schemes")
+    keeps_zeros = of_part("inner", "keeps_zeros")
+    random_seed = of_part("inner", "random_seed")
+    follows_scale = of_part("inner", "follows_scale")
+    rounds = of_part("inner", "rounds")
+    law = of_part("inner", "law")
+    touches_segments_only = of_part("inner", "touches_segments_only")
+    granularity = of_part("inner", "granularity")
+    element_bits = of_part("inner", "element_bits")
 
     def indexed(self, runs: Sequence[ElementRun]) -> int:
         return self.inner.indexed(runs)

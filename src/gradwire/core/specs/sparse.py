@@ -18,6 +18,7 @@ from gradwire.core.specs.base import (
     check_momentum,
     check_ratio,
     check_seed,
+    of_part,
     register_spec,
 )
 from gradwire.core.specs.dense import Identity
@@ -95,17 +96,9 @@ class TopK(_Selected, frozen=True):
     def touches_segments_only(self) -> bool:  # type: ignore[override]
         return self.per == "tensor"
 
-    @property
-    def random_seed(self) -> int:
-        return self.values.random_seed
-
-    @property
-    def follows_scale(self) -> bool:  # type: ignore[override]
-        return self.values.follows_scale
-
-    @property
-    def element_bits(self) -> int:
-        return self.values.element_bits
+    random_seed = of_part("values", "random_seed")
+    follows_scale = of_part("values", "follows_scale")
+    element_bits = of_part("values", "element_bits")
 
     @property
     def law(self) -> Law:
