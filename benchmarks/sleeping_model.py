@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradwire.bench.sleeping import SleepingAccelerator
+from benchmarks.sleeping import SleepingAccelerator
 
 
 class LayerTimes(NamedTuple):

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
+from benchmarks.sleeping import SleepingAccelerator
 from benchmarks.sleeping_model import LayerTimes, SleepingModel
 from gradwire.bench.ranks import Ranks
-from gradwire.bench.sleeping import SleepingAccelerator
 from gradwire.core import LANES
 from gradwire.core.launch import codes_on_cpu
 from gradwire.core.plan import Plan

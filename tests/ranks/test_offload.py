@@ -13,8 +13,8 @@ import torch.distributed as dist
 from worlds import Worlds, digest
 
 import gradwire as gw
+from benchmarks.sleeping import SleepingAccelerator, SleepingCodec
 from benchmarks.sleeping_model import LayerTimes, SleepingModel
-from gradwire.bench.sleeping import SleepingAccelerator, SleepingCodec
 from gradwire.errors import GradwireError
 from gradwire.exchange.host_codec import HostCodec
 from gradwire.exchange.plans import info_of

@@ -5,19 +5,20 @@ Parameters, gradients, codecs, memory and sockets are real. Gradients become rea
 """
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.bench.jobs import Batch, Job
-from gradwire.bench.sleeping import SleepingAccelerator
 
 GFLOPS = 50.0
 """The made-up speed of the device, in 1e9 operations a second. The transformer's step then takes about 0.2 s."""
 OPTIMIZER_US_PER_ELEMENT = 1e-4
 _RATE = 1e-6
+
+T = TypeVar("T")
 
 
 class SleepingJob(Job):
@@ -32,7 +33,6 @@ class SleepingJob(Job):
         self.name, self.batch_size, self._job = job.name, job.batch_size, job
         samples = job.batch_size * getattr(job, "context", 1)
         self._forward_us_per_element = 2 * samples / GFLOPS / 1e3
-        self._device = SleepingAccelerator((), ())
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return _SleepingOptimizer(model.parameters())
@@ -42,7 +42,7 @@ class SleepingJob(Job):
         return loss
 
     def _model(self) -> nn.Module:
-        return _SleepingNet(self._job._model(), self._device, self._forward_us_per_element)
+        return _SleepingNet(self._job._model(), self._forward_us_per_element)
 
     def _draw(self, rank: int, world_size: int, generator: torch.Generator) -> Batch:
         value = torch.rand(1, generator=generator)
@@ -52,12 +52,12 @@ class SleepingJob(Job):
 class _SleepingNet(nn.Module):
     """The parameters of another model, by the same names, in layers that sleep one after another."""
 
-    def __init__(self, like: nn.Module, device: SleepingAccelerator, us_per_element: float) -> None:
+    def __init__(self, like: nn.Module, us_per_element: float) -> None:
         super().__init__()
         layers = []
         for path, module in like.named_modules():
             if own := dict(module.named_parameters(recurse=False)):
-                layer = _SleepingLayer(own, device, 0.0 if isinstance(module, nn.Embedding) else us_per_element)
+                layer = _SleepingLayer(own, 0.0 if isinstance(module, nn.Embedding) else us_per_element)
                 _place(self, path, layer)
                 layers.append(layer)
         self.__dict__["_in_order"] = layers  # they are registered by their names already
@@ -70,26 +70,26 @@ class _SleepingNet(nn.Module):
 
 
 class _SleepingLayer(nn.Module):
-    def __init__(self, parameters: dict[str, nn.Parameter], device: SleepingAccelerator, us_per_element: float) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], us_per_element: float) -> None:
         super().__init__()
         for name, parameter in parameters.items():
             self.register_parameter(name, nn.Parameter(parameter.detach().clone()))
         numel = sum(parameter.numel() for parameter in parameters.values())
-        self.device, self.forward_us = device, numel * us_per_element
+        self.forward_us = numel * us_per_element
 
     def forward(self, carried: Tensor) -> Tensor:
-        result: Tensor = _Sleep.apply(carried, self.device, self.forward_us, *self.parameters(recurse=False))
+        result: Tensor = _Sleep.apply(carried, self.forward_us, *self.parameters(recurse=False))
         return result
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, carried: Tensor, device: SleepingAccelerator, forward_us: float, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, carried: Tensor, forward_us: float, *parameters: Tensor) -> Tensor:
         for parameter in parameters:
             parameter.detach()  # a use: values that are still to come are waited for
         ctx.save_for_backward(carried, *parameters)
-        ctx.device, ctx.us = device, 2 * forward_us
-        return device.compute(forward_us, carried.clone)
+        ctx.us = 2 * forward_us
+        return _slept(forward_us, carried.clone)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -98,7 +98,7 @@ class _Sleep(torch.autograd.Function):
         def gradients() -> Sequence[Tensor]:
             return [parameter * carried for parameter in parameters]
 
-        return grads[0], None, None, *ctx.device.compute(ctx.us, gradients)
+        return grads[0], None, *_slept(ctx.us, gradients)
 
 
 class _SleepingOptimizer(torch.optim.SGD):
@@ -111,6 +111,14 @@ class _SleepingOptimizer(torch.optim.SGD):
         for parameter, gradient in pairs:
             parameter.view(-1)[:1].sub_(gradient.reshape(-1)[:1], alpha=_RATE)
         time.sleep(sum(parameter.numel() for parameter, _ in pairs) * OPTIMIZER_US_PER_ELEMENT / 1e6)
+
+
+def _slept(us: float, work: Callable[[], T]) -> T:
+    """The result of this work, after at least so many microseconds."""
+    began = time.perf_counter()
+    result = work()
+    time.sleep(max(0.0, began + us / 1e6 - time.perf_counter()))
+    return result
 
 
 def _place(root: nn.Module, path: str, layer: nn.Module) -> None:

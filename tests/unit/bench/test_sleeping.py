@@ -10,8 +10,8 @@ import torch
 
 import gradwire as gw
 from benchmarks.offload import offload_page, verdict
+from benchmarks.sleeping import SleepingAccelerator, SleepingCodec
 from benchmarks.sleeping_model import LayerTimes, SleepingModel
-from gradwire.bench.sleeping import SleepingAccelerator, SleepingCodec
 from gradwire.compressors import compressor_for
 from gradwire.compressors.base import Compressor, Context
 from gradwire.errors import StepStateError
