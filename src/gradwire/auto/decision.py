@@ -85,8 +85,7 @@ class AutoDecision:
                 for each in self.tried
                 if each.measured_us and each.measured_us < measured and each.steps_for_one > chosen.steps_for_one
             )
-            + self._unequal
-            + "".join(f" Not tried: {each}." for each in self.refused)
+            + self._ending
         )
 
     def _of_local_steps(self, before: Tried) -> str:
@@ -97,9 +96,7 @@ class AutoDecision:
             f"At equal samples the loss is expected to end {100 * self.chosen.loss_above:.1f} % above that of synchronous SGD, "
             f"as on the bench's transformer: the same loss needs about {self.chosen.steps_for_one:.2f} times as many steps. "
             f"Decided in {self.took_steps} steps ({self.why}). Each rank trains alone from one exchange to the next, so compare "
-            "the held-out loss; without 'local' in schedules= auto does not do it."
-            + self._unequal
-            + "".join(f" Not tried: {each}." for each in self.refused)
+            "the held-out loss; without 'local' in schedules= auto does not do it." + self._ending
         )
 
     def recorded(self) -> Recorded:
@@ -112,14 +109,14 @@ class AutoDecision:
         return Recorded(by=f"plan='auto', in step {self.step}", words=tuple(str(self).split("; ")), alternatives=alternatives)
 
     @property
-    def _unequal(self) -> str:
-        """The proposal of unequal batches, if ranks are far from equally fast."""
-        parts = self.batch_share
+    def _ending(self) -> str:
+        """The proposal of unequal batches, if ranks are far from equally fast, and what was not tried."""
+        parts, refused = self.batch_share, "".join(f" Not tried: {each}." for each in self.refused)
         if not parts or max(parts) < _UNEQUAL * min(parts):
-            return ""
+            return refused
         return (
             f" Ranks are not equally fast. With {100 * min(parts):.0f} to {100 * max(parts):.0f} % of the samples on each, by "
-            "handle.decision.batch_share, nobody waits."
+            f"handle.decision.batch_share, nobody waits.{refused}"
         )
 
     @property

@@ -159,11 +159,7 @@ class AllRanks:
                 text = make()
             except Exception:
                 say_failed(instead)
-        return self.from_first(text)
-
-    def from_first(self, text: str) -> str:
-        """Return rank 0's text on all ranks."""
-        return self.from_all(text if self.group.rank == 0 else "")[0]
+        return self.from_all(text)[0]
 
     def from_all(self, text: str) -> list[str]:
         future = self.lanes.control.submit(partial(gather_bytes, text=text.encode() or b" "))

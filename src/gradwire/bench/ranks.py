@@ -61,8 +61,7 @@ class Ranks:
 
 def die_with(parent: int) -> None:
     """Let Linux kill this process when its parent dies, so that no rank outlives the runner."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before prctl
         sys.exit(f"the runner of this rank (process {parent}) has ended")
 

@@ -132,8 +132,14 @@ class _Packing:
         return transfers
 
     def into_flat(self) -> list[Work]:
-        """Copy the sum to the bucket's memory, if the sum is elsewhere."""
-        return self._settle() if self.values.numel() else []
+        """Copy the sum to the bucket's memory, in its dtype, if the sum is elsewhere."""
+        end = self.start + self.values.numel()
+        target = self._of_flat(self.start, end)
+        if end == self.start or self.values.data_ptr() == target.data_ptr():
+            return []
+        works: list[Work] = [Copy(target, self.values)]
+        self.values = target
+        return works
 
     # ---- encode
 
@@ -264,7 +270,7 @@ class _Packing:
     def _spread_values(self, move: ParcelMove, before: list[Work]) -> Transfer:
         """Send whole sums to ranks without them."""
         if self.grid.rank in move.received:
-            before = before + self._settle()
+            before = before + self.into_flat()
         transfer = self._values_to(move, before)
         for source, items in move.received.items():
             received = transfer.received[source]
@@ -293,16 +299,6 @@ class _Packing:
         made = torch.empty(numel, dtype=self.piece.reduce_dtype, device=self.piece.flat.device)
         self._apart[id(made)] = made
         return made
-
-    def _settle(self) -> list[Work]:
-        """Copy the values to the bucket's memory, in its dtype."""
-        end = self.start + self.values.numel()
-        target = self._of_flat(self.start, end)
-        if self.values.data_ptr() == target.data_ptr():
-            return []
-        works: list[Work] = [Copy(target, self.values)]
-        self.values = target
-        return works
 
     def _part(self, start: int, end: int) -> torch.Tensor:
         """This rank's values of a range."""

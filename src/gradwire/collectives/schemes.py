@@ -127,8 +127,10 @@ class AllReduce(OneEncode):
                 staged = link.pinned.fetch([self.flat])
             if self._staged_for is not link.pinned.generation:
                 self._staged, self._staged_for = {}, link.pinned.generation
-            sums = self._sums_at(staged.parts[0])
-            link.wire.run(sums.operations((0, 1), self._tag, link.wire.shared_with), meter)
+            copy = staged.parts[0]  # at one of a few places
+            if (at := copy.data_ptr()) not in self._staged:
+                self._staged[at] = WireSum(copy, self._grid, even_bounds(copy.numel(), self._grid.world_size))
+            link.wire.run(self._staged[at].operations((0, 1), self._tag, link.wire.shared_with), meter)
             with link.streams.decoding():
                 link.pinned.put(staged)
             return
@@ -137,12 +139,6 @@ class AllReduce(OneEncode):
             work = link.all_reduce(self.flat)
         with link.streams.decoding(), transfer():
             work.wait()
-
-    def _sums_at(self, values: torch.Tensor) -> WireSum:
-        """The sum of a copy in the host's memory, which lies at one of a few places."""
-        if (at := values.data_ptr()) not in self._staged:
-            self._staged[at] = WireSum(values, self._grid, even_bounds(values.numel(), self._grid.world_size))
-        return self._staged[at]
 
 
 class AllGather(Transfers, OneEncode):

@@ -387,7 +387,10 @@ class OwnSteps:
         try:
             if self._steps == min(_OWN_STEPS, self._every) or self._steps % self._every == 0:
                 self._write(weights, f"{after}/{self._steps}")
-            return self._differs(names) if self._written else None
+            if not self._written:
+                return None
+            own, ranks = self._group.rank, self._group.world_size
+            return next(filter(None, (self._differs_from(rank, names) for rank in {(own - 1) % ranks, (own + 1) % ranks})), None)
         except (RuntimeError, struct.error):
             # the host of the store is gone, perhaps within an answer: whoever waits for a rank next says so, and this only looks
             self._told = True
@@ -405,10 +408,6 @@ class OwnSteps:
     def _sealed(self, place: str) -> str:
         """The place for which words are sealed: not that of another handle."""
         return f"{self._name}/own-steps/{place}"
-
-    def _differs(self, names: Sequence[str]) -> str | None:
-        own, ranks = self._group.rank, self._group.world_size
-        return next(filter(None, (self._differs_from(rank, names) for rank in {(own - 1) % ranks, (own + 1) % ranks})), None)
 
     def _differs_from(self, rank: int, names: Sequence[str]) -> str | None:
         if not self._store.check([str(rank)]):

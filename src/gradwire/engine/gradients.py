@@ -160,7 +160,8 @@ class LentRun:
             at = self.indices.index(calling[0])
             uses[at] -= _held_by_node(calling[1], grads[at])
         addresses = list(map(_ADDRESS, grads))
-        if max(uses) <= _USES_ALONE and self._are_usual(grads) and self._are_new(addresses):
+        are_new = len({*addresses}) == len(addresses) and self._lent.begins.isdisjoint(addresses)  # in this run and in the step
+        if are_new and max(uses) <= _USES_ALONE and self._are_usual(grads):
             self._lent.lend_all(self._first, grads, addresses)
             lent = grads
         else:
@@ -179,10 +180,6 @@ class LentRun:
         that have these strides; torch would let go of Python's lock, and a lane would take it."""
         plain = {*map(type, grads)} == {torch.Tensor} and {*map(_DTYPE, grads)} == self._dtypes
         return plain and list(map(_STRIDE, grads)) == self._strides and () not in self._strides and not any(map(_TRACKED, grads))
-
-    def _are_new(self, addresses: list[int]) -> bool:
-        """Whether no two are the same tensor, in this run or in the step."""
-        return len({*addresses}) == len(addresses) and self._lent.begins.isdisjoint(addresses)
 
     def alone(self, at: int) -> "LentRun":
         return LentRun([self.indices[at]], [self.gradients[at]], self._exchange, self._lent)

@@ -156,9 +156,6 @@ def _handles_of(accelerator: Accelerator) -> _OwnHandles:
         for handle, own in handles.folders(folder):
             save_handle(handle, own)
 
-    def find_folder(models: Any, folder: str) -> None:
-        folders.append(folder)
-
     def load_too(*arguments: Any, **named: Any) -> None:
         load(*arguments, **named)
         folder = folders.pop()
@@ -173,6 +170,6 @@ def _handles_of(accelerator: Accelerator) -> _OwnHandles:
         log(handles.facts() | dict(values), *rest, **named)
 
     accelerator.register_save_state_pre_hook(save_too)
-    accelerator.register_load_state_pre_hook(find_folder)
+    accelerator.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
     accelerator.load_state, accelerator.free_memory, accelerator.log = load_too, free_too, log_too
     return handles

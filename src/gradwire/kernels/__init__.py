@@ -107,7 +107,8 @@ def run_calls(calls: Iterable[KernelCall]) -> None:
         elif kernel in _EVERYWHERE:
             getattr(everywhere, kernel)(*arguments)
         else:
-            kernels = kernels_for(_device_type(arguments))
+            first = next(each for each in arguments if isinstance(each, torch.Tensor))
+            kernels = kernels_for("cpu" if first.is_cpu else first.device.type)
             if Batch in kinds and not hasattr(kernels, "TAKES_BATCHES"):
                 for each in _parts_of(kernel, arguments):
                     getattr(kernels, kernel)(*each)
@@ -116,11 +117,6 @@ def run_calls(calls: Iterable[KernelCall]) -> None:
 
 
 _EVERYWHERE = frozenset(everywhere.__all__)
-
-
-def _device_type(arguments: Sequence[Any]) -> str:
-    first = next(each for each in arguments if isinstance(each, torch.Tensor))
-    return "cpu" if first.is_cpu else first.device.type
 
 
 def _parts_of(kernel: str, arguments: Sequence[Any]) -> Iterator[list[Any]]:

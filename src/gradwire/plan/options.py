@@ -76,10 +76,8 @@ class Option(msgspec.Struct, frozen=True):
         """Number of Comp tasks, 0 to 4. Each adds an error, and a biased compressor needs a residual for each."""
         return self.actions.count(Action.COMP)
 
-    @property
-    def decodes(self) -> int:
-        """Number of Decomp tasks. It equals the number of encodes, since every payload is decoded before the next encode."""
-        return self.actions.count(Action.DECOMP)
+    decodes = encodes
+    """Number of Decomp tasks: every payload is decoded before the next encode."""
 
     @property
     def compresses(self) -> bool:

@@ -60,7 +60,7 @@ else:
     SpecField = RulesField = ScheduleField = Any  # brought to one form by __post_init__
 
 
-_EDGE_BYTES, _CHUNK_BYTES = 256 * 2**10, 8 * 2**20
+_EDGE_BYTES = 256 * 2**10
 _GPU_BUCKET_BYTES, _GPU_EDGE_BYTES, _GPU_CHUNK_BYTES = 32 * 2**20, 4 * 2**20, 48 * 2**20
 _EXEMPT = Identity()
 EMBEDDINGS = QSGD(bits=4)

@@ -234,12 +234,10 @@ class PlanningJob:
             return []
         most = _MOST_ENCODES if self.limits.max_encodes is None else self.limits.max_encodes
         options = [COLLECTIVES[name].on(device) for name in _BESIDE_TREE if COLLECTIVES[name].carries(spec)]
-        return [option for option in options if self._encodes(option, spec) <= most]
-
-    def _encodes(self, option: tuple[str, ...], spec: Spec) -> int:
-        """How often an element is encoded on the way into the sum."""
-        steps = self.simulator.prices.steps(option, spec.rounds)
-        return sum(step.parts for step in steps if step.task.startswith("comp:"))
+        steps = {option: self.simulator.prices.steps(option, spec.rounds) for option in options}
+        return [
+            option for option in options if sum(each.parts for each in steps[option] if each.task.startswith("comp:")) <= most
+        ]
 
     def may(self, tensors: Sequence[int], choice: Choice) -> bool:
         """Whether these tensors may share a bucket. All must have one dtype. If the choice compresses, one of them must not be

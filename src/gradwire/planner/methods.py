@@ -31,15 +31,9 @@ class MadePlan(NamedTuple):
     """A note on the search; '' if there is none."""
 
 
-def method_named(name: str) -> Planner:
-    """The planner of this name in `METHODS`. Raises PlanError if there is none."""
-    word("method", name, METHODS, error=PlanError)
-    return METHODS[name]
-
-
 def make_plan(job: PlanningJob, method: str = "joint") -> MadePlan:
-    """The plan of a method. Raises as `method_named` does, and PlanError if the method needs a spec and there is none."""
-    planned = method_named(method)
+    """The plan of a method. Raises PlanError if there is no such method, or if it needs a spec and there is none."""
+    word("method", method, METHODS, error=PlanError)
     restrict = job.limits.restrict
     if restrict in BYTECOMP_ONLY and method != "bytecomp":
         cures = ["use the method bytecomp", f"use another restriction: {', '.join(sorted({*RESTRICTED} - {restrict}))}"]
@@ -53,7 +47,7 @@ def make_plan(job: PlanningJob, method: str = "joint") -> MadePlan:
             f"{numbered(['use the backward schedule', 'use another method, such as joint'])}"
         )
     began = time.perf_counter()
-    found = planned(job)
+    found = METHODS[method](job)
     draft, note = found if isinstance(found, Moved) else (found, "")
     allowed = job.limits.memory_bytes
     if allowed is not None and (needed := job.extra_bytes(draft)) > allowed:

@@ -58,20 +58,18 @@ class Pricer:
             for task, points in (("comp", codec.encode), ("decomp", codec.decode))
         }
 
-    def link_loads(self, options: Sequence[tuple[str, ...]], rounds: int, link: int) -> set[LinkLoad]:
-        return {self._load(steps, link) for option in options for steps in self.prices.forms(option, rounds)}
-
     def loads(self, options: Sequence[tuple[str, ...]], rounds: int) -> list[tuple[LinkLoad, LinkLoad]]:
         """The loads of options on the links inside nodes and between nodes, without loads that another one beats in all parts."""
         kept: list[tuple[LinkLoad, LinkLoad]] = []
         forms = [steps for option in options for steps in self.prices.forms(option, rounds)]
-        for loads in sorted({(self._load(steps, INTRA), self._load(steps, INTER)) for steps in forms}):
+        for loads in sorted({(self.load(steps, INTRA), self.load(steps, INTER)) for steps in forms}):
             parts = [number for load in loads for number in load]
             if not any(all(map(le, (number for load in other for number in load), parts)) for other in kept):
                 kept.append(loads)
         return kept
 
-    def _load(self, steps: Sequence[Step], link: int) -> LinkLoad:
+    def load(self, steps: Sequence[Step], link: int) -> LinkLoad:
+        """The load of an option on one link."""
         latency, factors = 0.0, [0.0, 0.0, 0.0]
         for step in steps:
             if step.traffic is not None and self.simulator.resource(step.task) == link:
@@ -145,7 +143,8 @@ def least_step_us(
         ways: list[tuple[Spec, LinkLoad]] = []
         for spec in (Identity(), *specs):
             options = coded[spec] if spec.encodes else plain
-            ways += [(spec, load) for load in pricer.link_loads(options, spec.rounds, link)]
+            forms = [steps for option in options for steps in pricer.prices.forms(option, spec.rounds)]
+            ways += [(spec, load) for load in {pricer.load(steps, link) for steps in forms}]
         known: dict[tuple[object, ...], float] = {}
         least = []
         for tensor, exempt in tensors:

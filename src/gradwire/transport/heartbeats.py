@@ -124,13 +124,12 @@ def _keep_alive(connection: socket.socket, silence_s: float) -> None:
     # the first question may come just after the silence began, and the last one must come after it has lasted that long
     missed = math.ceil(silence_s / INTERVAL_S) + 1
     for name, value in (("TCP_KEEPIDLE", IDLE_S), ("TCP_KEEPINTVL", INTERVAL_S), ("TCP_KEEPCNT", missed)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _open_questions(connection: socket.socket) -> int:
     """How many questions in succession got no answer: `tcpi_probes`, the fourth byte of Linux's TCP_INFO."""
-    with suppress(OSError, AttributeError):  # closed; another system
+    with suppress(OSError):  # closed
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)[3]
     return 0
 

@@ -233,14 +233,15 @@ class Lanes:
 
     def _use(self, name: str) -> None:
         """Begin as a new user of these lanes, with a name that is equal on all ranks and nobody else's."""
-        self._name = name
+        self.name = name
+        """Equal on all ranks and unlike that of any other lanes."""
         self.first_tag = self.shared.add(self)
         """The first of the tags of this user's messages."""
         self.place: Callable[[], Callable[[], str] | None] = lambda: None
         """Returns what says which step this user comes to next, or is in."""
         self.end_left: Callable[[], Callable[[], None] | None] = lambda: None
         """Returns what ends a step that this user left in the middle."""
-        self.flight = Flight(self._own_rank, self.group.global_ranks, self._name)
+        self.flight = Flight(self._own_rank, self.group.global_ranks, self.name)
         """The record of the lanes' work."""
         self.failure: GradwireError | None = None
         self._ended: GradwireError | None = None
@@ -258,11 +259,6 @@ class Lanes:
         self._incomplete: tuple[int, int] | None = None
         """The step whose queued operations failed on this rank, and the first bucket. No lock guards it: torch.compile traces
         what looks at it."""
-
-    @property
-    def name(self) -> str:
-        """The name of these lanes, equal on all ranks and unlike that of any other lanes."""
-        return self._name
 
     @property
     def _own_rank(self) -> int:
@@ -351,7 +347,7 @@ class Lanes:
         self.first_incomplete()
         if self.shared.remove(self):
             self._close()
-        self.shared = LaneSet(f"{self._name}-own")
+        self.shared = LaneSet(f"{self.name}-own")
         self.shared.thread, self.first_tag = None, self.shared.add(self)
         self.data, self._heartbeats = [], None
         try:

@@ -9,7 +9,6 @@ import ctypes
 import os
 import platform
 import struct
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,7 +30,7 @@ def short_slices() -> Iterator[bool]:
 
 def _ask(slice_ns: int) -> bool:
     number = _SCHED_SETATTR.get(platform.machine())
-    if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     # struct sched_attr: size, policy (SCHED_OTHER), flags, nice, priority, runtime, deadline, period

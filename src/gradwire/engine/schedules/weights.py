@@ -367,24 +367,19 @@ def _of_adam(state: dict[str, Any], param_group: dict[str, Any]) -> Moments:
     return by, state.get("max_exp_avg_sq", state["exp_avg_sq"]), state["exp_avg"]
 
 
-def _of_rmsprop(state: dict[str, Any], param_group: dict[str, Any]) -> Moments:
-    return LocalUpdate(1.0, kept=param_group["alpha"], taken=1 - param_group["alpha"]), state["square_avg"], None
-
-
-def _of_adagrad(state: dict[str, Any], param_group: dict[str, Any]) -> Moments:
-    return LocalUpdate(1.0, kept=1.0, taken=1.0), state["sum"], None
-
-
 _MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, Callable[[dict[str, Any], dict[str, Any]], Moments]]] = {
     torch.optim.SGD: ("momentum_buffer", _of_sgd),
     torch.optim.Adam: ("exp_avg_sq", _of_adam),
     torch.optim.AdamW: ("exp_avg_sq", _of_adam),
     torch.optim.NAdam: ("exp_avg_sq", _of_adam),
     torch.optim.RAdam: ("exp_avg_sq", _of_adam),
-    torch.optim.RMSprop: ("square_avg", _of_rmsprop),
-    torch.optim.Adagrad: ("sum", _of_adagrad),
+    torch.optim.RMSprop: (
+        "square_avg",
+        lambda s, g: (LocalUpdate(1.0, kept=g["alpha"], taken=1 - g["alpha"]), s["square_avg"], None),
+    ),
+    torch.optim.Adagrad: ("sum", lambda s, g: (LocalUpdate(1.0, kept=1.0, taken=1.0), s["sum"], None)),
 }
-"""State keys whose absence means that the optimizer has no estimates yet, and the step counter behind each."""
+"""State keys whose absence means that the optimizer has no estimates yet, and what makes its moments of state and group."""
 
 
 Update = Callable[[Sequence[torch.nn.Parameter]], None]
