@@ -255,7 +255,7 @@ class Trainee:
     def decided(self) -> int:
         """How often auto has decided, with a decision that is under way."""
         driver = self.handle.session.driver if self.handle is not None else None
-        return driver.decisions.total + driver.searching if driver is not None else 0
+        return driver.decided + driver.searching if driver is not None else 0
 
     @property
     def next_step(self) -> int:

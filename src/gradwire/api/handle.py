@@ -55,8 +55,7 @@ class Handle:
     def decision(self) -> Any:
         """The last decision of plan="auto", `gw.AdaptiveBits` or `gw.Tuned`, with its predictions and measurements. Its
         str() is one line of text. None before the first decision, and for a plan that the script chose."""
-        decisions = self.decisions
-        return decisions[-1] if decisions else None
+        return next(reversed(self.decisions), None)
 
     @property
     def decisions(self) -> tuple[Any, ...]:

@@ -284,7 +284,7 @@ class AdaptiveBitsDriver(PlanDriver):
                 logging.getLogger("gradwire").debug(str(assigned))
             else:
                 say(str(assigned))
-        self.decisions.append(assigned)
+        self.decide(assigned)
 
     def _errors_of_all_ranks(
         self, live: Live, errors: BitErrors, adapting: set[str]

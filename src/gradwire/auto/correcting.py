@@ -101,7 +101,7 @@ class CorrectionPeriods(PlanDriver):
         chosen = ChosenK(live.step, k_for(residual), residual)
         if live.group.rank == 0 and chosen.k != present.period:
             say(str(chosen))
-        self.decisions.append(chosen)
+        self.decide(chosen)
         live.change_to(msgspec.structs.replace(live.plan, schedule=present.with_k(chosen.k)))
 
 

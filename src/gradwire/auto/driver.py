@@ -24,6 +24,7 @@ counts nowhere. If a rank's device cannot be timed, the first policy runs, and a
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -51,7 +52,7 @@ from gradwire.auto.local import EXPOSED, local_offer, worth
 from gradwire.auto.measuring import CODECS_SECONDS, LONG_STEP_US, LOOK_STEPS, Look, cluster_of, codecs_of, scaled
 from gradwire.auto.planning import Offer, Seen, foreseen, offers, on_trial, words_of
 from gradwire.auto.trial import Candidate, Trial
-from gradwire.core import Backward, Costs, Document, Identity, Latest, LocalSteps, Plan, Profile, Spec, TensorInfo
+from gradwire.core import Backward, Costs, Document, Identity, LocalSteps, Plan, Profile, Spec, TensorInfo
 from gradwire.engine import Driver
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
@@ -69,7 +70,7 @@ _Offered = tuple[list[_Planned], list[Candidate], _Planned | None]
 class Auto(Driver):
     """Driver of one handle with `plan="auto"`."""
 
-    decisions: Latest[AutoDecision]
+    decisions: deque[AutoDecision]
 
     def __init__(self, accuracy: str | float, schedules: Sequence[str], ranks: int) -> None:
         """Raises PlanError for an unknown accuracy class or schedule."""
@@ -382,7 +383,7 @@ class Auto(Driver):
             batch_share=self._batch_share(),
             refused=tuple(f"{kind}, since {why.rstrip('.')}" for kind, why in self._refused.items()),
         )
-        self.decisions.append(decision)
+        self.decide(decision)
         if live.group.rank == 0:
             say(str(decision))
         self._watch_from_now(live, plan)

@@ -177,6 +177,6 @@ class Tuning(PlanDriver):
             tried=tried,
             took_steps=each * len(tried),
         )
-        self.decisions.append(decision)
+        self.decide(decision)
         if live.group.rank == 0:
             say(str(decision))

@@ -39,7 +39,6 @@ from gradwire.core.collectives import (
 from gradwire.core.costs import CodecCosts, Costs, Points
 from gradwire.core.entry_points import named
 from gradwire.core.files import check_writable, make_folder, read_text, write_whole
-from gradwire.core.latest import Latest
 from gradwire.core.launch import codes_on_cpu, lanes_of_pieces, launch_tasks, tasks_by_lane
 from gradwire.core.memory_report import MemoryRecord
 from gradwire.core.native import LIBRARY
@@ -110,7 +109,7 @@ __all__ = [
     "ALL_REDUCE", "CODEC_TASKS", "COLLECTIVES", "DGC", "DTYPE_BYTES", "FAR_LANES", "FAR_US", "FIRST_K", "FP8", "LANES",
     "LIBRARY", "LINKS", "LINK_TASKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "RING_SHARD_BYTES", "ROUTINES", "SIGN_UNIT", "Backward",
     "BlockTopK", "Bucket", "Cast", "Cluster", "CodecCosts", "Collective", "Costs", "Delayed", "Document", "EFSignSGD",
-    "ElementRun", "ElementWeights", "ErrorFeedback", "Identity", "Int8", "Latest", "Link", "LocalSteps", "Made", "MemoryRecord",
+    "ElementRun", "ElementWeights", "ErrorFeedback", "Identity", "Int8", "Link", "LocalSteps", "Made", "MemoryRecord",
     "Natural", "Nesterov", "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "ProcessorNeed", "Profile",
     "RandomK", "Schedule", "Shaped", "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad", "Threshold", "TopK",
     "Truncate", "TwoBit", "as_schedule", "as_spec", "changed", "check_plain", "check_writable", "code_bytes", "coded_bytes",

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from gradwire.core import Document, Latest, Plan, Spec, TensorInfo
+from gradwire.core import Document, Plan, Spec, TensorInfo
 from gradwire.engine.buffers import ModelBuffers, shared_tensors
 from gradwire.engine.control import OwnSteps
 from gradwire.engine.crossing import CROSSING, Whereabouts
@@ -148,8 +148,15 @@ class Driver(ABC):
     """Specs that may run when something is decided, in addition to those of the first policy."""
 
     def __init__(self) -> None:
-        self.decisions = Latest[Any]()
+        self.decisions = deque[Any](maxlen=100)
         """The last ones, in order."""
+        self.decided = 0
+        """The number of all so far."""
+
+    def decide(self, decision: Any) -> None:
+        """Keep a decision."""
+        self.decisions.append(decision)
+        self.decided += 1
 
     @property
     def searching(self) -> bool:
@@ -504,7 +511,7 @@ class Session(Observer):
             exposed_us=1e6 * statistics.median([r.exposed_s for r in reports]) if reports else 0.0,
             before_first_gradient=self.first_gradient.median,
             decisions=tuple(driver.decisions) if driver is not None else (),
-            decided=driver.decisions.total if driver is not None else 0,
+            decided=driver.decided if driver is not None else 0,
         )
 
     # ---- after a step

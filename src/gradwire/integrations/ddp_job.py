@@ -166,9 +166,9 @@ class DDPJob:
         self.observers.measured(self.reports[-1])
         self.observers.finished(exposed_s)
         if self.driver is not None:
-            first = not self.driver.decisions.total
+            first = not self.driver.decided
             self.driver.finished(self)
-            if first and self.driver.decisions.total and self.records and self.group.world_size > 1:
+            if first and self.driver.decided and self.records and self.group.world_size > 1:
                 advise(self._bucket_bytes)
         self._came, self._bucket_bytes = [], []
         self.began_s, self.first_gradient_s, self.inputs = None, 0.0, 0
