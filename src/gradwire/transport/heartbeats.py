@@ -12,7 +12,6 @@ silence (TCP_USER_TIMEOUT) also counts the time in which a window is closed.
 import errno
 import hmac
 import math
-import os
 import select
 import socket
 import threading
@@ -21,6 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from gradwire.transport.forks import close_in_child
 from gradwire.transport.keys import PROOF_BYTES, JobKey
 
 IDLE_S, INTERVAL_S = 2, 1
@@ -88,7 +88,7 @@ class Heartbeats:
         thread = threading.Thread(target=watch.run, name=name, daemon=True)
         thread.start()
         self._finalizer = weakref.finalize(self, _stop, self._connections, thread)
-        _all.add(self)
+        close_in_child(self)
 
     def silent(self) -> list[int]:
         """The ranks whose machines do not answer: those that are dead, and neighbours that have left the last questions open."""
@@ -106,17 +106,6 @@ class Heartbeats:
         """Close the copies in a forked process, whose end must not shut down the connections of its parent."""
         for each in self._connections.values():
             each.close()
-
-
-_all: "weakref.WeakSet[Heartbeats]" = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    for each in _all:
-        each.close_copies()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _keep_alive(connection: socket.socket, silence_s: float) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.transport.forks import close_in_child
 from gradwire.transport.rounds import MergeRound, merge_peers, merge_rounds
 from gradwire.transport.tls import Connected, TlsError
 from gradwire.transport.wire import DamagedError, LinkError, Reach
@@ -151,7 +152,7 @@ class Messages(Ends):
         self._moved = 0
         """Bytes, in both directions."""
         self._add(connections)
-        _open.add(self)
+        close_in_child(self)
 
     def _add(self, connections: Mapping[int, Connected]) -> None:
         made = [_Peer(peer, connection) for peer, connection in connections.items()]
@@ -424,6 +425,8 @@ class Messages(Ends):
         for peer in self._peers.values():
             peer.connection.close()
 
+    close_copies = close
+
 
 def _unpacked(packed: memoryview) -> Iterator[bytes]:
     """The bytes of each rank in what another one has gathered."""
@@ -491,15 +494,3 @@ def _chain(place: int, ranks: int) -> tuple[int | None, list[int]]:
     [(None, [1]), (0, [2]), (1, [])]
     """
     return (place - 1 if place else None), [place + 1] if place + 1 < ranks else []
-
-
-_open: "weakref.WeakSet[Messages]" = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """A worker of a DataLoader that is left when its rank is killed must not keep connections open: other ranks would wait."""
-    for messages in _open:
-        messages.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -34,6 +34,7 @@ from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.kernels.cpu import available
 from gradwire.transport.adapters import adapter_gbps
 from gradwire.transport.addresses import own_address, why_too_few
+from gradwire.transport.forks import close_in_child
 from gradwire.transport.grid import SITE, site_name
 from gradwire.transport.keys import PROOF_BYTES, JobKey
 from gradwire.transport.rounds import AT_ONCE, merge_peers, neighbours
@@ -296,7 +297,7 @@ class Rendezvous(GroupMeeting):
         self._thread = threading.Thread(target=_serve, args=arguments, name=f"gradwire-{self.name}-connections", daemon=True)
         weakref.finalize(self, _ring, self._bell)
         self._thread.start()
-        _serving.add(self)
+        close_in_child(self)
 
     def break_off(self) -> None:
         if self._bell is not None:
@@ -604,17 +605,6 @@ def _serve_calls(of: "weakref.ref[Rendezvous]", listener: socket.socket, bell: s
                 bell.recv(4096)
     if meeting is not None:
         meeting._drop()  # what was connected meanwhile
-
-
-_serving: "weakref.WeakSet[Rendezvous]" = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for meeting in _serving:
-        meeting.close_copies()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 class _Handshakes:

@@ -6,9 +6,7 @@ receives in the same call that encodes and decodes. Messages to ranks of the sam
 """
 
 import ctypes
-import os
 import socket
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from ctypes import c_double, c_int64
@@ -16,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from gradwire.core import native
+from gradwire.transport.forks import close_in_child
 from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations, Outcome, refused
 from gradwire.transport.rings import Connection, Rings
@@ -64,7 +63,7 @@ class Wire:
             each.fd = -1
         self._add(sockets)
         self._runs = 0
-        _open.add(self)
+        close_in_child(self)
 
     def _add(self, sockets: Mapping[int, Connected]) -> None:
         for rank, each in sockets.items():
@@ -136,17 +135,7 @@ class Wire:
         for rings in self._rings.values():
             rings.close()
 
-
-_open: "weakref.WeakSet[Wire]" = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """A worker of a DataLoader that is left when its rank is killed must not keep connections open: other ranks would wait."""
-    for wire in _open:
-        wire.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+    close_copies = close
 
 
 @cache
