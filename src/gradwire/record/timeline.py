@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from gradwire.core import CODEC_TASKS, LINKS, is_link_word
-from gradwire.sim import COMPUTE, RESOURCES, Event, Interval, Resource, Timeline, minus, total, union
+from gradwire.sim import COMPUTE, RESOURCES, Event, Interval, Timeline, sums_of, union
 
 NS_PER_US = 1000
 COMPUTED = ("optimizer", "forward", "backward")
@@ -68,11 +68,6 @@ def measured_timeline(moments: Moments, schedule: str, nodes: int, sent: tuple[i
         union(_ns(event) for event in events if kind(event.what))
         for kind in (is_link_word, CODEC_TASKS.__contains__, COMPUTED.__contains__)
     )
-    alone = minus(links, computing)
-    length = round(moments.length_us * NS_PER_US)
-
-    def us(intervals: list[Interval]) -> float:
-        return total(intervals) / NS_PER_US
 
     def spent(what: str) -> float:
         return sum(event.end_us - event.start_us for event in events if event.what == what)
@@ -87,16 +82,12 @@ def measured_timeline(moments: Moments, schedule: str, nodes: int, sent: tuple[i
         optimizer_us=spent("optimizer"),
         forward_us=spent("forward"),
         backward_us=spent("backward"),
-        exposed_comm_us=us(alone),
-        exposed_codec_us=us(minus(minus(coding, computing), links)),
-        idle_us=max(0, length - total(union(computing + coding + links))) / NS_PER_US,
-        cupcake_comm_us=us(minus(alone, coding)),
         sent_bytes=sent[0],
         intra_bytes=sent[1],
         inter_bytes=sent[2],
-        resources=tuple(Resource(name, us(spans), us(minus(spans, computing))) for name, spans in busy.items()),
         bubbles=(),
         events=tuple(events),
+        **sums_of(computing, coding, links, busy, round(moments.length_us * NS_PER_US), NS_PER_US),
     )
 
 

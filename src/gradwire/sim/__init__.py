@@ -5,12 +5,11 @@ from gradwire.sim.native import ReplayProgram, TooLongError, native_fusion
 from gradwire.sim.replay import NEVER, Replayed, Replayer, launch_key
 from gradwire.sim.rules import Rules, as_ddp, changed_rules, device_of, rules_of
 from gradwire.sim.simulator import FS_PER_US, LightPlan, Simulator, fs_of
-from gradwire.sim.timeline import Event, Interval, Resource, Timeline, minus, simulate, total, union
+from gradwire.sim.timeline import Event, Interval, Resource, Timeline, simulate, sums_of, union
 from gradwire.sim.views import as_table, as_trace
 
 __all__ = [
     "COMPUTE", "FS_PER_US", "INTER", "INTRA", "NEVER", "RESOURCES", "Event", "Interval", "LightPlan", "ReplayProgram",
     "Replayed", "Replayer", "Resource", "Rules", "Simulator", "Timeline", "TooLongError", "as_ddp", "as_table", "as_trace",
-    "changed_rules", "device_of", "fs_of", "launch_key", "minus", "native_fusion", "rules_of", "simulate",
-    "total", "union",
+    "changed_rules", "device_of", "fs_of", "launch_key", "native_fusion", "rules_of", "simulate", "sums_of", "union",
 ]  # fmt: skip

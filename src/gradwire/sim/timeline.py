@@ -13,9 +13,9 @@
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -175,6 +175,28 @@ class Timeline(Document, frozen=True, kw_only=True):
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
 
 
+def sums_of(
+    computing: list[Interval],
+    coding: list[Interval],
+    links: list[Interval],
+    busy: Mapping[str, Sequence[Interval]],
+    length: int,
+    units: int,
+) -> dict[str, Any]:
+    """The fields of a timeline that follow from when what works. The three lists are unions. `length`: of the whole timeline.
+    `units`: of the numbers in a microsecond."""
+    exposed = minus(links, computing)
+    return {
+        "exposed_comm_us": total(exposed) / units,
+        "exposed_codec_us": total(minus(minus(coding, computing), links)) / units,
+        "idle_us": max(0, length - total(union(computing + coding + links))) / units,
+        "cupcake_comm_us": total(minus(exposed, coding)) / units,
+        "resources": tuple(
+            Resource(name, total(spans) / units, total(minus(union(spans), computing)) / units) for name, spans in busy.items()
+        ),
+    }
+
+
 def simulate(plan: Plan, profile: Profile, cluster: Cluster, costs: Costs, rules: Rules | None = None) -> Timeline:
     """The timeline of a plan. rules: None is gradwire's engine on the profile's device.
 
@@ -213,8 +235,6 @@ class _Reader:
                 events += self._events(span, resource)
         events.sort(key=lambda e: (e.start_us, RESOURCES.index(e.resource), e.end_us, e.bucket, e.chunk, e.index))
         computing, coding, links = union(computing), union(coding), union(links)
-        exposed_links = minus(links, computing)
-        codec_alone = minus(minus(coding, computing), links)
         length, outcome = self.end - self.begin, self.outcome
         lengths = outcome.layouts[0].work.lengths
         half, cycles = len(lengths) // 2, outcome.cycle
@@ -229,19 +249,12 @@ class _Reader:
             optimizer_us=self.simulator.optimizer * outcome.cycle / FS_PER_US,
             forward_us=(sum(lengths[:half]) - self.simulator.optimizer) * cycles / FS_PER_US,
             backward_us=sum(lengths[half:]) * cycles / FS_PER_US,
-            exposed_comm_us=total(exposed_links) / FS_PER_US,
-            exposed_codec_us=total(codec_alone) / FS_PER_US,
-            idle_us=(length - total(union(computing + coding + links))) / FS_PER_US,
-            cupcake_comm_us=total(minus(exposed_links, coding)) / FS_PER_US,
             sent_bytes=sum(p.sent_bytes * pieces for p, pieces in prices),
             intra_bytes=sum(p.intra_bytes * pieces for p, pieces in prices),
             inter_bytes=sum(p.inter_bytes * pieces for p, pieces in prices),
-            resources=tuple(
-                Resource(name, total(sorted(spans)) / FS_PER_US, total(minus(union(spans), computing)) / FS_PER_US)
-                for name, spans in busy.items()
-            ),
             bubbles=tuple(self._bubbles(links, events)),
             events=tuple(events),
+            **sums_of(computing, coding, links, busy, length, FS_PER_US),
         )
 
     def _resource(self, span: Span) -> tuple[str, bool, int]:
