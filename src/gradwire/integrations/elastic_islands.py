@@ -7,6 +7,7 @@ and its torchrun starts the island again.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -129,8 +130,5 @@ def island_rounds(
         raise PlanError(f"rank {island.rank()} of the island has none of the {len(local)} tensors. Make the island smaller.")
     outer = OuterSteps(local, schedule, own)
 
-    def share() -> None:
-        for owner in sorted(set(owners.values())):
-            share_inside(island, [outer.weights[name] for name, other in owners.items() if other == owner], owner)
-
+    share = partial(share_inside, island, outer.weights, owners)
     return LocalRounds(model, outer, optimizers, schedule.every, share), {name: local[name] for name in own}

@@ -156,16 +156,14 @@ class Islands:
             means = self._outer.gradients()
             self.exchange.average_(means)
             self._outer.step(means)
-        for owner in sorted(set(self._owners.values())):
-            weights = [self._outer.weights[name] for name, other in self._owners.items() if other == owner]
-            share_inside(self._inside, weights, owner)
+        share_inside(self._inside, self._outer.weights, self._owners)
         self._outer.take_up()
 
 
-def share_inside(island: dist.ProcessGroup, weights: list[torch.Tensor], owner: int) -> None:
-    """Give all ranks of an island the weights of the owner. Collective."""
-    for dtype in dict.fromkeys(each.dtype for each in weights):
-        chosen = [each for each in weights if each.dtype == dtype]
+def share_inside(island: dist.ProcessGroup, weights: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
+    """Give all ranks of an island the weights of each owner. Collective."""
+    for owner, dtype in sorted({(owner, weights[name].dtype) for name, owner in owners.items()}, key=str):
+        chosen = [weights[name] for name, other in owners.items() if (other, weights[name].dtype) == (owner, dtype)]
         flat = torch.cat([each.reshape(-1) for each in chosen])
         dist.broadcast(flat, dist.get_global_rank(island, owner), group=island)
         for each, part in zip(chosen, flat.split([each.numel() for each in chosen]), strict=True):
