@@ -9,12 +9,11 @@ import msgspec
 import torch
 
 from gradwire.auto.decision import say_failed
-from gradwire.core import Plan, Schedule, TensorInfo
-from gradwire.engine import GradientWatcher, ModelHook, Witness
+from gradwire.core import Plan, Schedule
+from gradwire.engine import GradientWatcher, ModelHook, Witness, WitnessedJob
 from gradwire.exchange import Exchange, StepReport
 from gradwire.plan import Policy
 from gradwire.transport import (
-    Group,
     Lanes,
     LanesObserver,
     Link,
@@ -44,31 +43,13 @@ _TIMED_NUMEL = 2**20
 """Elements of the operation that shows whether a device can be timed."""
 
 
-class DrivenJob(Protocol):
-    """A model in training between two steps: that of a handle (`Session`), or that of a hook of DistributedDataParallel."""
-
-    @property
-    def group(self) -> Group: ...
-    @property
-    def lanes(self) -> Lanes: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def tensors(self) -> list[TensorInfo]:
-        """The trainable tensors, in registration order. A change of the model makes another list."""
-        ...
+class DrivenJob(WitnessedJob, Protocol):
+    """A job whose plan a driver decides."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
     @property
     def exchange(self) -> Exchange: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def step(self) -> int:
-        """The number of steps that counted so far."""
-        ...
-
     @property
     def active(self) -> Sequence[int]:
         """The ranks that had a batch in the last step. All ranks have the same answer."""

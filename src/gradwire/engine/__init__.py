@@ -17,7 +17,7 @@ from gradwire.engine.torch_hooks.hooks import (
     tensors_in,
 )
 from gradwire.engine.torch_hooks.loss_scale import LossScale
-from gradwire.engine.witness import Witness
+from gradwire.engine.witness import TrainedJob, Witness, WitnessedJob
 
 __all__ = [
     "REGISTRY",
@@ -36,8 +36,10 @@ __all__ = [
     "Patch",
     "Session",
     "ShardsOptimizer",
+    "TrainedJob",
     "ValueWatcher",
     "Witness",
+    "WitnessedJob",
     "check_optimizers",
     "compiled",
     "facts",

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from gradwire.compressors import Context, compressor_for
-from gradwire.core import Plan
+from gradwire.core import Plan, TensorInfo
 from gradwire.engine.reducer import Observer
 from gradwire.exchange import BucketBuffers, BucketStats, Exchange, Slot
 from gradwire.kernels import Segment, Segments, tensor_key
@@ -48,18 +48,31 @@ _LEAST = 6
 _GOLDEN = 0.6180339887
 
 
-class WitnessedJob(Protocol):
-    """The parts of a job that a witness needs."""
+class TrainedJob(Protocol):
+    """A model in training between two steps: that of a handle (`Session`), of a hook of DistributedDataParallel, or of FSDP2."""
 
     @property
-    def lanes(self) -> Lanes: ...
-    @property
     def group(self) -> Group: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def tensors(self) -> list[TensorInfo]:
+        """The tensors that are exchanged, in registration order. A change of the model makes another list."""
+        ...
+
+    @property
+    def plan(self) -> Plan: ...
     @property
     def step(self) -> int:
         """The number of steps that counted so far."""
         ...
 
+
+class WitnessedJob(TrainedJob, Protocol):
+    """The job of a handle or of DDP's hook, whose exchanges use one set of lanes."""
+
+    @property
+    def lanes(self) -> Lanes: ...
     @property
     def last_exchange(self) -> Exchange:
         """The exchange that ran the last step."""

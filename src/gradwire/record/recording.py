@@ -5,15 +5,15 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
-from gradwire.core import Document, Made, Plan, TensorInfo, make_folder, whole
-from gradwire.engine import Observer, Observers, ValueWatcher, tensors_in
+from gradwire.core import Made, make_folder, whole
+from gradwire.engine import Observer, Observers, TrainedJob, ValueWatcher, tensors_in
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import ExchangeStats, StepReport, TaskTimes
 from gradwire.plan import Policy
@@ -22,7 +22,7 @@ from gradwire.record.run import FILE, BucketRecord, Decision, Run, StepRecord
 from gradwire.record.tensors import Tensors
 from gradwire.record.timeline import LaneTask, Moments, measured_timeline
 from gradwire.sim import Timeline
-from gradwire.transport import Group, LanesObserver
+from gradwire.transport import LanesObserver
 
 TIMELINE_STEPS = 20
 """Number of last steps from which the timeline shows the one of median length."""
@@ -30,55 +30,35 @@ SAVE_EVERY_S = 60.0
 _BYTES = ("numel", "chunks", "gradient_bytes", "wire_bytes", "intra_bytes", "inter_bytes")
 
 
-class DecidesPlan(Protocol):
-    """The part of a driver that a recording reads. A driver decides the plan of a job."""
-
-    def recorded(self) -> Any: ...
-    def measurements(self) -> Mapping[str, Document] | None: ...
-
-
-class RecordedJob(Protocol):
-    """A model in training whose steps can be recorded: that of a handle, of DDP's hook, or of FSDP2."""
+class RecordedJob(TrainedJob, Protocol):
+    """A job whose steps can be recorded."""
 
     @property
     def model(self) -> torch.nn.Module | None: ...
     @property
     def model_name(self) -> str: ...
     @property
-    def group(self) -> Group: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
     def records(self) -> bool:
         """Whether this rank writes the record."""
         ...
 
     @property
-    def driver(self) -> DecidesPlan | None: ...
+    def driver(self) -> Any:
+        """The driver, of which `recorded()` and `measurements()` are called; None if the script chose the plan."""
+        ...
+
     @property
     def policy(self) -> Policy | None: ...
     @property
     def observers(self) -> Observers: ...
-    @property
-    def tensors(self) -> Sequence[TensorInfo]:
-        """The tensors that are exchanged, in registration order."""
-        ...
-
     @property
     def running(self) -> bool:
         """Whether there is a plan and an exchange. Before the first backward of a hook there is none."""
         ...
 
     @property
-    def plan(self) -> Plan: ...
-    @property
     def exchange(self) -> object:
         """The exchange that runs; another object after each change of the plan or of its specs."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """The number of steps that counted so far."""
         ...
 
     @property
