@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from gradwire.costs.prices import AffineCost
 from gradwire.errors import PlanError
-from gradwire.planner.partition import Fusion, FusionCosts, check_tensors, prefix_sums, step_of
+from gradwire.planner.partition import Fusion, FusionCosts, prefix_sums, step_of
 
 __all__ = ["Search", "algorithm_1"]
 
@@ -49,9 +49,8 @@ def algorithm_1(
 
     Pruning 1 leaves out a bucket if even with the most favourable rest the step is longer than the best so far; pruning 2 lets a
     bucket take every tensor that is encoded before the link is free. Warns where they are not proven: then the plan may not
-    be the best. `seconds` are of CPU time. Raises PlanError above 600 tensors, and as `evaluate` does.
+    be the best. `seconds` are of CPU time. Raises PlanError above 600 tensors.
     """
-    check_tensors(backward_us, nbytes)
     tensors = len(nbytes)
     if tensors > _MOST:
         raise PlanError(

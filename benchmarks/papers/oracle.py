@@ -7,7 +7,7 @@ from itertools import product
 from gradwire.core.schedules import Backward
 from gradwire.errors import PlanError
 from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
-from gradwire.planner.partition import Fusion, FusionCosts, check_tensors, prefix_sums
+from gradwire.planner.partition import Fusion, FusionCosts, prefix_sums
 from gradwire.sim.simulator import LightPlan
 
 __all__ = ["best_step_us", "brute_force", "pareto", "partitions"]
@@ -18,7 +18,6 @@ _MOST = 20
 
 def brute_force(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> Fusion:
     """The best of all 2^(n-1) partitions of n tensors; of several that tie, any. PlanError above 20 tensors."""
-    check_tensors(backward_us, nbytes)
     if len(nbytes) > _MOST:
         raise PlanError(
             f"there are {len(nbytes)} tensors: 2^{len(nbytes) - 1} partitions are too many to try. Use at most {_MOST}, or "
@@ -59,7 +58,6 @@ def pareto(backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionC
     free. A step is never shorter for being later in one of them, so the best plan is among their continuations. At worst
     exponential, in practice about the cube of the number of tensors.
     """
-    check_tensors(backward_us, nbytes)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
     tensors = len(nbytes)
     fronts: list[list[tuple[float, float, tuple[int, ...]]]] = [[(0.0, 0.0, ())]]  # (link_us, codec_us, ends) by tensors

@@ -53,9 +53,8 @@ def fusion_searches(job: PlanningJob, choice: Choice, seconds: float) -> list[Fu
     """
     (tensors,) = job.classes(choice.encodes)
     costs = along_lines(job.fusion_costs(choice))
-    lines = [(line.alpha_us, line.us_per_byte) for line in (costs.encode, costs.exchange, costs.decode)]
     began = time.process_time()
-    best = optimal(tensors.gaps_us, tensors.nbytes, lines[0], lines[1], lines[2], costs.decoding)
+    best = optimal(tensors.gaps_us, tensors.nbytes, costs.encode, costs.exchange, costs.decode, costs.decoding)
     found = [FusionSearch("gradwire's exact search", _ms_since(began), None, True, 1.0)]
     for name, (one, two) in PRUNINGS.items():
         began = time.process_time()

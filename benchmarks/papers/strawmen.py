@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 
 from gradwire.costs.prices import AffineCost
 from gradwire.errors import PlanError
-from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums
+from gradwire.planner.partition import Fusion, FusionCosts, Strategy, evaluate, prefix_sums
 from gradwire.planner.starts import close_after, close_before, even_split, layer_wise
 
 __all__ = ["STRATEGIES", "compare", "even_split", "hipress", "layer_names", "layer_wise", "mg_wfbp", "nearby_layers"]
@@ -30,7 +30,6 @@ def nearby_layers(
 
     `layers` names the layer of each tensor, as `layer_names` does; None takes every tensor for a layer of its own.
     """
-    check_tensors(backward_us, nbytes)
     layers = range(len(nbytes)) if layers is None else layers
     if len(layers) != len(nbytes):
         raise PlanError(
@@ -59,7 +58,6 @@ def mg_wfbp(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fusion
     What it saves is the constants, of the exchange and, with compression, of the encode; what it costs is that the bucket's
     exchange begins later, if the link is free before. One walk over the tensors, which sees no further than the next one.
     """
-    check_tensors(backward_us, nbytes)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
     ends: list[int] = []
     start, codec_us, link_us = 0, 0.0, 0.0
@@ -83,7 +81,6 @@ def hipress(
 
     plain: the exchange of an uncompressed tensor. Returns which tensors are compressed, and the step.
     """
-    check_tensors(backward_us, nbytes)
     compressed = [costs.encode(size) + costs.exchange(size) + costs.decode(size) < plain(size) for size in nbytes]
     codec_us = link_us = after_us = 0.0
     for ready_us, size, encodes in zip(accumulate(backward_us), nbytes, compressed, strict=True):

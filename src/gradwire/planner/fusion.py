@@ -29,10 +29,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gradwire.core import show
 from gradwire.costs import AffineCost
-from gradwire.errors import PlanError
-from gradwire.planner.partition import Decoding, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
+from gradwire.planner.partition import Decoding, Fusion, FusionCosts, prefix_sums, step_of
 from gradwire.sim import native_fusion
 
 _ROUNDING = 1 - 1e-12
@@ -42,23 +40,22 @@ _ROUNDING = 1 - 1e-12
 def optimal(
     backward_us: Sequence[float],
     nbytes: Sequence[float],
-    encode: tuple[float, float],
-    exchange: tuple[float, float],
-    decode: tuple[float, float] = (0.0, 0.0),
+    encode: AffineCost | tuple[float, float],
+    exchange: AffineCost | tuple[float, float],
+    decode: AffineCost | tuple[float, float] = (0.0, 0.0),
     decoding: Decoding = "exposed",
     native: bool = True,
 ) -> Fusion:
     """The partition with the shortest step; if several tie, any of them.
 
     `backward_us` and `nbytes` are by tensor in gradient-ready order, first ready first. `encode`, `exchange` and `decode` are
-    (alpha_us, us_per_byte) of one bucket, per byte of *uncompressed* gradient; `decoding` as in `FusionCosts`. native: whether to
-    use the C++ library if it was built; the results are the same. The step is what `evaluate` gives, and no partition has a
-    shorter one but for rounding (one part in 10^11). Raises as `evaluate` does, and PlanError if a cost is not affine.
+    affine costs of one bucket, or pairs (alpha_us, us_per_byte), per byte of *uncompressed* gradient; `decoding` as in
+    `FusionCosts`. native: whether to use the C++ library if it was built; the results are the same. The step is what `evaluate`
+    gives, and no partition has a shorter one but for rounding (one part in 10^11).
 
     >>> optimal([10, 10, 10, 10], [400, 400, 400, 400], encode=(1, 0), exchange=(3, 0.01))
     Fusion(boundaries=(1, 3, 4), step_us=50.0)
     """
-    check_tensors(backward_us, nbytes)
     costs = FusionCosts(encode=encode, exchange=exchange, decode=decode, decoding=decoding)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
     decode_us = [costs.after(total_bytes[-1] - before) for before in total_bytes[:-1]]  # by start of the last bucket
@@ -88,7 +85,7 @@ class _Chain(NamedTuple):
 
 
 def _chain(ready_us: Sequence[float], total_bytes: Sequence[float], costs: FusionCosts) -> _Chain:
-    encode, exchange, decode = (_affine(field, getattr(costs, field)) for field in ("encode", "exchange", "decode"))
+    encode, exchange, decode = costs.encode, costs.exchange, costs.decode
     if costs.decoding == "lumped":
         encode = AffineCost(encode.alpha_us + decode.alpha_us, encode.us_per_byte + decode.us_per_byte)
     ready = [ready + encode.us_per_byte * size for ready, size in zip(ready_us, total_bytes, strict=True)]
@@ -102,15 +99,6 @@ def _chain(ready_us: Sequence[float], total_bytes: Sequence[float], costs: Fusio
         second_us=encode.alpha_us,
         mirrored=True,
     )
-
-
-def _affine(field: str, cost: object) -> AffineCost:
-    if not isinstance(cost, AffineCost):
-        raise PlanError(
-            f"{field} is {show(cost)}: the exact search needs affine costs and would be wrong for others. Give a pair "
-            "(alpha_us, us_per_byte)."
-        )
-    return cost
 
 
 class _FusionWalk(NamedTuple):

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradwire.costs import CurveCost
-from gradwire.planner.partition import Cost, Fusion, FusionCosts, check_tensors, prefix_sums, step_of
+from gradwire.planner.partition import Cost, Fusion, FusionCosts, prefix_sums, step_of
 
 MOST_BUCKETS = 10_000
 """Default of `most`: about 10 ms."""
@@ -38,7 +38,6 @@ def improved(
 
     known: a partition of these tensors and its step, as `evaluate` gives it. Other arguments as of `evaluate`.
     """
-    check_tensors(backward_us, nbytes)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
     tensors, best, tried = len(nbytes), known, 0
     codec_rate, link_rate = _least_rate(costs.encode), _least_rate(costs.exchange)

@@ -12,15 +12,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from gradwire.core import number, show, whole, word
 from gradwire.costs import AffineCost
-from gradwire.errors import PlanError
 
 Cost: TypeAlias = Callable[[float], float]
 """Function from a bucket's bytes of uncompressed gradient to microseconds. A bucket of zero bytes still costs its start."""
-
-CostField: TypeAlias = Any
-"""A Cost, or a pair (alpha_us, us_per_byte), which becomes an AffineCost."""
 
 Decoding: TypeAlias = Literal["exposed", "lumped"]
 
@@ -28,26 +23,26 @@ Decoding: TypeAlias = Literal["exposed", "lumped"]
 class FusionCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of one bucket by its *uncompressed* bytes; the compression ratio and the scheme's factor are folded in.
 
-    Each is a pair (alpha_us, us_per_byte) or any function of bytes; `optimal` takes pairs only.
+    Each is a Cost, or a pair (alpha_us, us_per_byte), which becomes an AffineCost.
 
     >>> FusionCosts(encode=(100, 0), exchange=(30, 0.001)).exchange
     AffineCost(alpha_us=30, us_per_byte=0.001)
     """
 
-    encode: CostField
+    encode: Any
     """Cost of the encode, on the compute resource."""
-    exchange: CostField
+    exchange: Any
     """Cost of the exchange, on the link."""
-    decode: CostField = AffineCost(0.0, 0.0)
+    decode: Any = AffineCost(0.0, 0.0)
     """Cost of the decode of all ranks' payloads together."""
     decoding: Decoding = "exposed"
     """exposed: decodes delay nothing else, and the step waits for the last bucket's decode only. lumped: decodes run on the
     compute resource together with the encode."""
 
     def __post_init__(self) -> None:
-        word("decoding", self.decoding, ("exposed", "lumped"), error=PlanError)
         for field in ("encode", "exchange", "decode"):
-            msgspec.structs.force_setattr(self, field, _as_cost(field, getattr(self, field)))
+            if isinstance(cost := getattr(self, field), tuple):
+                msgspec.structs.force_setattr(self, field, AffineCost(*cost))
 
     def of_compute(self, nbytes: float) -> float:
         """Microseconds of the compute resource for one bucket: the encode, and the decode if decodes are lumped."""
@@ -69,8 +64,6 @@ class Fusion(NamedTuple):
     """Microseconds from the start of backward to the end of the last exchange, or of the exposed decode."""
 
 
-_CERTAINLY_FINITE = 1e300
-
 Strategy: TypeAlias = Callable[[Sequence[float], Sequence[float], FusionCosts], tuple[int, ...]]
 """Function from (backward_us, nbytes, costs) to boundaries."""
 
@@ -78,15 +71,12 @@ Strategy: TypeAlias = Callable[[Sequence[float], Sequence[float], FusionCosts], 
 def evaluate(boundaries: Sequence[int], backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts) -> float:
     """Microseconds of the step, counted from the start of backward, when the tensors travel in these buckets.
 
-    `backward_us` and `nbytes` are by tensor in gradient-ready order: the gap to the previous gradient, and the gradient's
-    bytes. Raises PlanError if the boundaries are no partition of the tensors, or if a time or a size is not a number from 0 on.
+    `backward_us` and `nbytes` are by tensor in gradient-ready order: the gap to the previous gradient, and the gradient's bytes.
 
     >>> costs = FusionCosts(encode=(1, 0), exchange=(2, 0.5))
     >>> evaluate([1, 3], backward_us=[10, 10, 10], nbytes=[4, 4, 4], costs=costs)
     38.0
     """
-    check_tensors(backward_us, nbytes)
-    _check_boundaries(boundaries, len(nbytes))
     return step_of(boundaries, prefix_sums(backward_us), prefix_sums(nbytes), costs)
 
 
@@ -97,7 +87,7 @@ def step_of(
     costs: FusionCosts,
     limit_us: float = math.inf,
 ) -> float:
-    """`evaluate` without checks, from prefix sums of times and sizes, for searches with many calls. Infinite above the limit."""
+    """`evaluate` from prefix sums of times and sizes, for searches with many calls. Infinite above the limit."""
     encode, exchange, decode = costs.encode, costs.exchange, costs.decode
     lumped = costs.decoding == "lumped"
     codec_us = link_us = size = 0.0
@@ -116,53 +106,3 @@ def step_of(
 def prefix_sums(values: Sequence[float]) -> list[float]:
     """The sums of the first 0, 1, 2, ... values: one more than there are values."""
     return list(accumulate(values, initial=0.0))
-
-
-def check_tensors(backward_us: Sequence[float], nbytes: Sequence[float]) -> None:
-    """Raise PlanError unless there is at least one tensor, with a time and a size each."""
-    if len(backward_us) != len(nbytes):
-        raise PlanError(
-            f"backward_us has {len(backward_us)} entries and nbytes {len(nbytes)}: each tensor needs one of both. Take both "
-            "from the same profile."
-        )
-    if not len(nbytes):
-        raise PlanError("backward_us and nbytes are empty: there is no tensor to fuse. Give at least one.")
-    _check_numbers("backward_us", backward_us, "a time in microseconds")
-    _check_numbers("nbytes", nbytes, "bytes of gradient")
-
-
-def _check_numbers(field: str, values: Sequence[float], what: str) -> None:
-    for index, value in enumerate(values):
-        if type(value) not in (int, float) or not 0 <= value <= _CERTAINLY_FINITE:
-            number(f"{field}[{index}]", value, what, error=PlanError)
-    if not math.isfinite(sum(values)):
-        raise PlanError(
-            f"the sum of {field} is not finite, so steps cannot be compared. Measure the values again, or correct them."
-        )
-
-
-def _check_boundaries(boundaries: Sequence[int], count: int) -> None:
-    last = 0
-    for index, end in enumerate(boundaries):
-        whole(f"boundaries[{index}]", end, "the end of a bucket", low=last + 1, high=count, error=PlanError)
-        last = end
-    if last != count:
-        raise PlanError(
-            f"boundaries end at {last}, but there are {count} tensors: the others would never be exchanged. Set the last "
-            f"boundary to {count}."
-        )
-
-
-def _as_cost(field: str, cost: object) -> Cost:
-    if isinstance(cost, (tuple, list)):
-        if len(cost) != 2:
-            raise PlanError(f"{field} is {show(cost)}: it must be a pair of alpha_us and us_per_byte.")
-        number(f"{field}[0]", cost[0], "a start in microseconds", error=PlanError)
-        number(f"{field}[1]", cost[1], "microseconds per byte", error=PlanError)
-        return AffineCost(*cost)
-    if not callable(cost):
-        raise PlanError(
-            f"{field} is {show(cost)}, a {type(cost).__name__}: it must be a pair of alpha_us and us_per_byte, or a function "
-            "of bytes."
-        )
-    return cost

@@ -12,7 +12,7 @@ from gradwire.planner.drafts import Choice, Draft, Part, PlanningJob
 from gradwire.planner.fusion import optimal
 from gradwire.planner.offload import on_cpu
 from gradwire.planner.pareto import improved
-from gradwire.planner.partition import Fusion, FusionCosts, Strategy, check_tensors, evaluate, prefix_sums, step_of
+from gradwire.planner.partition import Fusion, FusionCosts, Strategy, evaluate, prefix_sums, step_of
 from gradwire.sim import NEVER
 
 _MIB = 2**20
@@ -89,9 +89,9 @@ def by_lines(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fusio
     found = {}
     for low, high in _BETWEEN:
         along = along_lines(costs, low, high)
-        lines = [(line.alpha_us, line.us_per_byte) for line in (along.encode, along.exchange, along.decode)]
-        if tuple(lines) not in found:
-            found[tuple(lines)] = optimal(backward_us, nbytes, lines[0], lines[1], lines[2], costs.decoding).boundaries
+        lines = along.encode, along.exchange, along.decode
+        if lines not in found:
+            found[lines] = optimal(backward_us, nbytes, *lines, costs.decoding).boundaries
     return shortest(found.values(), backward_us, nbytes, costs)
 
 
@@ -134,7 +134,6 @@ def close_before(
 
     DeAR-FB has 5 MB, DDP 25 MB, Horovod 64 MB.
     """
-    check_tensors(backward_us, nbytes)
     ends, filled = [], 0.0
     for start, size in enumerate(nbytes):
         if start and filled + size > limit:
@@ -148,7 +147,6 @@ def shortest(
     candidates: Iterable[tuple[int, ...]], backward_us: Sequence[float], nbytes: Sequence[float], costs: FusionCosts
 ) -> tuple[int, ...]:
     """The boundaries with the shortest step."""
-    check_tensors(backward_us, nbytes)
     ready_us, total_bytes = prefix_sums(backward_us), prefix_sums(nbytes)
     best: tuple[int, ...] = ()
     least_us = math.inf
@@ -165,7 +163,6 @@ def layer_wise(backward_us: Sequence[float], nbytes: Sequence[float], costs: Fus
     >>> layer_wise([1, 1, 1], [4, 4, 4], FusionCosts(encode=(1, 0), exchange=(1, 0)))
     (1, 2, 3)
     """
-    check_tensors(backward_us, nbytes)
     return tuple(range(1, len(nbytes) + 1))
 
 

@@ -282,45 +282,6 @@ def test_every_rule_gives_a_partition(name: str, tensors: int) -> None:
     assert layer_wise(case[0], case[1], FREE) == tuple(range(1, tensors + 1))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], [], (1, 1), (1, 1)), "empty: there is no tensor to fuse"),
-        (([1], [1, 2], (1, 1), (1, 1)), "backward_us has 1 entries and nbytes 2"),
-        (([1, -2.0], [1, 1], (1, 1), (1, 1)), r"backward_us\[1\] is -2.0: it must be a time"),
-        (([1, 1], [1, math.nan], (1, 1), (1, 1)), r"nbytes\[1\] is nan: it must be bytes"),
-        (([1, "1"], [1, 1], (1, 1), (1, 1)), r"backward_us\[1\] is '1', a str"),
-        (([1, True], [1, 1], (1, 1), (1, 1)), r"backward_us\[1\] is True, a bool"),
-        (([1e308, 1e308], [1, 1], (1, 1), (1, 1)), "the sum of backward_us is not finite"),
-        (([1], [1], (-1, 1), (1, 1)), r"encode\[0\] is -1: it must be a start in microseconds"),
-        (([1], [1], (1, 1), (1, math.inf)), r"exchange\[1\] is inf: it must be microseconds per byte"),
-        (([1], [1], (1, 1), (1, 1, 1)), r"exchange is \(1, 1, 1\): it must be a pair"),
-        (([1], [1], (1, 1), 5), "exchange is 5, a int"),
-        (([1], [1], flat_then_linear, (1, 1)), "encode is .*: the exact search needs affine costs"),
-        (([1], [1], (1, 1), (1, 1), (1, 1), "hidden"), "decoding is 'hidden': it must be one of exposed, lumped"),
-    ],
-)
-def test_bad_input_is_refused_by_name(arguments: Any, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        optimal(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("boundaries", "message"),
-    [
-        ((), "boundaries end at 0, but there are 3 tensors"),
-        ((2,), "boundaries end at 2, but there are 3 tensors"),
-        ((2, 2, 3), r"boundaries\[1\] is 2"),
-        ((0, 3), r"boundaries\[0\] is 0"),
-        ((4,), r"boundaries\[0\] is 4"),
-        ((1.5, 3), r"boundaries\[0\] is 1.5, a float"),
-    ],
-)
-def test_evaluate_refuses_what_is_no_partition(boundaries: Any, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        evaluate(boundaries, [1, 1, 1], [1, 1, 1], FREE)
-
-
 def test_what_is_exponential_refuses_what_it_cannot_do() -> None:
     with pytest.raises(PlanError, match="there are 21 tensors"):
         brute_force([1] * 21, [1] * 21, FREE)
