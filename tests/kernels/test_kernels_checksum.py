@@ -1,4 +1,4 @@
-"""The checksum of messages is CRC32C: by the processor's instruction, by a table, and in plain torch."""
+"""The checksum of messages is CRC32C: by the processor's instruction, by a table, and in plain Python."""
 
 import ctypes
 import itertools
