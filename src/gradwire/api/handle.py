@@ -8,14 +8,7 @@ from typing import Any
 import torch
 
 from gradwire.core import Plan, Spec
-from gradwire.engine import (
-    REGISTRY,
-    ClipsGradients,
-    Session,
-    ShardsOptimizer,
-    load_state,
-    state_of,
-)
+from gradwire.engine import REGISTRY, ClipsGradients, Session, ShardsOptimizer, load_state, state_of
 from gradwire.errors import PayloadError, PlanError, StepStateError
 from gradwire.exchange import Stats
 from gradwire.profiler import Profiling

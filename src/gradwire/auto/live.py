@@ -13,15 +13,7 @@ from gradwire.core import Plan, Schedule
 from gradwire.engine import GradientWatcher, ModelHook, Witness, WitnessedJob
 from gradwire.exchange import Exchange, StepReport
 from gradwire.plan import Policy
-from gradwire.transport import (
-    Lanes,
-    LanesObserver,
-    Link,
-    LinkError,
-    MergedValues,
-    gather_bytes,
-    merge_over_ranks,
-)
+from gradwire.transport import Lanes, LanesObserver, Link, LinkError, MergedValues, gather_bytes, merge_over_ranks
 
 T = TypeVar("T")
 

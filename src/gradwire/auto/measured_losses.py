@@ -26,9 +26,7 @@ WEIGHTED: Spec = ErrorFeedback(QSGD(bits=2, scale="ls", levels="lloyd"), weights
 WEIGHTED_8: Spec = ErrorFeedback(QSGD(bits=3, scale="ls", levels="lloyd"), weights=0.98, warm_up_steps=20)
 
 ROWS: Mapping[Spec, Mapping[int, Mapping[str, LossRow]]] = {
-    EIGHT_BITS: {
-        32: {"tied": LossRow(0.0003, 0.0009)},
-    },
+    EIGHT_BITS: {32: {"tied": LossRow(0.0003, 0.0009)}},
     FOUR_BITS: {
         2: {"transformer": LossRow(0.003, 0.0046), "tied": LossRow(0.0028, 0.0036)},
         4: {"transformer": LossRow(0.003, 0.0036), "tied": LossRow(0.0038, 0.0047)},

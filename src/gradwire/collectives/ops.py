@@ -10,18 +10,7 @@ import torch
 
 from gradwire.collectives.codec_state import Memory, PieceMemory
 from gradwire.collectives.piece import Energies, Piece, gathered
-from gradwire.kernels import (
-    Batch,
-    BatchPart,
-    Compressor,
-    Context,
-    KernelCall,
-    Scattered,
-    Segments,
-    cpu,
-    refused,
-    run_calls,
-)
+from gradwire.kernels import Batch, BatchPart, Compressor, Context, KernelCall, Scattered, Segments, cpu, refused, run_calls
 from gradwire.transport import AllToAll, Link, Mark, Meter, Operations, Streams
 
 if TYPE_CHECKING:

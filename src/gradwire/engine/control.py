@@ -187,12 +187,7 @@ class ControlExchange:
 
 
 def exchange_reports(
-    own: RankReport,
-    parameters: int,
-    link: Link,
-    tag: int,
-    after: "Future[Any] | None" = None,
-    rides: MergedValues | None = None,
+    own: RankReport, parameters: int, link: Link, tag: int, after: "Future[Any] | None" = None, rides: MergedValues | None = None
 ) -> RankReports:
     """The reports of all ranks, sent when `after` is done. `parameters`: the number of bits of `used`. `rides`: values to merge
     too. Raises what `exchange_bytes` raises, and Abandoned where the result of `after` is None."""

@@ -25,12 +25,7 @@ from gradwire.engine.reducer import Observer, Observers, Reducer, announce_chang
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import CopiesWeights, Corrects, PutsOff, ShardsOptimizer, TrainingJob
 from gradwire.engine.schedules.factory import make_schedule, traits_of, why_not, why_not_weighed
-from gradwire.engine.torch_hooks.hooks import (
-    GradientHooks,
-    ModelHook,
-    leave_hooks_behind,
-    tensors_in,
-)
+from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, leave_hooks_behind, tensors_in
 from gradwire.engine.torch_hooks.lazy_tensors import looking
 from gradwire.engine.torch_hooks.loss_scale import LossScale
 from gradwire.engine.torch_hooks.optimizer_step import hear, hear_no_more

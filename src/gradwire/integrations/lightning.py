@@ -50,11 +50,7 @@ class GradwireStrategy(DDPStrategy):
     strategy_name = "gradwire"
 
     def __init__(
-        self,
-        plan: Any = "auto",
-        options: Mapping[str, Any] | None = None,
-        record: str | os.PathLike[str] = "",
-        **strategy: Any,
+        self, plan: Any = "auto", options: Mapping[str, Any] | None = None, record: str | os.PathLike[str] = "", **strategy: Any
     ) -> None:
         super().__init__(**strategy)
         if wrong := sorted(self._ddp_kwargs) or [name for name in strategy if name.startswith("ddp_comm")]:

@@ -36,12 +36,7 @@ class Members:
     """This process among the members of a job."""
 
     def __init__(
-        self,
-        tensors: dict[str, TensorMeta],
-        plan: Any,
-        state: MemberState,
-        lighthouse: Lighthouse,
-        catches_up: bool = True,
+        self, tensors: dict[str, TensorMeta], plan: Any, state: MemberState, lighthouse: Lighthouse, catches_up: bool = True
     ) -> None:
         """catches_up: whether joiners catch up while the others make steps; the same on all members."""
         self._tensors, self._plan, self._state = tensors, plan, state

@@ -108,10 +108,7 @@ def _calls(
 
     for _ in range(count):  # the first call with a state allocates
         encode()
-    return (
-        encode,
-        lambda: codec.decode(payload, segments, torch.float32, True, next(totals), context),
-    )
+    return (encode, lambda: codec.decode(payload, segments, torch.float32, True, next(totals), context))
 
 
 def _parts(buffer: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:

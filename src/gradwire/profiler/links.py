@@ -96,11 +96,7 @@ class MeasuredLinks(NamedTuple):
 
 
 def measure_links(
-    link: Link,
-    grid: Grid,
-    device: torch.device,
-    seconds: float = SECONDS,
-    process_group: dist.ProcessGroup | None = None,
+    link: Link, grid: Grid, device: torch.device, seconds: float = SECONDS, process_group: dist.ProcessGroup | None = None
 ) -> Times:
     """Measure every kind of link in this cluster for about `seconds` each. Collective, on a lane.
 

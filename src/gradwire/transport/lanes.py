@@ -200,11 +200,7 @@ class Lanes:
 
     @classmethod
     def of_handle(
-        cls,
-        process_group: dist.ProcessGroup | Group | None,
-        silence_s: float | None,
-        tls: TlsOption,
-        device: torch.device | None,
+        cls, process_group: dist.ProcessGroup | Group | None, silence_s: float | None, tls: TlsOption, device: torch.device | None
     ) -> "Lanes":
         """The lanes of a new handle with parameters on this device: those of the group's other handles, if every rank has them
         and may share them. Collective. Raises what the constructor does."""

@@ -135,12 +135,7 @@ class Messages(Ends):
     """One end of a link. Used by one thread, but for `shut_down`."""
 
     def __init__(
-        self,
-        connections: Mapping[int, Connected],
-        rank: int,
-        world_size: int,
-        timeout: timedelta,
-        reach: Reach | None = None,
+        self, connections: Mapping[int, Connected], rank: int, world_size: int, timeout: timedelta, reach: Reach | None = None
     ) -> None:
         """`connections`: to other ranks; they are closed here. `reach`: connects with more ranks; None: all are there."""
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout.total_seconds()

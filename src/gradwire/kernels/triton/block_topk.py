@@ -13,15 +13,7 @@ from torch import Tensor
 from gradwire.core import kept_of
 from gradwire.kernels.segments import Segments, State
 from gradwire.kernels.triton.blocks import load_value, store_value
-from gradwire.kernels.triton.launch import (
-    check_dst,
-    check_flat,
-    check_payload,
-    launch,
-    made_once,
-    reach_of,
-    table_of,
-)
+from gradwire.kernels.triton.launch import check_dst, check_flat, check_payload, launch, made_once, reach_of, table_of
 from gradwire.kernels.triton.numbers import magnitude, narrow, one_nan, widen
 from gradwire.kernels.triton.selection import key_of
 
