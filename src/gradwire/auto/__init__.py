@@ -10,16 +10,6 @@ from gradwire.auto.live import AllRanks
 from gradwire.auto.tuning import Tuning
 
 __all__ = [
-    "AdaptiveBitsDriver",
-    "AllRanks",
-    "Auto",
-    "AutoDecision",
-    "ChosenSpecs",
-    "CorrectionPeriods",
-    "Tuning",
-    "all_specs",
-    "choose_alone",
-    "counted",
-    "is_auto",
-    "say",
-]
+    "AdaptiveBitsDriver", "AllRanks", "Auto", "AutoDecision", "ChosenSpecs", "CorrectionPeriods", "Tuning", "all_specs",
+    "choose_alone", "counted", "is_auto", "say",
+]  # fmt: skip

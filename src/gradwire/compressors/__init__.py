@@ -8,14 +8,6 @@ from gradwire.compressors.stores import store_for
 from gradwire.kernels import Compressor, Context
 
 __all__ = [
-    "BesideCompressor",
-    "Compressor",
-    "Context",
-    "KernelCompressor",
-    "ListCompressor",
-    "SoleRank",
-    "compressor_for",
-    "register_compressor",
-    "roundtrip",
-    "store_for",
-]
+    "BesideCompressor", "Compressor", "Context", "KernelCompressor", "ListCompressor", "SoleRank", "compressor_for",
+    "register_compressor", "roundtrip", "store_for",
+]  # fmt: skip

@@ -21,27 +21,10 @@ from gradwire.kernels.scattered import Addresses, Scattered
 from gradwire.kernels.segments import Batch, BatchPart, Segment, Segments, tensor_key
 
 __all__ = [
-    "BATCHED",
-    "Addresses",
-    "Batch",
-    "BatchPart",
-    "Compressor",
-    "Context",
-    "KernelCall",
-    "LocalUpdate",
-    "Program",
-    "Scattered",
-    "Segment",
-    "Segments",
-    "WrappingCompressor",
-    "crc32c",
-    "is_float",
-    "kernels_for",
-    "refused",
-    "run_calls",
-    "runs_of",
+    "BATCHED", "Addresses", "Batch", "BatchPart", "Compressor", "Context", "KernelCall", "LocalUpdate", "Program", "Scattered",
+    "Segment", "Segments", "WrappingCompressor", "crc32c", "is_float", "kernels_for", "refused", "run_calls", "runs_of",
     "tensor_key",
-]
+]  # fmt: skip
 
 
 BATCHED = frozenset(

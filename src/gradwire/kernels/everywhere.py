@@ -6,15 +6,8 @@ from torch import Tensor
 from gradwire.kernels.segments import Segments, State
 
 __all__ = [
-    "add_into",
-    "copy_into",
-    "gather_rows",
-    "multiply",
-    "scatter_rows",
-    "truncate_decode",
-    "truncate_encode",
-    "zero_nonfinite",
-]
+    "add_into", "copy_into", "gather_rows", "multiply", "scatter_rows", "truncate_decode", "truncate_encode", "zero_nonfinite",
+]  # fmt: skip
 
 
 def copy_into(into: Tensor, source: Tensor) -> None:
