@@ -134,7 +134,12 @@ def simulate(
     inputs = PlanInputs(times, links, codecs, (), Limits(), rules_on(links))
     if points := points_of(inputs.cluster, sweep):
         refuse_with_sweep(trace=trace, slow_node=sweep.slow_node)
-        simulate_sweep(Plan.load(plan), inputs, points, rules_on, sweep.picture, json)
+        from gradwire.planner import sweep_plan
+
+        checked = Plan.load(plan)
+        with bar("Simulating", 2 * len(points)) as seen:
+            rows = sweep_plan(checked, times, points, codecs, rules_on, seen)
+        show_sweep(rows, times, sweep.picture, json)
     elif sweep.slow_node is not None:
         if trace is not None:
             raise FormatError(f"--trace {trace} needs one cluster, and --slow-node has several. Leave out one of them.")
@@ -144,22 +149,6 @@ def simulate(
         if trace is not None:
             write_whole(trace, as_trace(timeline))
         typer.echo(timeline.to_json() if json else as_table(timeline), nl=False)
-
-
-def simulate_sweep(
-    plan: "Plan",
-    inputs: "PlanInputs",
-    points: "Sequence[Cluster]",
-    rules_on: "Callable[[Cluster], Rules]",
-    picture: Path | None,
-    json: bool,
-) -> None:
-    """Simulate a plan on each cluster, by that cluster's rules, and show its scaling factors with those of plain DDP."""
-    from gradwire.planner import sweep_plan
-
-    with bar("Simulating", 2 * len(points)) as seen:
-        rows = sweep_plan(plan, inputs.profile, points, inputs.costs, rules_on, seen)
-    show_sweep(rows, inputs.profile, picture, json)
 
 
 def simulate_slow_node(plan: "Plan", inputs: "PlanInputs", slower: str, json: bool) -> None:
@@ -268,15 +257,21 @@ def plan(
     many clusters. With --slow-node: a plan for each factor, and what each takes with all of them; -o writes the one with the
     least mean.
     """
+    from gradwire.bench.names import split_names
     from gradwire.core import check_writable
-    from gradwire.planner import check_some_may
+    from gradwire.planner import SWEPT, check_some_may, sweep_methods
+    from gradwire.sim import changed_rules
 
     if out is not None:
         check_writable(out)
     inputs = plan_inputs(files, given, limits, decode_calls)
     if points := points_of(inputs.cluster, sweep):
         refuse_with_sweep(out=out, method=None if method == "joint" else method, slow_node=sweep.slow_node)
-        plan_sweep(inputs, points, decode_calls, methods, sweep.picture, json)
+        rules_on = partial(changed_rules, inputs.profile, decode_calls=decode_calls)
+        chosen = list(SWEPT) if methods is None else split_names(methods)
+        with bar("Planning", len(points) * len(chosen)) as seen:
+            rows = sweep_methods(inputs.profile, points, inputs.costs, inputs.specs, inputs.limits, rules_on, chosen, seen)
+        show_sweep(rows, inputs.profile, sweep.picture, json)
         return
     if methods is not None:
         raise FormatError(
@@ -314,26 +309,6 @@ def plan_inputs(files: PlanFiles, given: GivenOptions, limits: LimitOptions, dec
         assert files.profile is not None
         times = Profile.load(files.profile)
     return PlanInputs(times, links, codecs, specs, allowed, changed_rules(times, links, decode_calls=decode_calls))
-
-
-def plan_sweep(
-    inputs: PlanInputs,
-    points: "Sequence[Cluster]",
-    decode_calls: str | None,
-    methods: str | None,
-    picture: Path | None,
-    json: bool,
-) -> None:
-    """Plan by several methods on each cluster, and show their scaling factors."""
-    from gradwire.bench.names import split_names
-    from gradwire.planner import SWEPT, sweep_methods
-    from gradwire.sim import changed_rules
-
-    rules_on = partial(changed_rules, inputs.profile, decode_calls=decode_calls)
-    chosen = list(SWEPT) if methods is None else split_names(methods)
-    with bar("Planning", len(points) * len(chosen)) as seen:
-        rows = sweep_methods(inputs.profile, points, inputs.costs, inputs.specs, inputs.limits, rules_on, chosen, seen)
-    show_sweep(rows, inputs.profile, picture, json)
 
 
 def plan_slow_node(inputs: PlanInputs, method: str, slower: str, out: Path | None, json: bool) -> None:
