@@ -214,14 +214,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def sample(cases: list[pytest.Function], most: int) -> set[pytest.Function]:
-    """At most so many cases, in which every value of every parameter occurs if they suffice; the same in every run."""
+    """At most so many cases, each the one that adds most values of parameters to those before it, until every value of every
+    parameter occurs; the same in every run."""
+    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in sorted(cases, key=_chance)}
     kept: set[pytest.Function] = set()
     seen: set[tuple[str, int]] = set()
-    for case in sorted(cases, key=_chance):
-        values = {(name, id(value)) for name, value in case.callspec.params.items()}
-        if not values <= seen and len(kept) < most:
-            kept.add(case)
-            seen |= values
+    while len(kept) < most:
+        case = max(values, key=lambda each: len(values[each] - seen))  # the first of equal ones
+        if values[case] <= seen:
+            break
+        kept.add(case)
+        seen |= values[case]
     return kept
 
 
