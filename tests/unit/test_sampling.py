@@ -1,10 +1,13 @@
 """Which cases of a test with many `make test` and `make test-ci` run."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from conftest import sample
+import conftest
+import pytest
+from sampling import sample
 
 PHASES = ("forward", "backward", "step")
 RANKS = (0, 1, 2)
@@ -39,3 +42,23 @@ def test_a_sample_ends_with_the_last_value_and_is_the_same_in_every_run() -> Non
     assert len(sample(CASES, 9)) == 3
     assert sample(CASES, 2) == sample(CASES[::-1], 2)
     assert sample(CASES, 2) < sample(CASES, 3)
+
+
+@pytest.mark.parametrize(
+    ("folder", "marks", "of_make_test", "of_ci"),
+    [
+        ("ranks", (), True, True),
+        ("ranks", ("slow",), False, True),
+        ("scripts", ("slow",), False, False),
+        ("ranks", ("slow", "thorough"), False, False),
+        ("ranks", ("slow", "timing"), False, False),
+        ("ranks", ("whole",), False, False),
+    ],
+)
+def test_ci_leaves_out_slow_cases_that_train_ranks(
+    monkeypatch: pytest.MonkeyPatch, folder: str, marks: tuple[str, ...], of_make_test: bool, of_ci: bool
+) -> None:
+    case: Any = SimpleNamespace(path=Path(folder, "a.py"), iter_markers=lambda: [SimpleNamespace(name=mark) for mark in marks])
+    for is_ci, expected in ((False, of_make_test), (True, of_ci)):
+        monkeypatch.setattr(conftest, "_IS_CI", is_ci)
+        assert conftest.is_sampled(case) is expected
