@@ -7,9 +7,9 @@ import re
 import shutil
 import signal
 import tempfile
-import zlib
 from collections import defaultdict
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 import torch
 import triton_processes
 from interpreters import Interpreters
+from sampling import chance, sample, values_that_run
 from threads import Threads
 from worlds import Worlds
 
@@ -80,7 +81,7 @@ SLOW_CASES = 12
 
 CI_CASES = {
     "ranks": 2,
-    "integrations": 2,
+    "integrations": 3,
     "scripts": 3,
     "kernels": 6,
     "compressors": 45,
@@ -89,6 +90,9 @@ CI_CASES = {
     "exchange": 27,
 }
 """How many cases of a parametrized test `make test-ci` runs at most: those of `make test`, and some of the others."""
+
+CI_SLOW = ("ranks", "integrations")
+"""Folders in which that is so for cases with the mark `slow`, too."""
 
 _SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 _TIMING = re.compile(r"pytest\.mark\.timing\b")
@@ -118,24 +122,25 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark slow cases, and leave out some where there are very many and the command names no test. Order files for the workers of
     xdist, each of which takes up the next when it is done with one."""
-    cases: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
+    cases: dict[tuple[str, str, bool], list[pytest.Function]] = defaultdict(list)
     left_out: list[pytest.Item] = []
     named = bool(config.option.keyword) or any("::" in argument for argument in config.args)
     for item in items:
         if "for_cuda" in item.name:  # a compiler starts for them
             item.add_marker("slow")
         many = isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.path.parent.name in QUICK_CASES
-        if many and item.get_closest_marker("slow") is None:
-            cases[str(item.path), item.originalname].append(item)
+        if many and is_sampled(item):
+            cases[str(item.path), item.originalname, item.get_closest_marker("slow") is None].append(item)
     left = config.stash.setdefault(_SAMPLED, {})
-    for of_one_test in cases.values():
+    for (*_, may_be_quick), of_one_test in cases.items():
         folder = of_one_test[0].path.parent.name
-        slow = sorted(set(of_one_test) - sample(of_one_test, QUICK_CASES[folder]), key=_chance)
+        quick = sample(of_one_test, QUICK_CASES[folder]) if may_be_quick else set()
+        slow = sorted(set(of_one_test) - quick, key=chance)
         out = [] if named else left_out_of(slow, of_one_test, folder)
         if slow:
-            tests, quick, run, total = left.get(folder, (0, 0, 0, 0))
+            tests, of_make_test, run, total = left.get(folder, (0, 0, 0, 0))
             count = len(of_one_test)
-            left[folder] = tests + 1, quick + count - len(slow), run + count - len(out), total + count
+            left[folder] = tests + 1, of_make_test + len(quick), run + count - len(out), total + count
         for item in slow:
             item.add_marker("slow")
         left_out += out
@@ -144,6 +149,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in gone]
     place = {name: at for at, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def is_sampled(case: pytest.Item) -> bool:
+    """Whether some cases of its test may be left out: `make test-slow` runs every case that has the mark `slow` itself, and
+    `make test-ci` a sample of those too where each trains ranks anew."""
+    marks = {mark.name for mark in case.iter_markers()}
+    if "whole" in marks:
+        return False
+    return "slow" not in marks or (_IS_CI and case.path.parent.name in CI_SLOW and not marks & {"thorough", "timing"})
 
 
 def left_out_of(slow: list[pytest.Function], cases: list[pytest.Function], folder: str) -> list[pytest.Function]:
@@ -213,23 +227,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line("`make test-all` runs every case.")
 
 
-def sample(cases: list[pytest.Function], most: int) -> set[pytest.Function]:
-    """At most so many cases, in which every value of every parameter occurs if they suffice; the same in every run."""
-    kept: set[pytest.Function] = set()
-    seen: set[tuple[str, int]] = set()
-    for case in sorted(cases, key=_chance):
-        values = {(name, id(value)) for name, value in case.callspec.params.items()}
-        if not values <= seen and len(kept) < most:
-            kept.add(case)
-            seen |= values
-    return kept
-
-
-def _chance(case: pytest.Function) -> int:
-    """A number that is the same in every run, and has nothing to do with the case's place."""
-    return zlib.crc32(case.name.encode())
-
-
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
     """Ranks to run functions on; see support/worlds.py."""
@@ -283,6 +280,13 @@ def interpreter() -> Iterator[triton_processes.Interpreter]:
 def compiler() -> Iterator[triton_processes.Compiler]:
     with triton_processes.compiler() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def ptx(compiler: triton_processes.Compiler, request: pytest.FixtureRequest) -> dict[str, Future[str]]:
+    """The PTX of the kernels in the file's table COMPILED that its tests look at, when it is made."""
+    wanted = values_that_run(request, "name", of="ptx")
+    return compiler.start({name: case for name, case in request.module.COMPILED.items() if name in wanted})
 
 
 def _why_no_network() -> str | None:

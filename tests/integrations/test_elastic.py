@@ -428,10 +428,11 @@ def test_members_that_start_together_begin_together_and_nobody_settles_for_a_joi
     lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=60_000, quorum_tick_ms=20)
     address = f"127.0.0.1:{urlsplit(lighthouse.address()).port}"
     members = [quorum.Lighthouse(address, 2, timedelta(seconds=30), 60.0) for _ in range(4)]
+    monkeypatch.setattr(quorum, "_SETTLE_S", 2.5)
     with ThreadPoolExecutor(4) as pool:
         try:
             asked = [pool.submit(member.ask, 0, 0) for member in members[:2]]
-            time.sleep(0.3 * quorum._SETTLE_S)
+            time.sleep(0.3)
             asked.append(pool.submit(members[2].ask, 0, 0))
             first = [each.result(60) for each in asked]
             assert [each.replica_world_size for each in first] == [3, 3, 3] and len({each.quorum_id for each in first}) == 1
@@ -512,7 +513,12 @@ def test_who_leaves_ends_its_request() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", ["2 bits with feedback", *(pytest.param(each, marks=pytest.mark.slow) for each in ("low rank", "auto", "local"))]
+    "plan",
+    [
+        "2 bits with feedback",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("low rank", "local")),
+        pytest.param("auto", marks=[pytest.mark.slow, pytest.mark.thorough]),
+    ],
 )
 def test_the_others_make_steps_while_a_joiner_waits_for_its_state(interpreters: Interpreters, tmp_path: Path, plan: str) -> None:
     pytest.importorskip("torchft")
@@ -538,7 +544,7 @@ def test_the_others_make_steps_while_a_joiner_waits_for_its_state(interpreters: 
         crowd.close()
 
 
-@pytest.mark.parametrize("plan", [pytest.param("2 bits with feedback", marks=pytest.mark.slow), "local"])
+@pytest.mark.parametrize("plan", [pytest.param("2 bits with feedback", marks=[pytest.mark.slow, pytest.mark.thorough]), "local"])
 def test_a_member_that_is_killed_and_restarted_ends_with_the_others_weights(
     interpreters: Interpreters, tmp_path: Path, plan: str
 ) -> None:

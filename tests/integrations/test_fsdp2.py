@@ -133,6 +133,12 @@ def test_the_loss_is_that_of_fsdp_with_4_bits(worlds: Worlds) -> None:
     plain, ours = (worlds.run(2, learned, compressed)[0] for compressed in (False, True))
     assert plain < 1.2
     assert ours == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_the_loss_is_that_of_fsdp_with_compressed_weights(worlds: Worlds) -> None:
+    plain = worlds.run(2, learned, False)[0]
     for parameters in (gw.Cast(), gw.QSGD(bits=8)):
         assert worlds.run(2, learned, True, parameters)[0] == pytest.approx(plain, rel=0.01)
 

@@ -176,6 +176,7 @@ def learned(folder: str, plan: Any) -> float:
     return nn.functional.cross_entropy(model.eval()(inputs), labels).item()
 
 
+@pytest.mark.thorough
 def test_the_loss_is_that_of_ddp_with_4_bits(framework_worlds: Worlds, tmp_path: Path) -> None:
     ddp, ours = (framework_worlds.run(2, learned, str(tmp_path), plan, deadline_s=300.0)[0] for plan in (None, gw.QSGD(bits=4)))
     assert ddp < 1.2

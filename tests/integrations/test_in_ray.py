@@ -107,20 +107,40 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, seed:
     optimizer.zero_grad()
 
 
+def trained(plan: gw.Spec | None, steps: int, seed: int = 0) -> tuple[nn.Module, Any]:
+    """The model after so many steps, and its handle."""
+    model, optimizer, handle = prepared(plan, seed)
+    for step in range(steps):
+        step_of(model, optimizer, step, seed)
+    return model, handle
+
+
 def compared(config: dict[str, Any]) -> None:
-    """Weights after 8 steps of the first seed, and the mean of all seeds' losses on other inputs after 300 steps.
+    """Weights after 8 steps."""
+    told: dict[str, Any] = {}
+    for name, plan in {"ddp": None, "identity": gw.Identity(), "4 bits": gw.QSGD(bits=4)}.items():
+        model, handle = trained(plan, 8)
+        told[name] = digest([*model.parameters(), *model.buffers()])
+        if handle is not None:
+            handle.detach()
+    tell(config, **told)
+
+
+def test_identity_is_rays_ddp_bit_for_bit(cluster: None, tmp_path: Path) -> None:
+    for told in fit(tmp_path, compared, name="compared"):
+        assert told["identity"] == told["ddp"] != told["4 bits"]
+
+
+def learned(config: dict[str, Any]) -> None:
+    """The mean of all seeds' losses on other inputs after 300 steps.
 
     One seed's loss with 4 bits lay up to 1.03 % above that of DDP, and below it too: their mean shows what compression costs.
     """
     told: dict[str, Any] = {}
-    for name, plan in {"ddp": None, "identity": gw.Identity(), "4 bits": gw.QSGD(bits=4)}.items():
-        losses = torch.zeros(1 if name == "identity" else SEEDS)
-        for seed in range(len(losses)):
-            model, optimizer, handle = prepared(plan, seed)
-            for step in range(300):
-                step_of(model, optimizer, step, seed)
-                if (seed, step) == (0, 7):
-                    told[f"{name}, weights"] = digest([*model.parameters(), *model.buffers()])
+    for name, plan in {"ddp": None, "4 bits": gw.QSGD(bits=4)}.items():
+        losses = torch.zeros(SEEDS)
+        for seed in range(SEEDS):
+            model, handle = trained(plan, 300, seed)
             with torch.no_grad():
                 inputs, labels = batch(1000, 4000, seed)
                 losses[seed] = nn.functional.cross_entropy(model.eval()(inputs), labels)
@@ -131,9 +151,9 @@ def compared(config: dict[str, Any]) -> None:
     tell(config, **told)
 
 
-def test_identity_is_rays_ddp_bit_for_bit_and_4_bits_learn_as_much(cluster: None, tmp_path: Path) -> None:
-    for told in fit(tmp_path, compared, name="compared"):
-        assert told["identity, weights"] == told["ddp, weights"] != told["4 bits, weights"]
+@pytest.mark.thorough
+def test_4_bits_learn_as_much(cluster: None, tmp_path: Path) -> None:
+    for told in fit(tmp_path, learned, name="learned"):
         assert told["ddp"] < 1.3
         assert told["4 bits"] == pytest.approx(told["ddp"], rel=0.01)
 

@@ -105,6 +105,7 @@ def test_two_ranks_end_bit_for_bit_as_with_ddp(framework_worlds: Worlds, tmp_pat
         assert [each.get("loss") for each in own["history"]] == [each.get("loss") for each in theirs["history"]]
 
 
+@pytest.mark.thorough
 def test_the_loss_is_that_of_ddp_with_4_bits(framework_worlds: Worlds, tmp_path: Path) -> None:
     arguments = {"max_steps": 150, "logging_steps": 50, "dropout": 0.0}
     ddp, ours = (
@@ -174,7 +175,7 @@ def test_bytes_are_in_the_log(framework_worlds: Worlds, tmp_path: Path) -> None:
         steps = [each for each in told["history"] if "loss" in each]
         assert len(steps) == 6
         assert all(0.005 < each["gradwire_sent_mb"] < 0.05 for each in steps)
-        assert all(each["gradwire_exposed_ms"] >= 0 and each["gradwire_decisions"] == 0 for each in steps)
+        assert all(0 <= each["gradwire_exposed_ms"] < 60e3 and each["gradwire_decisions"] == 0 for each in steps)
     saved = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
     assert "gradwire_sent_mb" in saved["log_history"][0]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_kernels import DTYPES, FASTER, REFERENCE, awkward, built, others_run_during, same
-from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_alike
+from triton_processes import INEXACT, Compile, Interpreter, assert_alike
 
 from gradwire.kernels import cpu, kernels_for, reference
 from gradwire.kernels.reference.local_update import LocalUpdate
@@ -132,11 +132,6 @@ COMPILED = {
     )
     for dtype, arch, squares in (("fp32", 90, True), ("bf16", 90, True), ("fp16", 80, True), ("fp32", 80, False))
 }
-
-
-@pytest.fixture(scope="module")
-def ptx(compiler: Compiler) -> dict[str, Future[str]]:
-    return compiler.start(COMPILED)
 
 
 @interpreted

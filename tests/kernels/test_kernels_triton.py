@@ -196,11 +196,6 @@ COMPILED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ptx(compiler: Compiler) -> dict[str, Future[str]]:
-    return compiler.start(COMPILED)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compile_meanwhile(ptx: dict[str, Future[str]]) -> None:
     """While the interpreter runs."""

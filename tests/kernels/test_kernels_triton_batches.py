@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_kernels import payload_bytes
-from triton_processes import INEXACT, Compile, Compiler, Interpreter
+from triton_processes import INEXACT, Compile, Interpreter
 
 from gradwire.kernels import Batch, BatchPart
 from gradwire.kernels.segments import Segment, Segments
@@ -111,11 +111,6 @@ def compiled(arch: int, own: bool, dtype: str) -> Compile:
 
 
 COMPILED = {"sm_80": compiled(80, True, "bf16"), "sm_90": compiled(90, True, "fp32"), "own first": compiled(90, False, "u8")}
-
-
-@pytest.fixture(scope="module")
-def ptx(compiler: Compiler) -> dict[str, Future[str]]:
-    return compiler.start(COMPILED)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_kernels import DTYPES, awkward
-from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_alike
+from triton_processes import INEXACT, Compile, Interpreter, assert_alike
 
 from gradwire.core.payload import coded_bytes
 from gradwire.kernels import kernels_for, reference
@@ -241,11 +241,6 @@ COMPILED = {
         {"FLOOR": 0.01, "ROWS": 4, "BLOCK": 128, "ALIGNED": True}, 90,
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def ptx(compiler: Compiler) -> dict[str, Future[str]]:
-    return compiler.start(COMPILED)
 
 
 @pytest.mark.parametrize("name", COMPILED)

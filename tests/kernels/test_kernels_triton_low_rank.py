@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_kernels import DTYPES
-from triton_processes import Compile, Compiler, Interpreter, assert_alike
+from triton_processes import Compile, Interpreter, assert_alike
 
 from gradwire.kernels import kernels_for, reference
 
@@ -89,11 +89,6 @@ COMPILED = {
     ),
     "orthogonalise, sm_80": Compile("orthogonalise_kernel", MATRIX, {"TILE": 1024}, 80),
 }
-
-
-@pytest.fixture(scope="module")
-def ptx(compiler: Compiler) -> dict[str, Future[str]]:
-    return compiler.start(COMPILED)
 
 
 @pytest.mark.parametrize("name", COMPILED)

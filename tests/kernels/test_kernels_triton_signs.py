@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_kernels import DTYPES, awkward
-from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_alike
+from triton_processes import INEXACT, Compile, Interpreter, assert_alike
 
 from gradwire.core.payload import coded_bytes
 from gradwire.kernels import kernels_for, reference
@@ -135,11 +135,6 @@ COMPILED = {
         90,
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def ptx(compiler: Compiler) -> dict[str, Future[str]]:
-    return compiler.start(COMPILED)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_kernels import DTYPES
 from test_kernels_sparse import awkward
-from triton_processes import INEXACT, Compile, Compiler, Interpreter, assert_alike
+from triton_processes import INEXACT, Compile, Interpreter, assert_alike
 
 from gradwire.core.payload import index_bytes, kept_of
 from gradwire.kernels import kernels_for, reference
@@ -247,11 +247,6 @@ COMPILED = {
         90,
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def ptx(compiler: Compiler) -> dict[str, Future[str]]:
-    return compiler.start(COMPILED)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -127,7 +127,7 @@ def every_spec_at_once(scheme: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=[pytest.mark.slow, pytest.mark.thorough])]
+    "world_size", [2, *(pytest.param(size, marks=[pytest.mark.slow, pytest.mark.thorough]) for size in (3, 4))]
 )
 @pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
 def test_all_ranks_hold_the_same_bits(worlds: Worlds, world_size: int, scheme: str) -> None:

@@ -96,6 +96,7 @@ def faults() -> Iterator[dict[str, list[Outcome]]]:
             world.close()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_others_name_the_bucket_and_the_rank_within_the_timeout(faults: dict[str, list[Outcome]], name: str) -> None:
     _, _, victim, _, step, *_ = FAULTS[name]

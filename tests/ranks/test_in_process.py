@@ -58,7 +58,7 @@ SUMMED = (gw.PowerSGD, gw.RandomK)
 """Gloo sums what these send, of three ranks in an order of its own."""
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=[pytest.mark.slow, pytest.mark.thorough]), 3])
 def test_all_specs_and_schemes_give_the_bits_of_processes(threads: Threads, worlds: Worlds, ranks: int) -> None:
     compared = set()
     for scheme in COLLECTIVES:

@@ -94,7 +94,7 @@ def with_few_descriptors(group: Group, limit: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("size", "limit"), [(20, 128), pytest.param(32, 144, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("size", "limit"), [(20, 128), pytest.param(32, 144, marks=[pytest.mark.slow, pytest.mark.thorough])])
 def test_ranks_with_few_descriptors_say_how_many_they_need(size: int, limit: int) -> None:
     found = as_processes(size, with_few_descriptors, limit)
     assert len(found) == size

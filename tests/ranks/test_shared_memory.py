@@ -252,13 +252,13 @@ def test_a_rank_that_dies_while_memory_is_given_is_told(worlds: Worlds) -> None:
 
 
 def wait_and_break_off() -> tuple[str, float, float]:
-    """Rank 1 computes; rank 0 waits for it, until another thread breaks the lanes off. The error, the seconds until it came, and
-    the seconds of the processor while it waited."""
+    """Rank 0 waits for rank 1, which comes later, until another thread breaks the lanes off. The error, the seconds until it
+    came, and the seconds of the processor while it waited."""
     model = Given([3000, 20])
     handle = gw.parallelize(model, plan=COMPRESSED)
     model(model.random_gradients(0)).backward()
     if dist.get_rank() == 1:
-        time.sleep(2.5)
+        dist.barrier()
         with pytest.raises(gw.CommunicationError):
             model(model.random_gradients(1)).backward()
         handle.detach()
@@ -278,6 +278,7 @@ def wait_and_break_off() -> tuple[str, float, float]:
         model(model.random_gradients(1)).backward()
     told_after = time.monotonic() - ended[0]
     thread.join()
+    dist.barrier()
     handle.detach()
     return str(error.value), told_after, ended[1]
 

@@ -71,9 +71,7 @@ def same_bits(run: Any, plan: Any, size: int, monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "size", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=[pytest.mark.slow, pytest.mark.thorough])]
-)
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=[pytest.mark.slow, pytest.mark.thorough]) for size in (4, 8))])
 def test_every_spec_has_the_bits_of_cpu_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = [(f"{spec.id}.*", spec) for spec in SPECS if not isinstance(innermost(spec), gw.PowerSGD)]
     assert len(rules) > 15

@@ -26,9 +26,13 @@ PROBLEM = "this test asks for plain loopback"
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.skipif(permission_problem() is not None, reason=str(permission_problem()))
-def test_bytes_of_a_link_of_its_own_are_those_planned():
+def test_bytes_of_a_link_of_its_own_are_those_planned(tmp_path, monkeypatch):
+    (tmp_path / "own_model.py").write_text("from torch import nn\n\n\ndef make():\n    return nn.Linear(2000, 1000)\n")
+    monkeypatch.chdir(tmp_path)
+    given = GivenModel(model="own_model:make", input="4x2000")
     request = BenchRequest(
-        jobs=["mlp"],
+        jobs=[given.model],
+        model=given,
         links=["1gbit"],
         methods=["floor", "ddp", "gradwire:qsgd4"],
         steps=2,

@@ -167,6 +167,7 @@ def digests(compiler: str, library: Path, folder: Path, runner: list[str]) -> tu
 
 @needs_gcc
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64-static")),
     reason="no cross compiler for aarch64 or no qemu-user here (apt install g++-aarch64-linux-gnu qemu-user-static)",

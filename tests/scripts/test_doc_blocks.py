@@ -40,6 +40,19 @@ def test_the_runner_sees_what_it_is_for(interpreters: Interpreters, tmp_path: Pa
     assert any("AssertionError" in text for text in wrong[1:])  # the other rank may have been killed for it
 
 
+def test_ranks_and_commands_of_a_page_start_with_torch_loaded(interpreters: Interpreters, tmp_path: Path) -> None:
+    page, folder = tmp_path / "page.md", tmp_path / "folder"
+    folder.mkdir()
+    page.write_text(
+        "<!-- file: say.py -->\n```python\nimport os, sys\nprint('torch' in sys.modules, os.environ['RANK'], sys.argv[1:])\n```\n"
+        "<!-- run -->\n```sh\ntorchrun --standalone --nproc-per-node 2 say.py --with 'two words'\n```\n"
+        "<!-- output -->\n```\nTrue 0 ['--with', 'two words']\nTrue 1 ['--with', 'two words']\n```\n"
+        "<!-- run -->\n```sh\ngradwire nothing\n```\n"
+    )
+    (told,) = run_page(interpreters, page, folder, emulates=False)
+    assert "ended with 2" in told and "nothing" in told
+
+
 def test_numbers_may_be_others() -> None:
     assert unlike_output("loss 1.20, 3 ms\n", "gradwire: ...\nloss 0.9, 44 ms\n") == []
     assert unlike_output("loss 1.20, 3 ms\n", "loss 0.9\n") == ["loss 1.20, 3 ms"]

@@ -362,6 +362,7 @@ class FarWire(SlowWire):
         self.outgoing.put(b"")
 
 
+@pytest.mark.timing
 def test_a_far_link_is_measured_when_tcp_knows_its_rate():
     there, back = queue.Queue(), queue.Queue()
     wire = FarWire(back, there, 0.1)

@@ -112,9 +112,23 @@ def chosen(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     cases = [pair for pair in main_pairs for _ in range(LEAST)] if options.faults >= LEAST * len(main_pairs) else []
     turns = of_hook if cases and of_hook else pairs
     chance_of(options.seed, "order").shuffle(turns)
+    if options.faults < len(turns):
+        turns = every_value_first(turns)
     cases += [turns[number % len(turns)] for number in range(options.faults - len(cases))]
     chance_of(options.seed, "order of trials").shuffle(cases)
     return [(kind, schedule, options.seed + number) for number, (kind, schedule) in enumerate(cases)]
+
+
+def every_value_first(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The same pairs in an order in which the first few have every kind and every schedule."""
+    first: list[tuple[str, str]] = []
+    seen: set[str] = set()
+    for new in (2, 1):
+        for pair in pairs:
+            if len({*pair} - seen) == new:
+                first.append(pair)
+                seen |= {*pair}
+    return first + [pair for pair in pairs if pair not in first]
 
 
 def fits(kind: str, schedule: str) -> bool:

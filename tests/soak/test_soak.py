@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from interpreters import Interpreters
 from worlds import Outcome
 
-from soak.settings import HOOK, SCHEDULES
+from soak import links
+from soak.__main__ import KINDS, chosen
+from soak.settings import HOOK, INTEGRATIONS, SCHEDULES
 from soak.stage import NotStarted
 from soak.training import End
 
@@ -21,9 +24,9 @@ IS_CI = "GRADWIRE_CI_CASES" in os.environ
 
 @pytest.mark.slow
 def test_a_sample_of_the_faults(interpreters: Interpreters, tmp_path: Path) -> None:
-    """Pairs of a kind of fault and a schedule, and some thousand steps; in CI fewer pairs."""
-    faults = 100 if IS_CI else 150
-    summary = soak(interpreters, tmp_path, faults=faults, steps=3000, seed=100)
+    """Pairs of a kind of fault and a schedule, and some thousand steps; in CI fewer of both."""
+    faults, steps = (40, 1000) if IS_CI else (150, 3000)
+    summary = soak(interpreters, tmp_path, faults=faults, steps=steps, seed=100)
     assert len(summary["kinds"]) + len(summary["not_possible_here"]) == 23
     assert {schedule for row in summary["pairs"].values() for schedule in row} == {
         "backward", "pipelined", "sharded", "delayed", "local", "auto", "ddp hook",
@@ -33,7 +36,16 @@ def test_a_sample_of_the_faults(interpreters: Interpreters, tmp_path: Path) -> N
     # now and then a busy machine keeps ranks from their first step, but not in one trial of ten
     assert summary["started_again"] <= 0.075 * faults
     (run,) = summary["endurance"]
-    assert run["drift_checks"] == 30 and run["passed"]
+    assert run["drift_checks"] == steps // 100 and run["passed"]
+
+
+def test_forty_faults_have_every_kind_and_every_schedule() -> None:
+    possible = KINDS.keys() - (() if links.possible() else links.OF_LINKS)
+    for seed in range(20):
+        options = Namespace(faults=40, seed=seed, only="", schedules="")
+        kinds, schedules, seeds = zip(*chosen(options), strict=True)
+        assert set(kinds) == possible and set(schedules) == {*SCHEDULES, HOOK, *INTEGRATIONS}
+        assert sorted(seeds) == [*range(seed, seed + 40)]
 
 
 @pytest.mark.skipif(IS_CI, reason="test_a_sample_of_the_faults runs more of them")

@@ -3,8 +3,11 @@
 A comment before a block says what is done with it:
 
     <!-- file: train.py -->     the block is the content of that file
-    <!-- run -->                the block is run: `sh` by bash, `python` as a script
-    <!-- run: emulated -->      the same, where clusters can be emulated
+    <!-- run -->                the block is run: `sh` by bash, `python` as a script. If each line of an `sh` block is
+                                `gradwire ...` or `torchrun --standalone --nproc-per-node N SCRIPT ...`, all these
+                                programs start with torch loaded, without bash and torchrun
+    <!-- run: bash -->          the block is run by bash, whatever its programs are
+    <!-- run: emulated -->      the block is run where clusters can be emulated
     <!-- run: 2 ranks -->       a `python` block is run on two ranks, with a new `model`, `optimizer`, `loader` and `train`
     <!-- output -->             each line of the block is a line that a block above it printed; numbers may be others
 
@@ -14,10 +17,11 @@ only.
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from interpreters import Interpreters
 from script_ends import run_ranks
@@ -31,6 +35,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+_TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node"]
 _BLOCK = re.compile(r"^(?:<!-- (file|run|output)(?:: ([^>]*))? -->\n+)?```([^`\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _RANKS = """
 import itertools
@@ -114,8 +119,7 @@ def run_page(interpreters: Interpreters, page: Path, folder: Path, emulates: boo
         elif block.mark == "run":
             skipped = block.about == "emulated" and not emulates
             if not skipped:
-                command = ["bash", "-euc", block.text] if block.language == "sh" else [sys.executable, "-c", block.text]
-                printed = _run(command, folder, wrong)
+                printed = _run_block(interpreters, block, folder, wrong)
         elif block.mark == "output" and not skipped:
             if waiting:
                 printed, waiting = _run_ranks(interpreters, waiting, folder, wrong), []
@@ -131,14 +135,33 @@ def _run_ranks(interpreters: Interpreters, texts: list[str], folder: Path, wrong
     return done[0].stdout
 
 
-def _run(command: list[str], folder: Path, wrong: list[str]) -> str:
+def _run_block(interpreters: Interpreters, block: Block, folder: Path, wrong: list[str]) -> str:
+    """Run a block of Python or of a shell. Returns what it printed."""
     environment = os.environ | _ENVIRONMENT
-    if "emulate" in command[-1]:
+    if "emulate" in block.text:
         del environment["GLOO_SOCKET_IFNAME"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    if done.returncode:
-        wrong.append(f"{command[-1]} ended with {done.returncode}: {done.stdout}{done.stderr}")
-    return done.stdout
+    options = {"cwd": folder, "env": environment, "timeout": 240.0}
+    lines = [shlex.split(line) for line in block.text.splitlines()] if block.language == "sh" else []
+    if lines and block.about != "bash" and all(map(_starts_a_known_program, lines)):
+        done = [program for line in lines for program in _programs(interpreters, line, options)]
+    else:
+        command = ["bash", "-euc", block.text] if block.language == "sh" else [sys.executable, "-c", block.text]
+        done = [subprocess.run(command, capture_output=True, text=True, **options)]
+    wrong += [f"{each.args} ended with {each.returncode}: {each.stdout}{each.stderr}" for each in done if each.returncode]
+    return "".join(each.stdout for each in done)
+
+
+def _starts_a_known_program(line: list[str]) -> bool:
+    alone = line[:1] == ["gradwire"] and line[1:2] != ["emulate"]  # its ranks load torch, but it does not
+    return alone or (line[:3] == _TORCHRUN and len(line) > 4 and line[4][0] != "-")
+
+
+def _programs(interpreters: Interpreters, line: list[str], options: dict[str, Any]) -> list["subprocess.CompletedProcess[str]"]:
+    """The ends of the programs that a line starts."""
+    if line[0] == "gradwire":
+        return [interpreters.run([sys.executable, Path(sys.executable).with_name("gradwire"), *line[1:]], **options)]
+    size, script, *arguments = line[3:]
+    return run_ranks(interpreters, options["cwd"] / script, *arguments, size=int(size), **_ENVIRONMENT)
 
 
 def _without_numbers(line: str) -> str:

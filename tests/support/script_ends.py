@@ -1,4 +1,4 @@
-"""Runs scripts to their ends: on two ranks each, all at once, in interpreters that end as those of torchrun do."""
+"""Runs scripts to their ends: on ranks that start at once, in interpreters that end as those of torchrun do."""
 
 import contextlib
 import os
@@ -21,23 +21,27 @@ End = dict[str, Any]
 left behind; out, err: what was printed."""
 
 DEADLINE_S = 40.0
+ENDING_S = 5.0
+"""For the processes that ranks leave behind at their end, in all."""
 
 
-def rank_environments() -> list[dict[str, str]]:
-    """The environment of each of two ranks, with the variables that torchrun sets and a port that is free."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+def rank_environments(ranks: int = 2) -> list[dict[str, str]]:
+    """The environment of each rank, with the variables that torchrun sets and a port that is free."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
     common |= {"GROUP_RANK": "0", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return [os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    return [os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def run_ranks(
-    interpreters: Interpreters, script: Path, timeout: float = 240.0, **variables: str
+    interpreters: Interpreters, script: Path, *arguments: str, size: int = 2, timeout: float = 240.0, **variables: str
 ) -> list["subprocess.CompletedProcess[str]"]:
-    """Run a script on two ranks in its folder, with these variables too. As under torchrun, a rank that fails ends the other."""
+    """Run a script on `size` ranks in its folder, with these variables too. A rank that fails ends the others."""
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, script, *arguments]
     ranks = [
-        interpreters.start([sys.executable, script], cwd=script.parent, env=environment | variables, text=True, **pipes)
-        for environment in rank_environments()
+        interpreters.start(command, cwd=script.parent, env=environment | variables, text=True, **pipes)
+        for environment in rank_environments(size)
     ]
 
     def finish(rank: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str]":
@@ -49,7 +53,7 @@ def run_ranks(
                     each.kill()
         return subprocess.CompletedProcess(rank.args, rank.returncode, out, err)
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(size) as pool:
         return list(pool.map(finish, ranks))
 
 
@@ -90,9 +94,11 @@ def _watch(folder: Path, ranks: "dict[str, subprocess.Popen[Any]]") -> dict[str,
                 seconds = time.monotonic() - interrupted[name] if name in interrupted else None
                 ends[name] = {"exit": code, "seconds": seconds}
         time.sleep(0.02)
-    time.sleep(0.5)
+    deadline = time.monotonic() + ENDING_S
     for name, process in ranks.items():
-        ends.setdefault(name, {"exit": None, "seconds": None})["left"] = _left_in(process.pid)
+        while (left := _left_in(process.pid)) and ends.get(name) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ends.setdefault(name, {"exit": None, "seconds": None})["left"] = left
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -37,6 +37,7 @@ def test_a_process_needs_the_processor_that_another_has(shared_processor: None) 
     assert ProcessorNeed.now().since(before) == pytest.approx(elapsed_s, rel=0.1)
 
 
+@pytest.mark.timing
 @needs_counts
 def test_a_thread_that_sleeps_needs_no_processor() -> None:
     before, before_ns = ProcessorNeed.now(), waited_ns()

@@ -25,7 +25,7 @@ def fails(error: Exception) -> Callable[..., Any]:
 
 def reached_by_rank_1(before: Callable[[], None]) -> LinkError:
     """What rank 1 learns as it connects with rank 0, where `before` comes before that."""
-    store, ends = HashStore(), timedelta(seconds=20)
+    store, ends = HashStore(), timedelta(seconds=60)
     with ThreadPoolExecutor(2) as ranks:
         made = list(ranks.map(lambda rank: Rendezvous("test", JobKey(bytes(32)), rank, 2, store, "here", ends), range(2)))
     try:
@@ -35,7 +35,7 @@ def reached_by_rank_1(before: Callable[[], None]) -> LinkError:
         began_s = time.monotonic()
         with pytest.raises(LinkError) as caught:
             made[1].reach("lane", [0])
-        assert time.monotonic() - began_s < 4, "it waited its whole patience"
+        assert time.monotonic() - began_s < 15, "it waited its whole patience"  # of 24 s
         return caught.value
     finally:
         for each in made:
