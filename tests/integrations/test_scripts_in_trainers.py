@@ -3,6 +3,7 @@ Lightning: the weights are those of their own DDP, bit for bit."""
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,9 +16,11 @@ from worlds import Worlds, digest, seeded
 
 import gradwire as gw
 
-lightning = pytest.importorskip("lightning", reason="gradwire's extra lightning is not installed")
-pytest.importorskip("transformers", reason="gradwire's extra transformers is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("lightning") is None, reason="gradwire's extra lightning is not installed"),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="gradwire's extra transformers is not installed"),
+]
 
 EXACT = gw.Uniform(gw.Identity())
 STEPS = 6
@@ -142,24 +145,29 @@ def test_transformers(framework_worlds: Worlds, tmp_path: Any, name: str) -> Non
     assert {(wrapped, steps) for _, wrapped, steps in own} == {("OptimizedModule" if compiled else "WithLoss", STEPS)}
 
 
-class Scripted(lightning.LightningModule):
-    """A script as Lightning's Trainer calls it."""
+def scripted(script: Script) -> Any:
+    """A script as Lightning's Trainer calls it. Only ranks load Lightning, which takes seconds."""
+    import lightning
 
-    def __init__(self, script: Script) -> None:
-        super().__init__()
-        self.script, self.net = script, script.make()
+    class Scripted(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = script.make()
 
-    def on_train_batch_start(self, batch: Any, at: int) -> None:
-        self.script.before(self.net, at)
+        def on_train_batch_start(self, batch: Any, at: int) -> None:
+            script.before(self.net, at)
 
-    def training_step(self, batch: Any, at: int) -> torch.Tensor:
-        return self.script.loss(self.net, batch, at if self.script.unused else 0)
+        def training_step(self, batch: Any, at: int) -> torch.Tensor:
+            return script.loss(self.net, batch, at if script.unused else 0)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    return Scripted()
 
 
 def in_lightning(folder: str, name: str, ours: bool) -> tuple[str, str, int]:
+    import lightning
     from torch.utils.data import DataLoader
 
     from gradwire.integrations.lightning import GradwireStrategy
@@ -173,7 +181,7 @@ def in_lightning(folder: str, name: str, ours: bool) -> tuple[str, str, int]:
         default_root_dir=folder, max_steps=STEPS, accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **quiet
     )
     torch.manual_seed(3)
-    module = Scripted(script)
+    module = scripted(script)
     first = digest(module.parameters())
     trainer.fit(torch.compile(module, backend=EAGER) if script.compiled else module, DataLoader(inputs_of(96), batch_size=4))
     assert digest(module.parameters()) != first

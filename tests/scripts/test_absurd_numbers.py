@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interpreters import Interpreters
 
 PROFILE: dict[str, Any] = {
     "version": 1,
@@ -38,7 +39,9 @@ COSTS: dict[str, Any] = {
 }
 
 
-def planned(folder: Path, changed: str, path: list[Any], value: object, *more: str) -> subprocess.CompletedProcess[str]:
+def planned(
+    interpreters: Interpreters, folder: Path, changed: str, path: list[Any], value: object, *more: str
+) -> "subprocess.CompletedProcess[str]":
     documents = {"profile": PROFILE, "cluster": CLUSTER, "costs": COSTS}
     for name, document in documents.items():
         part = here = copy.deepcopy(document)
@@ -49,7 +52,7 @@ def planned(folder: Path, changed: str, path: list[Any], value: object, *more: s
         (folder / f"{name}.json").write_text(json.dumps(part))
     files = [str(folder / "profile.json"), *(f"--{n}={folder / n}.json" for n in ("cluster", "costs"))]
     argv = [sys.executable, "-m", "gradwire", "plan", *files, "--spec", "QSGD(bits=4)", *more]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    return interpreters.run(argv, timeout=100)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +67,15 @@ def planned(folder: Path, changed: str, path: list[Any], value: object, *more: s
     ],
     ids=str,
 )
-def test_a_plan_is_refused_in_words(tmp_path: Path, changed: str, path: list[Any], value: object) -> None:
-    ended = planned(tmp_path, changed, path, value)
+def test_a_plan_is_refused_in_words(
+    interpreters: Interpreters, tmp_path: Path, changed: str, path: list[Any], value: object
+) -> None:
+    ended = planned(interpreters, tmp_path, changed, path, value)
     assert "Traceback" not in ended.stderr, ended.stderr
     assert ended.returncode == 2 and "powers of ten" in " ".join(ended.stderr.split())
 
 
-def test_the_same_documents_without_the_error_are_planned(tmp_path: Path) -> None:
-    assert planned(tmp_path, "", [], None).returncode == 0
-    ended = planned(tmp_path, "", [], None, "--memory-mb", "1e303")
+def test_the_same_documents_without_the_error_are_planned(interpreters: Interpreters, tmp_path: Path) -> None:
+    assert planned(interpreters, tmp_path, "", [], None).returncode == 0
+    ended = planned(interpreters, tmp_path, "", [], None, "--memory-mb", "1e303")
     assert ended.returncode == 2 and "below 1e12" in ended.stderr

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from interpreters import Interpreters
 from typer.testing import CliRunner
 
 from gradwire.cli import app
@@ -11,11 +12,12 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
+def demo(interpreters: Interpreters, tmp_path_factory):
     """The command's output and the folder it wrote."""
     out = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradwire.bench.runner.permission_problem", lambda: "this test has no permission")
+        patch.setattr("gradwire.testbed.supervisor.subprocess.Popen", interpreters.start)
         result = CliRunner().invoke(app, ["demo", "--seconds", "2", "--out", str(out)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

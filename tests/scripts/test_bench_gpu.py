@@ -93,7 +93,7 @@ def test_a_run_on_a_cpu_writes_the_findings_of_every_section(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_leaves_every_finished_finding_and_no_process(tmp_path: Path) -> None:
-    file, printed, seconds = tmp_path / "cpu.jsonl", tmp_path / "printed", random.uniform(0.0, 15.0)
+    file, printed, seconds = tmp_path / "cpu.jsonl", tmp_path / "printed", random.uniform(0.0, 5.0)
     print(f"killed {seconds:.2f} s after its first finding")
     sections = ("--only", "facts", "kernels", "ranks", "marked")
     with printed.open("w") as output:
@@ -188,6 +188,7 @@ def test_five():
 """
 
 
+@pytest.mark.slow
 def test_outcomes_of_tests_are_written_as_each_ends(tmp_path: Path) -> None:
     """The process ends in the fourth test, without a chance to write anything."""
     (tmp_path / "test_some.py").write_text(TESTS)
@@ -207,6 +208,7 @@ def test_outcomes_of_tests_are_written_as_each_ends(tmp_path: Path) -> None:
     assert "assert 1 == 2" in failed["error"]
 
 
+@pytest.mark.slow
 def test_sections_load_without_packages_that_images_lack(tmp_path: Path) -> None:
     lacked = ("rich", "typer", "psutil", "sklearn", "matplotlib", "pytest", "hypothesis", "xdist", "yaml")
     for name in lacked:
