@@ -5,13 +5,15 @@
 Each spec makes a step of one rank, with small tensors of a CPU. Launches of Triton's kernels are noted and not made. So this
 finds every variant of a kernel that such steps launch: its types, its constants, and the sizes and addresses that Triton compiles
 for. Triton's own compiler then compiles variants for the GPUs. With `--all` it compiles each variant for each GPU, otherwise a
-small set: every kernel for each GPU, and every value of every constant for one of them. `--triton` installs versions into a
-folder that is removed later, by pip and without their dependencies, and writes benchmarks/results/variants.json. Without it the
-installed version compiles. The exit status is 1 if a variant does not compile. docs/reference/gpu.md has the result.
+small set: every kernel for each GPU, and every value of every constant for one of them. Code that rounds in another way than the
+reference is an error too. `--triton` installs versions into a folder that is removed later, by pip and without their
+dependencies, and writes benchmarks/results/variants.json. Without it the installed version compiles. The exit status is 1 if
+there is an error. docs/reference/gpu.md has the result.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,6 +43,10 @@ SHAPES = ((96, 64), (700,), (33, 20), (1,))
 CASES = (("float32", 2, 0), ("bfloat16", 4, 3))
 """Dtypes of gradients, numbers of ranks, and the rank whose step it is: the first two ranks add up in another way."""
 PIECE_BYTES = 20_000
+INEXACT = re.compile(r"fma\.rn\.f(?:32|64)|div\.(?:full|approx)\S*|sqrt\.approx\S*|\S+\.ftz\S*")
+"""PTX that does not round as the reference does."""
+INEXACT_PRODUCTS = re.compile("tf32")
+"""The same for products of matrices: their elements may be added in another order, but in 32 bits."""
 MESSAGE = 300
 """So many characters of an error are printed."""
 
@@ -235,6 +241,9 @@ def compiled(arch: int, noted: Noted, chosen: Sequence[Variant]) -> Compiled:
             errors.append(f"{kernel.__name__} with {constants}: {words}")
         else:
             made[binary.hash] = kernel.__name__
+            inexact = INEXACT_PRODUCTS if kernel.fn.__module__.endswith(".low_rank") else INEXACT
+            if found := sorted(set(inexact.findall(binary.asm["ptx"]))):
+                errors.append(f"{kernel.__name__} with {constants} does not round as the reference does: {', '.join(found)}")
     seconds = round(time.perf_counter() - began, 1)
     return Compiled(triton.__version__, arch, len({*made.values()}), len(made), len(noted.variants), errors, seconds)
 

@@ -91,7 +91,7 @@ CI_CASES = {
 }
 """How many cases of a parametrized test `make test-ci` runs at most: those of `make test`, and some of the others."""
 
-CI_SLOW = ("ranks", "integrations")
+CI_SLOW = ("ranks", "integrations", "kernels")
 """Folders in which that is so for cases with the mark `slow`, too."""
 
 _SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def is_sampled(case: pytest.Item) -> bool:
     """Whether some cases of its test may be left out: `make test-slow` runs every case that has the mark `slow` itself, and
-    `make test-ci` a sample of those too where each trains ranks anew."""
+    `make test-ci` a sample of those too where each takes long: it trains ranks anew, or compiles a kernel."""
     marks = {mark.name for mark in case.iter_markers()}
     if "whole" in marks:
         return False

@@ -49,13 +49,14 @@ def test_a_sample_ends_with_the_last_value_and_is_the_same_in_every_run() -> Non
     [
         ("ranks", (), True, True),
         ("ranks", ("slow",), False, True),
+        ("kernels", ("slow",), False, True),
         ("scripts", ("slow",), False, False),
         ("ranks", ("slow", "thorough"), False, False),
         ("ranks", ("slow", "timing"), False, False),
         ("ranks", ("whole",), False, False),
     ],
 )
-def test_ci_leaves_out_slow_cases_that_train_ranks(
+def test_ci_leaves_out_slow_cases_where_each_takes_long(
     monkeypatch: pytest.MonkeyPatch, folder: str, marks: tuple[str, ...], of_make_test: bool, of_ci: bool
 ) -> None:
     case: Any = SimpleNamespace(path=Path(folder, "a.py"), iter_markers=lambda: [SimpleNamespace(name=mark) for mark in marks])
