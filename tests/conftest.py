@@ -92,7 +92,7 @@ CI_CASES = {
 """How many cases of a parametrized test `make test-ci` runs at most: those of `make test`, and some of the others."""
 
 CI_SLOW = ("ranks", "integrations", "kernels")
-"""Folders in which that is so for cases with the mark `slow`, too."""
+"""Folders in which that is so for cases with the mark `slow`, too: the first ones as written."""
 
 _SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 _TIMING = re.compile(r"pytest\.mark\.timing\b")
@@ -135,7 +135,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for (*_, may_be_quick), of_one_test in cases.items():
         folder = of_one_test[0].path.parent.name
         quick = sample(of_one_test, QUICK_CASES[folder]) if may_be_quick else set()
-        slow = sorted(set(of_one_test) - quick, key=chance)
+        slow = sorted((case for case in of_one_test if case not in quick), key=chance if may_be_quick else lambda case: 0)
         out = [] if named else left_out_of(slow, of_one_test, folder)
         if slow:
             tests, of_make_test, run, total = left.get(folder, (0, 0, 0, 0))
@@ -165,7 +165,7 @@ def left_out_of(slow: list[pytest.Function], cases: list[pytest.Function], folde
     if "GRADWIRE_ALL_CASES" in os.environ:
         return []
     if _IS_CI:
-        first = sample(cases, CI_CASES[folder])
+        first = sample(cases, CI_CASES[folder], in_order=len(slow) == len(cases))
         more = CI_CASES[folder] - (len(cases) - len(slow))
         return sorted(slow, key=lambda case: case not in first)[max(0, more) :]
     return slow[SLOW_CASES:] if folder == "ranks" else []

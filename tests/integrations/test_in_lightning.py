@@ -96,10 +96,10 @@ def trained(folder: str, plan: Any, arguments: dict[str, Any], by_hand: bool = F
 
 
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "ordinary": ({}, False),
     "accumulation": ({"accumulate_grad_batches": 3}, False),
-    "clipping": ({"gradient_clip_val": 0.1}, False),
     "bfloat16": ({"precision": "bf16-mixed"}, False),
+    "clipping": ({"gradient_clip_val": 0.1}, False),
+    "ordinary": ({}, False),
     "by hand": ({}, True),
     "barebones": ({"barebones": True}, False),
     "no log": ({"log_every_n_steps": 0}, False),

@@ -77,11 +77,11 @@ def trained(folder: str, plan: Any, arguments: dict[str, Any], resume: str | Non
 
 
 ARGUMENTS = {
-    "ordinary": {},
     "accumulation": {"gradient_accumulation_steps": 3},
-    "clipping": {"max_grad_norm": 0.05},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
     "bfloat16": {"bf16": True},
+    "clipping": {"max_grad_norm": 0.05},
+    "ordinary": {},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
     "checkpointing": {"gradient_checkpointing": True},
     "no clipping": {"max_grad_norm": 0.0},
     "no log": {"logging_strategy": "no"},

@@ -68,13 +68,13 @@ def in_blocks() -> nn.Module:
 
 
 SCRIPTS = {
-    "adapters": Script(Adapted),
-    "tied weights": Script(Tied),
+    "compiled model": Script(plain, compiled=True),
     "frozen later": Script(plain, unused=True, before=lambda net, step: net[0].requires_grad_(step not in (2, 3))),
     "experts": Script(Experts, lambda net, x, step: net(x, step % 3).square().mean(), unused=True),
     "actor and critic": Script(ActorAndCritic, of_both),
     "teacher and student": Script(plain, of_the_student),
-    "compiled model": Script(plain, compiled=True),
+    "adapters": Script(Adapted),
+    "tied weights": Script(Tied),
     "compiled blocks": Script(in_blocks),
 }
 

@@ -27,9 +27,9 @@ TIMEOUT_S, ALLOWANCE_S = 15.0, 10.0
 """Of the process group; and how much later a survivor's error may come."""
 AT_A_TIME, KILLS = 3, 5
 SCHEDULES = {
+    "streaming": gw.LocalSteps(every=6, outer=gw.Nesterov(0.4, 0.9), fragments=3, delay=2, mixing=0.5),
     "plain": gw.LocalSteps(every=4),
     "delayed": gw.LocalSteps(every=5, delay=2, mixing=0.5),
-    "streaming": gw.LocalSteps(every=6, outer=gw.Nesterov(0.4, 0.9), fragments=3, delay=2, mixing=0.5),
 }
 SPECS = (
     gw.ErrorFeedback(gw.QSGD(bits=2)),

@@ -135,13 +135,18 @@ def _run_ranks(interpreters: Interpreters, texts: list[str], folder: Path, wrong
     return done[0].stdout
 
 
+_OF_A_SHELL = {*"\\|&;<>$`#*"}
+"""What a shell alone understands."""
+
+
 def _run_block(interpreters: Interpreters, block: Block, folder: Path, wrong: list[str]) -> str:
     """Run a block of Python or of a shell. Returns what it printed."""
     environment = os.environ | _ENVIRONMENT
     if "emulate" in block.text:
         del environment["GLOO_SOCKET_IFNAME"]
     options = {"cwd": folder, "env": environment, "timeout": 240.0}
-    lines = [shlex.split(line) for line in block.text.splitlines()] if block.language == "sh" else []
+    plain = block.language == "sh" and not set(block.text) & _OF_A_SHELL
+    lines = [shlex.split(line) for line in block.text.splitlines()] if plain else []
     if lines and block.about != "bash" and all(map(_starts_a_known_program, lines)):
         done = [program for line in lines for program in _programs(interpreters, line, options)]
     else:

@@ -8,10 +8,11 @@ import pytest
 __all__ = ["chance", "sample", "values_that_run"]
 
 
-def sample(cases: list[pytest.Function], most: int) -> set[pytest.Function]:
+def sample(cases: list[pytest.Function], most: int, in_order: bool = False) -> set[pytest.Function]:
     """At most so many cases, each the one that adds most values of parameters to those before it, until every value of every
-    parameter occurs; the same in every run."""
-    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in sorted(cases, key=chance)}
+    parameter occurs; the same in every run. in_order: of equal ones take the first as written, not any."""
+    ordered = cases if in_order else sorted(cases, key=chance)
+    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in ordered}
     kept: set[pytest.Function] = set()
     seen: set[tuple[str, int]] = set()
     while len(kept) < most:

@@ -103,7 +103,7 @@ class StepPace:
 
     def __init__(self) -> None:
         self._between: dict[int, deque[float]] = {-1: deque(maxlen=_KEPT)}
-        """Seconds from the end of a step to the forward of the next one, by plan."""
+        """Seconds from where the script goes on after a step to the forward of the next one, by plan."""
         self._plan = -1
         self.mark_s: float | None = None
         """When the script went on after the last step; None before the first."""
@@ -117,7 +117,7 @@ class StepPace:
         return median_low(between) if between else 0.0
 
     def step(self, began_s: float | None, ended_s: float) -> float:
-        """Add a step. Returns its start in seconds: `began_s` (None: the last step's end) minus the usual time between steps."""
+        """Add a step. Returns its start in seconds: `began_s` (None: when the script went on) minus the usual time between steps."""
         if began_s is None:
             began_s = ended_s if self.mark_s is None else self.mark_s
         if self.mark_s is not None and self._follows:

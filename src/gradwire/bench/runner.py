@@ -177,7 +177,7 @@ def _measurable(request: BenchRequest, problem: str | None) -> tuple[list[str], 
     if request.ranks_per_node > 1 and limited:
         notes.append("The ranks of a node share its link: ideal and attainable need one rank per node.")
     if request.device == "sleeping":
-        notes.append("Jobs ran on a sleeping accelerator: their computation is a timed sleep, and losses mean nothing.")
+        notes.append("Jobs computed nothing: their computation is a timed sleep, and losses mean nothing.")
     cores = os.cpu_count() or 1
     if request.world_size > cores and request.device == "cpu":
         notes.append(f"{request.world_size} ranks share {cores} cores: compute is slower than on separate machines.")

@@ -1,4 +1,4 @@
-"""Jobs of the bench on a sleeping accelerator: their computation is a timed sleep, so that many nodes fit on few cores.
+"""Jobs of the bench whose computation is a timed sleep, so that many nodes fit on few cores.
 
 Parameters, gradients, codecs, memory and sockets are real. Gradients become ready in the order and at the times of a device of
 `GFLOPS`. The optimizer sleeps too, so weights stay nearly as they are, and the loss means nothing.

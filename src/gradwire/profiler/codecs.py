@@ -1,8 +1,8 @@
 """Measures encodes and decodes by size, on one thread, because a lane has one thread.
 
 On CPUs processor time counts, so that other ranks on the same processors do not.
-Each call takes the next part of a buffer larger than the caches, and the next residual, because gradients and states are seldom
-in a cache during training.
+Each call takes the next part of a buffer larger than the caches, and the next of some states, because gradients and states are
+seldom in a cache during training. States of less than 64 KB are.
 
 `cached_codecs` measures each spec once on a machine. Its file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in the
 folder `gradwire` of `$XDG_CACHE_HOME` or `~/.cache`. The key is made of the processor or GPU, the versions of torch and gradwire,
@@ -63,7 +63,7 @@ def measure_codecs(
         for spec in dict.fromkeys(spec for spec in specs if spec.encodes):
             for where in ("gpu", "cpu") if offload and kind == "gpu" and not spec.rounds else (kind,):
                 codec = codec_on(where, compressor_for(spec), kind)
-                calls = (_calls(spec, codec, nbytes // 4, *buffers) for nbytes in sizes)
+                calls = (_calls(spec, codec, nbytes // 4, *buffers, seconds) for nbytes in sizes)
                 times = [[_median_us(call, device, seconds) for call in both] for both in calls]
                 curves = (fit_points(list(zip(sizes, us, strict=True)), sizes[::2]) for us in zip(*times, strict=True))
                 encode, decode = (tuple((nbytes, round(us, 3)) for nbytes, us in curve) for curve in curves)
@@ -72,11 +72,12 @@ def measure_codecs(
 
 
 def _calls(
-    spec: Spec, codec: Compressor, numel: int, gradient: torch.Tensor, total: torch.Tensor
+    spec: Spec, codec: Compressor, numel: int, gradient: torch.Tensor, total: torch.Tensor, seconds: float
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return two functions: encode the gradient's next `numel` float32, and add a decode to the total's next part.
 
-    If the spec has weights, the first function finds them too, and updates the energies."""
+    If the spec has weights, the first function finds them too, and updates the energies. seconds: the longest time for making
+    states."""
     device = gradient.device
     shape = (numel // _COLUMNS, _COLUMNS) if numel >= 2 * _COLUMNS else (1, numel)
     row = Segment(0, numel, 1, 0, spec.element_bits)
@@ -95,19 +96,20 @@ def _calls(
         return lambda: [fill() for fill in fills], lambda: program.finish(context)
     size = spec.payload_bytes([ElementRun(numel, spec.element_bits, shape)], 4)
     payload = torch.zeros(size, dtype=torch.uint8, device=device)
-    count = min(_MOST_STATES, len(gradient) // numel)
-    states = itertools.cycle([state_of_bucket() for _ in range(count)])
 
-    def encode() -> None:
-        source, (state, energies, segments) = next(gradients), next(states)
+    def encode(own: tuple[list[torch.Tensor], Energies | None, Segments] | None = None) -> None:
+        source, (state, energies, segments) = next(gradients), own or next(states)
         if energies is not None:  # once in a step, as encodes are
             run_calls(Weigh(energies, segments).calls())
         codec.encode(source, state, segments, context, payload)
         if energies is not None:
             run_calls(Learn(energies, source, segments).calls())
 
-    for _ in range(count):  # the first call with a state allocates
-        encode()
+    made, until = [], time.perf_counter() + seconds
+    while not made or (len(made) < min(_MOST_STATES, len(gradient) // numel) and time.perf_counter() < until):
+        made.append(state_of_bucket())
+        encode(made[-1])  # the first call with a state allocates
+    states = itertools.cycle(made)
     return (encode, lambda: codec.decode(payload, segments, torch.float32, True, next(totals), context))
 
 

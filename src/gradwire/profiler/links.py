@@ -110,11 +110,11 @@ def measure_links(
     times["allreduce"], cpu_times, _ = _sweep(link, _AllReduces(link, grid, device), 1, device, seconds)
     if device.type != "cpu":
         return times
-    (us_per_byte,) = _slowest(link, [_copies_us_per_byte()], device)
-    times["cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
+    (copy_us_per_byte,) = _slowest(link, [_copies_us_per_byte()], device)
+    times["cpu"] = [(nbytes, us + nbytes * copy_us_per_byte) for nbytes, us in cpu_times]
     if process_group is not None:
         times["ddp"], cpu_times, _ = _sweep(link, _GroupAllReduces(process_group), 1, device, 2 * seconds, DDP_ENOUGH_BYTES)
-        times["ddp cpu"] = [(nbytes, us + nbytes * us_per_byte) for nbytes, us in cpu_times]
+        times["ddp cpu"] = [(nbytes, us + nbytes * copy_us_per_byte) for nbytes, us in cpu_times]
     return times
 
 
@@ -188,18 +188,21 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
     most = grid.most_ranks
     of_ranks = {"intra": _together(most), "inter": _together(grid.nodes)}
     of_ranks |= dict.fromkeys(("allreduce", "ddp"), grid.nodes * most)  # as prices count them
+    last = "inter" if grid.nodes > 1 else "intra"
+    """The link of the messages of all-reduces. Exchanges come first in the times."""
     for name, points in times.items():
         if name not in of_ranks:
             continue
         ranks, exchange = of_ranks[name], name in _EXCHANGES
         word, per_node = ("alltoall", 1) if exchange else ("allreduce", most)
         routing = "wires" if "cpu" in times and name != "ddp" else "direct"
-        message_us = _message_of(times, name if exchange else "inter" if grid.nodes > 1 else "intra")
+        message_us = _message_of(times, name if exchange else last)
         try:
             links[name], fits[name] = fit_link(points, word, ranks, routing, per_node)
             if message_us is not None:  # without its bytes
-                message_us = max(0.0, message_us - _BURST_BYTES * us_per_byte(links[name]))
-                links[name], fits[name] = fit_link(points, word, ranks, routing, per_node, message_us)
+                message_us = max(0.0, message_us - _BURST_BYTES * us_per_byte(links.get(last, links[name])))
+                with suppress(FormatError):  # the rest is noise: all messages wait
+                    links[name], fits[name] = fit_link(points, word, ranks, routing, per_node, message_us)
             if exchange:
                 most_gbps = _gbps_of_largest(points, 1 - 1 / ranks)
                 links[name] = replace(links[name], gbps=min(links[name].gbps, most_gbps))

@@ -8,6 +8,8 @@ from gradwire.core import FAR_LANES, LANES, Cluster, Profile, whole, word
 from gradwire.costs import DECODE_CALLS, ROUTINGS
 from gradwire.errors import PlanError
 
+_SHORT = 0.15
+"""The processors of a rank are measured a little short: that much is added before whole ones are counted."""
 _PART_OF_A_PROCESSOR = 0.5
 """The part of a processor from which computation counts as a task that needs one."""
 
@@ -97,7 +99,7 @@ def placed(rules: Rules, profile: Profile, cluster: Cluster) -> tuple[str, int]:
         return rules.codec_on, rules.cpu_workers
     part = 1.0 if profile.processor_part is None else profile.processor_part
     computes = 0 if part < _PART_OF_A_PROCESSOR else max(1, round(part))
-    left = round(cluster.processors_per_rank) - computes  # measured a little short
+    left = int(cluster.processors_per_rank + _SHORT) - computes
     if computes and left < 1:
         return rules.codec_on, rules.cpu_workers
     return "own thread", max(1, min(rules.lanes, left))

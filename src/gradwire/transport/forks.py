@@ -5,6 +5,7 @@ A worker of a DataLoader that is left when its rank is killed must not keep conn
 
 import os
 import weakref
+from contextlib import suppress
 from typing import Any
 
 _open: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -16,8 +17,9 @@ def close_in_child(each: Any) -> None:
 
 
 def _close() -> None:
-    for each in _open:
-        each.close_copies()
+    for each in list(_open):
+        with suppress(Exception):  # the others are to be closed too
+            each.close_copies()
 
 
 os.register_at_fork(after_in_child=_close)

@@ -117,9 +117,6 @@ class MadeUpLive:
     def from_all(self, text: str) -> list[str]:
         return self.job.meeting.exchange(self.rank, text)
 
-    def from_first(self, text: str) -> str:
-        return self.from_all(text)[0]
-
     made_by_first = Live.made_by_first
 
 

@@ -142,3 +142,10 @@ def test_curves_bend_where_sums_change() -> None:
     exchange = fold(("allreduce:inter",), Identity(), Prices([], cluster, Costs(codecs=()), "wires")).exchange
     at = 16 * 2**16
     assert exchange(at) - exchange(at - 4) == pytest.approx((30 - 8) * 10, abs=0.1)
+
+
+def test_a_further_message_that_takes_more_than_the_times_leave_is_a_message_that_waits() -> None:
+    points = [(4.0 * n, 250 + 3 * n * 8 / 100) for n in (1024, 4096, 16384, 65536)]
+    link, _ = fit_link(points, "alltoall", 4, "wires", 1, message_us=100.0)
+    whole, _ = fit_link(points, "alltoall", 4, "wires", 1)
+    assert (link.alpha_us, link.gbps, link.message_us) == (whole.alpha_us, whole.gbps, whole.alpha_us)

@@ -1,5 +1,6 @@
 """Codecs' times are measured once on a machine, and a bad file costs a measurement at most."""
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,21 @@ def test_encodes_take_cold_gradients_and_states(monkeypatch: pytest.MonkeyPatch)
     measure_codecs([spec], CPU, [2**14, 2**16], seconds=1.0)
     for count, own in ((64, seen[:64]), (16, seen[-16:])):
         assert len({gradient for gradient, _ in own}) == len({state for _, state in own}) == count
+
+
+def test_a_slow_codec_makes_few_states() -> None:
+    """Without the compiled kernels an encode takes a hundred times as long."""
+    encoded: list[float] = []
+
+    class Slow:
+        def __init__(self, compressor: Any) -> None:
+            self.decode, self._compressor = compressor.decode, compressor
+
+        def encode(self, *arguments: Any) -> None:
+            encoded.append(time.sleep(0.01) or time.perf_counter())
+            self._compressor.encode(*arguments)
+
+    usual = codecs.codec_on
+    with mock.patch.object(codecs, "codec_on", lambda *how: Slow(usual(*how))):
+        measure_codecs([QSGD(bits=4)], CPU, SIZES, seconds=0.02)
+    assert len(encoded) < 30, "64 states of each size would be 128"

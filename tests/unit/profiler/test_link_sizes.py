@@ -1,5 +1,6 @@
 """The sizes with which a link is measured, and the rate that is found, on made-up links."""
 
+import math
 from typing import Any
 
 import pytest
@@ -15,17 +16,23 @@ def sweep(
 ) -> tuple[list[float], float, Any]:
     """The sizes, the seconds that they took, and the line through the times, of a link with this latency and rate.
 
-    disturbed: the number of the measurement in which the link stands still for three quarters of the time."""
+    disturbed: the number of the measurement in which the link stands still for three quarters of the time. It is made again."""
     spent: list[float] = []
+    measured: list[int] = []
 
     def run(link: Any, traffic: Any, nbytes: int, messages: int, device: torch.device) -> links._Batches:
         us = (latency_us + nbytes * 8e-3 / gbps) * (4.0 if len(spent) == disturbed else 1.0)
+        measured.append(nbytes)
         spent.append((1 + links.BATCHES * messages) * us / 1e6)
         return links._Batches([us] * links.BATCHES, [1.0] * links.BATCHES, [0.0] * links.BATCHES)
 
     monkeypatch.setattr(links, "_run", run)
     points, cpu_points, waits = links._sweep(None, None, 1, torch.device("cpu"), seconds)  # type: ignore[arg-type]
-    assert len(points) == len(cpu_points) and {size for size, _ in points} == {size for size, _ in waits}
+    first, *rest = measured  # the first one is measured before, for the latency
+    assert [nbytes for nbytes in rest if rest.count(nbytes) > 1] == ([] if disturbed < 0 else [measured[disturbed]] * 2)
+    assert (
+        first == links.SIZES[0] and len(points) == len(cpu_points) and {size for size, _ in points} == {size for size, _ in waits}
+    )
     return sorted({size for size, _ in points}), sum(spent), fit_line(points)
 
 
@@ -60,7 +67,8 @@ def test_the_bytes_of_short_messages_are_no_latency(nodes: int, mbps: int) -> No
     """On a link that is nothing but bytes a further message takes as long as its bytes."""
     points = [(float(nodes * n), 250 + (nodes - 1) * n * 8 / mbps) for n in links.SIZES[:4]]
     times = {"inter": points, "inter message": [(0.0, 1024 * 8 / mbps)], "allreduce": [(n, n * 8 / mbps) for n, _ in points]}
-    assert links.measured_links(times, Grid.even(nodes, 1, 0)).cluster.inter.gbps == pytest.approx(mbps / 1e3, rel=0.001)
+    found = links.measured_links(times, Grid.even(nodes, 1, 0)).cluster.inter
+    assert found.gbps == pytest.approx(mbps / 1e3, rel=0.001) and found.message_us == pytest.approx(0.0, abs=0.1)
 
 
 def test_small_sizes_promise_large_ones_no_rate() -> None:

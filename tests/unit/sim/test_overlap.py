@@ -134,6 +134,8 @@ def test_codecs_leave_compute_where_computation_leaves_a_processor() -> None:
     awake, asleep = profile(), profile(processor_part=0.05)
     assert placed(rules, awake, cluster(link)) == ("compute", 1)
     assert placed(rules, awake, cluster(link, processors=0.25)) == ("compute", 1)
+    assert placed(rules, awake, cluster(link, processors=1.5)) == ("compute", 1)
+    assert placed(rules, awake, cluster(link, processors=1.93)) == ("own thread", 1), "two, measured a little short"
     assert placed(rules, awake, cluster(link, processors=2)) == ("own thread", 1)
     assert placed(rules, awake, cluster(link, processors=9)) == ("own thread", 2), "there are two lanes"
     assert placed(rules, asleep, cluster(link, processors=0.25)) == ("own thread", 1)
