@@ -48,9 +48,9 @@ with BERT-medium's layers 25.4 million. In each step DDP sends and receives near
 - **fixed spec** is the smallest one that "safe" may use on so many ranks: 2 bits with weights on 4, 3 bits with weights on 8 and
   16, 8 bits on 32.
 - **over DDP** is DDP's step over auto's. **exact over DDP** is DDP's step over that of `accuracy="exact"`.
-- **possible** is the largest of three. Computation: it is a sleep, so codecs run beside it. Forward, in which nothing can be sent, and the
-  plan's bytes at the link's rate. The processor time of all ranks over {processors} processors. **of possible** is that over
-  auto's step.
+- **possible** is the largest of three. Computation: it is a sleep, so codecs run beside it. Forward, in which nothing can be
+  sent, and the plan's bytes at the link's rate. The processor time of all ranks over {processors} processors. **of possible** is
+  that over auto's step.
 - **predicted** is auto's own prediction over its step. **over the best** is auto's step over the shortest in its row.
 
 What auto chose:

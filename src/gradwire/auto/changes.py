@@ -117,7 +117,7 @@ class StepPace:
         return median_low(between) if between else 0.0
 
     def step(self, began_s: float | None, ended_s: float) -> float:
-        """Add a step. Returns its start in seconds: `began_s` (None: when the script went on) minus the usual time between steps."""
+        """Add a step. Returns its start in seconds: `began_s` (None: where the script went on) less the usual time between."""
         if began_s is None:
             began_s = ended_s if self.mark_s is None else self.mark_s
         if self.mark_s is not None and self._follows:

@@ -107,7 +107,7 @@ def profile_of(
     wait for it. The profile has the lower medians over steps.
 
     infos: in registration order. rows: for each rank the rows of its steps, one after another, equally many on all
-    ranks. between_us: the time from where the script goes on after a step to the next forward. processor_part: as in `Profile`, on CPUs.
+    ranks. between_us: from where the script goes on after a step to the next forward. processor_part: as in `Profile`, on CPUs.
     """
     count = len(infos)
     steps = len(rows[0]) // count

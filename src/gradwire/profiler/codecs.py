@@ -40,6 +40,8 @@ SECONDS = 0.02
 _REPEATS = (3, 30)
 _BUFFER_BYTES, _MOST_STATES = 64 * 2**20, 64
 """Bytes of a buffer, and the most states that calls take in turn."""
+_Own = tuple[list[torch.Tensor], Energies | None, Segments]
+"""What a bucket has of its own."""
 _COLUMNS = 1024
 """Columns of the matrices for methods that need matrices."""
 
@@ -82,7 +84,7 @@ def _calls(
     shape = (numel // _COLUMNS, _COLUMNS) if numel >= 2 * _COLUMNS else (1, numel)
     row = Segment(0, numel, 1, 0, spec.element_bits)
 
-    def state_of_bucket() -> tuple[list[torch.Tensor], Energies | None, Segments]:
+    def state_of_bucket() -> _Own:
         energies = Energies.zeros(numel, device, spec.element_weights)
         segments = Segments((row,), device, ("measured",), (shape,), None if energies is None else energies.weights)
         return [torch.zeros(numel, dtype=torch.float32, device=device) for _ in spec.state], energies, segments
@@ -97,7 +99,7 @@ def _calls(
     size = spec.payload_bytes([ElementRun(numel, spec.element_bits, shape)], 4)
     payload = torch.zeros(size, dtype=torch.uint8, device=device)
 
-    def encode(own: tuple[list[torch.Tensor], Energies | None, Segments] | None = None) -> None:
+    def encode(own: _Own | None = None) -> None:
         source, (state, energies, segments) = next(gradients), own or next(states)
         if energies is not None:  # once in a step, as encodes are
             run_calls(Weigh(energies, segments).calls())
@@ -105,7 +107,7 @@ def _calls(
         if energies is not None:
             run_calls(Learn(energies, source, segments).calls())
 
-    made, until = [], time.perf_counter() + seconds
+    made, until = list[_Own](), time.perf_counter() + seconds
     while not made or (len(made) < min(_MOST_STATES, len(gradient) // numel) and time.perf_counter() < until):
         made.append(state_of_bucket())
         encode(made[-1])  # the first call with a state allocates

@@ -1,6 +1,5 @@
 """The sizes with which a link is measured, and the rate that is found, on made-up links."""
 
-import math
 from typing import Any
 
 import pytest
