@@ -41,7 +41,7 @@ _REPEATS = (3, 30)
 _BUFFER_BYTES, _MOST_STATES = 64 * 2**20, 64
 """Bytes of a buffer, and the most states that calls take in turn."""
 _Own = tuple[list[torch.Tensor], Energies | None, Segments]
-"""What a bucket has of its own."""
+"""The state, energies and segments of a bucket."""
 _COLUMNS = 1024
 """Columns of the matrices for methods that need matrices."""
 
