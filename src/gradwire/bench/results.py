@@ -89,6 +89,8 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time of all steps before the decision, minus the time of as many steps under the chosen plan."""
     predicted_us: float | None = None
     """Predicted time of a step of the chosen plan."""
+    measured_us: float | None = None
+    """Time of a step of the chosen plan in the trial; null: the plan did not run."""
 
 
 class MethodRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,10 +1,14 @@
 """The tables of steps over far links; nothing is measured."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import far
 from benchmarks.sleeping_cells import found_by, is_whole, ratio
+from gradwire.auto.decision import AutoDecision, Tried
+from gradwire.bench.methods import Gradwire
 from gradwire.bench.names import UNLIMITED
+from gradwire.bench.results import Cell, StepTimes
 from gradwire.bench.runner import BenchRequest
 
 
@@ -37,6 +41,15 @@ def test_what_was_not_measured_is_no_ratio() -> None:
     assert (
         ratio(*far.hiding(result(10, **{"4 bits": None}))) == ratio(*far.hiding(result(10, **{"4 bits, delayed": None}))) == "-"
     )
+
+
+def test_a_decision_keeps_what_was_predicted_and_what_the_trial_measured() -> None:
+    tried = Tried("plan A", 400e3, 486e3, 2)
+    method = SimpleNamespace(handle=SimpleNamespace(decisions=[AutoDecision(12, "at the start", tried, tried, (), 7, 2e6, 0.0)]))
+    decided = Gradwire.decided.fget(method)
+    step = StepTimes(median_us=5e5, minimum_us=4e5, p10_us=45e4, p90_us=6e5, mean_us=5e5, stdev_us=1.0, steps=20)
+    found = found_by(Cell(job=far.JOB, link=UNLIMITED, gbps=None, method="gradwire:auto", step=step, decided=decided))
+    assert found["decided"] == [{"step": 12, "chosen": "plan A", "cost_s": 2.0, "predicted_ms": 400.0, "measured_ms": 486.0}]
 
 
 def test_the_bench_takes_every_method() -> None:
