@@ -15,6 +15,8 @@ def found_by(cell: Cell | None) -> dict[str, Any]:
         return {"step_ms": None, "decided": [], "failure": why or "nothing was measured"}
     return {
         "step_ms": _ms(cell.step.median_us),
+        "p10_ms": _ms(cell.step.p10_us),
+        "p90_ms": _ms(cell.step.p90_us),
         "forward_ms": _ms(cell.forward_us),
         "cpu_ms": _ms(cell.cpu_us),
         "codec_ms": _ms(cell.codec_us),

@@ -208,6 +208,19 @@ class Alone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Mean time of backward. The rest of a step is forward and the optimizer's step."""
 
 
+class BetweenSites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The work of the relay between emulated sites, over all cells."""
+
+    frames: int
+    """Ethernet frames, of one or more segments."""
+    late_frames: int
+    """Frames that were sent more than 0.5 ms late: the processors were busy."""
+    latest_ms: float
+    """The longest time by which a frame was late."""
+    full_queue_segments: int
+    """Segments for which a link's queue had no room, as in a router."""
+
+
 class BenchRun(Document, frozen=True, kw_only=True):
     """A run of the matrix: `gradwire bench --json`."""
 
@@ -227,6 +240,8 @@ class BenchRun(Document, frozen=True, kw_only=True):
     turn_steps: int
     seed: int
     notes: tuple[str, ...] = ()
+    between_sites: BetweenSites | None = None
+    """null: one site."""
     alone: tuple[Alone, ...] = ()
     cells: tuple[Cell, ...] = ()
 
