@@ -1,6 +1,6 @@
 """Steps between two sites by their distance: DDP, the schedules, and plan="auto".
 
-    python -m benchmarks far [--delays 0 10 25 50 100] [--nodes 8] [--rate 100] [--steps 10] [--again]
+    python -m benchmarks far [--delays 0 10 25 50 100] [--nodes 8] [--rate 100] [--steps 20] [--again]
 
 Two sites share out the nodes. The rate is that of a site, in Mb/s. Computation is a timed sleep, so many nodes fit on few
 processors. All methods of a delay run in turns. Results go to benchmarks/results/far/NODES-RATE-DELAY.json after each delay; what
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from benchmarks.common import RESULTS, write
@@ -27,6 +28,9 @@ from gradwire.core.files import write_whole
 FOLDER = RESULTS / "far"
 PAGE = Path(__file__).parents[1] / "docs" / "far_links.md"
 JOB, SITES, MOST_DECIDING_STEPS = "transformer", 2, 40
+TURN_STEPS = 5
+"""Steps of a turn: a disturbance of some seconds falls on several methods. The first step of a pipelined turn has no gathers
+before it, so a turn has several."""
 METHODS = {
     "no communication": "floor",
     "DDP": "ddp",
@@ -66,7 +70,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--delays", nargs="+", type=int, default=[0, 10, 25, 50, 100], help="round trips, in ms")
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--rate", type=int, default=100, help="of a site, in Mb/s")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of each method")
+    parser.add_argument("--steps", type=int, default=20, help=f"measured steps of each method, {TURN_STEPS} in a turn")
     parser.add_argument("--again", action="store_true", help="measure what has results, too")
     options = parser.parse_args(arguments)
     if (problem := emulation_problem()) is not None:
@@ -87,7 +91,7 @@ def run(arguments: list[str]) -> int:
             wan=f"{delay}ms rate {options.rate}mbit",
             steps=options.steps,
             warmup_steps=3,
-            turn_steps=options.steps,
+            turn_steps=TURN_STEPS,
             deciding_steps=MOST_DECIDING_STEPS,
             alone_steps=0,
         )
@@ -95,7 +99,10 @@ def run(arguments: list[str]) -> int:
         found = {name: found_by(done.cell(JOB, UNLIMITED, method)) for name, method in METHODS.items()}
         failed += failures(path.stem, found)
         about = {"nodes": options.nodes, "mbps": options.rate, "delay_ms": delay, "steps": options.steps}
-        write(path, about | {"methods": found}, quiet=True)
+        between = None if done.between_sites is None else msgspec.structs.asdict(done.between_sites)
+        write(path, about | {"between_sites": between, "methods": found}, quiet=True)
+        for note in done.notes:
+            print(note, file=sys.stderr)
     results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
     results.sort(key=lambda each: (each["mbps"], each["nodes"], each["delay_ms"]))
     tables, chosen = tables_of(results), chosen_of(results)

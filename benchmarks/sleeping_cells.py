@@ -15,26 +15,20 @@ def found_by(cell: Cell | None) -> dict[str, Any]:
         return {"step_ms": None, "decided": [], "failure": why or "nothing was measured"}
     return {
         "step_ms": _ms(cell.step.median_us),
+        "p10_ms": _ms(cell.step.p10_us),
+        "p90_ms": _ms(cell.step.p90_us),
         "forward_ms": _ms(cell.forward_us),
         "cpu_ms": _ms(cell.cpu_us),
         "codec_ms": _ms(cell.codec_us),
         "planned_mb": None if cell.planned_bytes is None else round(cell.planned_bytes / 1e6, 3),
-        "decided": [
-            {
-                "step": each.step,
-                "chosen": each.chosen,
-                "predicted_ms": _ms(each.predicted_us),
-                "cost_s": round(each.cost_us / 1e6, 2),
-            }
-            for each in cell.decided
-        ],
+        "decided": [_decided(each) for each in cell.decided],
         "failure": cell.failure,
     }
 
 
 def _decided(one: Decided) -> dict[str, Any]:
-    times = {"predicted_ms": _ms(one.predicted_us), "cost_s": round(one.cost_us / 1e6, 2)}
-    return {"step": one.step, "chosen": one.chosen} | times
+    times = {"predicted_ms": _ms(one.predicted_us), "measured_ms": _ms(one.measured_us)}
+    return {"step": one.step, "chosen": one.chosen, "cost_s": round(one.cost_us / 1e6, 2)} | times
 
 
 def is_whole(result: Mapping[str, Any], names: Iterable[str]) -> bool:

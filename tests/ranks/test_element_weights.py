@@ -87,8 +87,10 @@ def test_an_exchange_does_what_the_method_says(threads: Threads, levels: str) ->
             assert torch.equal(state[f"rank{rank}/residual/0/{name}"], by_hand.residuals[rank])
 
 
-@pytest.mark.parametrize("scheme", ["alltoall", "allgather"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "scheme"),
+    [(ranks, scheme) for scheme in ("alltoall", "allgather", "ring", "tree", "grid") for ranks in (1, 2, 3, 4)] + [(8, "grid")],
+)
 def test_all_ranks_have_the_same_means_and_energies(threads: Threads, ranks: int, scheme: str) -> None:
     for chunk_bytes in (0, 4096):
         found = threads.run(ranks, averaged, SPEC, scheme, chunk_bytes)
@@ -218,9 +220,9 @@ def test_energies_follow_a_change_of_buckets_and_of_the_scheme(threads: Threads)
         assert not torch.equal(found[1]["one.weight"], found[2]["one.weight"])
 
 
-def over_steps_that_do_not_count(schedule: str) -> list[dict[str, torch.Tensor]]:
+def over_steps_that_do_not_count(schedule: str, scheme: str) -> list[dict[str, torch.Tensor]]:
     """A usual step, one in which no rank uses the second layer, and one that all ranks leave. Returns the energies after each."""
-    handle, model = prepared(gw.Policy(default=SPEC, schedule=schedule))
+    handle, model = prepared(gw.Policy(default=SPEC, schedule=schedule, scheme=scheme))
     found = []
     for step in range(3):
         try:
@@ -239,9 +241,11 @@ def raises(gradient: torch.Tensor) -> torch.Tensor:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("schedule", ["backward", "pipelined"])
-def test_steps_that_do_not_count_leave_the_energies(threads: Threads, schedule: str) -> None:
-    both = threads.run(2, over_steps_that_do_not_count, schedule)
+@pytest.mark.parametrize(
+    ("schedule", "scheme"), [("backward", "alltoall"), ("pipelined", "alltoall"), ("backward", "tree"), ("backward", "grid")]
+)
+def test_steps_that_do_not_count_leave_the_energies(threads: Threads, schedule: str, scheme: str) -> None:
+    both = threads.run(2, over_steps_that_do_not_count, schedule, scheme)
     for (first, unused, left), others in zip(both, [both[0]] * 2, strict=True):
         assert torch.allclose(unused["two.weight"], first["two.weight"], rtol=1e-4, atol=1e-4 * float(first["two.weight"].mean()))
         assert not torch.allclose(unused["one.weight"], first["one.weight"], rtol=1e-2)

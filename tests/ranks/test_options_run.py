@@ -279,6 +279,24 @@ def test_narrow_residuals_of_options_are_small(tasks: str, residual_dtype: str, 
     assert nbytes(residual_dtype) < part * nbytes("float32")
 
 
+@pytest.mark.parametrize("wired", [False, True])
+def test_what_is_left_is_added_once_and_then_takes_no_memory(wired: bool) -> None:
+    """And a step that failed puts it back."""
+    ranks, given = Ranks(plan_for(TWO_ENCODES.split(), SPEC), TWO_BY_TWO, wired=wired), [gradients(rank, 0) for rank in range(4)]
+    for rank, bucket in enumerate(ranks.buckets):
+        bucket.chunks[0].take_over("residual", 0, torch.full((bucket.bounds[1],), 1.0 + rank))
+    before, put_back = ranks.held_back(), [rank.keep_residuals() for rank in ranks.ranks]
+    ranks.step(0, given)
+    means = [result.clone() for result in ranks.results()]
+    assert torch.allclose(means[0] + ranks.held_back(), true_mean(4, 0) + before, atol=1e-5)
+    assert [bucket.chunks[0].left for bucket in ranks.buckets] == [None] * 4
+    for back in put_back:
+        back()
+    assert torch.equal(ranks.held_back(), before)
+    ranks.step(0, given)
+    assert all(torch.equal(*both) for both in zip(ranks.results(), means, strict=True))
+
+
 @pytest.mark.parametrize("residual_dtype", LOST)
 @pytest.mark.parametrize("before", [TWO_ENCODES, FOUR_ENCODES, ROOTED, SKIPPING, " ".join(COLLECTIVES["ring"].on("cpu"))])
 @pytest.mark.parametrize("after", [TWO_ENCODES, FOUR_ENCODES, ROOTED, " ".join(COLLECTIVES["tree"].on("cpu"))])

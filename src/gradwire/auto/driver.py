@@ -271,6 +271,8 @@ class Auto(Driver):
         self._trial = Trial([offer.candidate for offer in self._offers], current, self._took, spent_us, live.queues)
         self._exposed_us: list[list[float]] = [[] for _ in self._offers]
         self._phase, self._runs, self._changing_us = self._try, -1, 0.0
+        self._untold: list[float] = []
+        """For each step of the turn that other ranks do not know of: its time, and how long it waited for exchanges."""
         self._run_turn(live)
 
     def _made(self, live: Live, seconds: float, seen: Seen | None) -> _Offered:
@@ -340,12 +342,19 @@ class Auto(Driver):
 
     def _try(self, live: Live, us: float) -> None:
         self._took += 1
-        turn, rows = self._trial.turn, live.exchange([us, live.exposed_us, self._changing_us])()
+        turn, schedule = self._trial.turn, live.plan.schedule
         assert turn is not None
-        self._trial.spend(max(row[2] for row in rows))
-        self._changing_us = 0.0
-        self._exposed_us[turn.candidate].append(min(row[1] for row in rows))
-        self._trial.took(max(row[0] for row in rows))
+        self._untold += [us, live.exposed_us]
+        busy = schedule.gathers_in_forward or schedule.hides_exchange
+        if busy and len(self._untold) < 2 * turn.steps:
+            return  # lanes would work while ranks wait for each other here, which they do in no later step
+        rows = live.exchange([self._changing_us, *self._untold])()
+        self._trial.spend(max(row[0] for row in rows))
+        for at in range(1, 1 + len(self._untold), 2):
+            if self._trial.turn is turn:  # else the step before was the turn's last
+                self._exposed_us[turn.candidate].append(min(row[at + 1] for row in rows))
+                self._trial.took(max(row[at] for row in rows))
+        self._untold, self._changing_us = [], 0.0
         self._run_turn(live)
 
     def _decide(self, live: Live) -> None:

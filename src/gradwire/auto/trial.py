@@ -35,8 +35,9 @@ _TURN_STEPS = 3
 """Steps of a turn, if the budget allows them. The first step does not count, because it allocates memory."""
 _LEAST_ERROR, _MOST_ERROR = 0.05, 0.5
 """Bounds of the assumed error of predictions, as a share."""
-_SLOW_FIRST, _SLOW = 1.25, 1.15
-"""Factors that end a candidate's first turn: its first step, or a later one, takes so many times the best plan's step."""
+_SLOW_FIRST, _SLOW = 1.5, 1.15
+"""Factors that end a candidate's first turn: its first step, or a later one, takes so many times the best plan's step. The first
+step touches new memory, which may take a quarter of the step of a plan that is as fast as the best one."""
 _HOPELESS = 4.0
 """Factor that ends the first turn of a candidate with steps of different lengths: a step takes this many times the
 cycle's length times as long as a step of the best plan."""

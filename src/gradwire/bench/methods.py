@@ -222,6 +222,7 @@ class Gradwire(Method):
                 step=each.step,
                 cost_us=each.cost_us,
                 predicted_us=each.chosen.predicted_us,
+                measured_us=each.chosen.measured_us,
             )
             for each in self.handle.decisions
             if isinstance(each, AutoDecision)

@@ -89,6 +89,8 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time of all steps before the decision, minus the time of as many steps under the chosen plan."""
     predicted_us: float | None = None
     """Predicted time of a step of the chosen plan."""
+    measured_us: float | None = None
+    """Time of a step of the chosen plan in the trial; null: the plan did not run."""
 
 
 class MethodRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,6 +208,19 @@ class Alone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Mean time of backward. The rest of a step is forward and the optimizer's step."""
 
 
+class BetweenSites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The work of the relay between emulated sites, over all cells."""
+
+    frames: int
+    """Ethernet frames, of one or more segments."""
+    late_frames: int
+    """Frames that were sent more than 0.5 ms late: the processors were busy."""
+    latest_ms: float
+    """The longest time by which a frame was late."""
+    full_queue_segments: int
+    """Segments for which a link's queue had no room, as in a router."""
+
+
 class BenchRun(Document, frozen=True, kw_only=True):
     """A run of the matrix: `gradwire bench --json`."""
 
@@ -225,6 +240,8 @@ class BenchRun(Document, frozen=True, kw_only=True):
     turn_steps: int
     seed: int
     notes: tuple[str, ...] = ()
+    between_sites: BetweenSites | None = None
+    """null: one site."""
     alone: tuple[Alone, ...] = ()
     cells: tuple[Cell, ...] = ()
 

@@ -18,7 +18,7 @@ from gradwire.bench.loopback import Loopback
 from gradwire.bench.names import UNLIMITED, GivenModel, check_device, check_job, check_method
 from gradwire.bench.progress import View
 from gradwire.bench.recorded import complete_runs, method_folder
-from gradwire.bench.results import Alone, BenchRun, Cell, WorkerOrder, WorkerRecord, parse_event
+from gradwire.bench.results import Alone, BenchRun, BetweenSites, Cell, WorkerOrder, WorkerRecord, parse_event
 from gradwire.bench.statistics import alone_from, cells_from
 from gradwire.core import Made, Spec, make_folder
 from gradwire.errors import FormatError, TestbedError
@@ -208,6 +208,7 @@ class _Runner:
     def __init__(self, request: BenchRequest, problem: str | None, notes: list[str], watch: View, save_to: Path | None) -> None:
         self.request, self.problem, self.notes = request, problem, notes
         self.watch, self.save_to = watch, save_to
+        self.between_sites: BetweenSites | None = None
         self.alone: list[Alone] = []
         self.cells: list[Cell] = []
         self.made = Made.now()
@@ -231,7 +232,25 @@ class _Runner:
             if record is not None:
                 complete_runs(record, cells, request.warmup_steps, request.turn_steps, self.made)
         self.cells += cells
+        if isinstance(network, EmulatedCluster) and network.sites > 1:
+            self._look_between_sites(network, title)
         self._save()
+
+    def _look_between_sites(self, network: EmulatedCluster, title: str) -> None:
+        """Keep what the relay did so far, and note where the network was not as ordered."""
+        try:
+            counts = network.wan_counts()
+        except TestbedError as error:  # the relay ended
+            self.notes.append(f"{title}: {error}")
+            return
+        self.between_sites = BetweenSites(
+            frames=counts.frames,
+            late_frames=counts.late_frames,
+            latest_ms=round(1e3 * counts.latest_s, 3),
+            full_queue_segments=counts.full_queue_segments,
+        )
+        if (problem := counts.problem()) is not None:
+            self.notes.append(f"{title}: {problem}")
 
     def result(self) -> BenchRun:
         """Return everything measured so far."""
@@ -243,6 +262,7 @@ class _Runner:
             network="namespaces" if self.problem is None else "loopback",
             **{name: getattr(self.request, name) for name in asked},
             notes=tuple(self.notes),
+            between_sites=self.between_sites,
             alone=tuple(self.alone),
             cells=tuple(self.cells),
         )

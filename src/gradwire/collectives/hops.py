@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, Work, in_c
+from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, Work, in_c, weighted
 from gradwire.collectives.piece import Piece
 from gradwire.collectives.schemes import OneEncode
 from gradwire.kernels import Compressor
@@ -31,7 +31,7 @@ class _Hops(Transfers, OneEncode):
         self.aliases = [piece.flat, *self.parts]
         edges = zip(pairwise(bounds), self.segments, strict=True)
         self.memory = [piece.memory(codec, 0, start, end, segments) for (start, end), segments in edges]
-        Transfers.__init__(self, [self._up(), self._down()], rank, world_size)
+        Transfers.__init__(self, weighted([self._up(), self._down()], piece), rank, world_size)
         self.runs_in_c = in_c([codec], piece, self.memory)
 
     def _up(self) -> list[Transfer]:

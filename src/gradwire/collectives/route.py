@@ -53,12 +53,13 @@ class Route(Transfers):
         """For each encode of this rank the lowest rank that encodes the same values: both use the random numbers of that rank."""
         self.of_gradient = self._packing.own
         self.left: Memory | None = None
-        """Values to add to the next gradient; None if there were none so far."""
+        """Values to add to the next gradient, if there are any."""
 
     @property
     def memory(self) -> list[Memory]:
         """The memory of each encode, and the values to add to the next gradient."""
-        return [*self._packing.memory, *([self.left] if self.left else [])]
+        left = self.left  # a lane may drop it
+        return [*self._packing.memory, *([left] if left else [])]
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
         if phase == 0 and self.runs_in_c and link.wire is not None:
@@ -85,7 +86,7 @@ class Route(Transfers):
 
 @dataclass(frozen=True)
 class _AddLeft(Work):
-    """Add the values left from earlier steps to the gradient."""
+    """Add the values left from earlier steps to the gradient, once."""
 
     route: Route
 
@@ -93,7 +94,8 @@ class _AddLeft(Work):
         if self.route.left is not None:
             (left,) = self.route.left.state
             self.route.piece.flat.add_(left)
-            left.zero_()
+            streams.keep(left)
+            self.route.left = None
 
     def calls(self, stream: torch.Stream | None = None) -> list[KernelCall]:
         """None: there is something left after a change of plans only. `Route.run` adds it before the list."""

@@ -11,7 +11,19 @@ from itertools import pairwise
 import torch
 
 from gradwire.collectives.codec_state import Memory
-from gradwire.collectives.ops import Add, Copy, Decode, Encoding, Transfer, Transfers, Work, in_c, joined, payload_buffers
+from gradwire.collectives.ops import (
+    Add,
+    Copy,
+    Decode,
+    Encoding,
+    Transfer,
+    Transfers,
+    Work,
+    in_c,
+    joined,
+    payload_buffers,
+    weighted,
+)
 from gradwire.collectives.piece import Piece
 from gradwire.core import columns_of
 from gradwire.kernels import Compressor, Segments
@@ -44,7 +56,8 @@ class VirtualGrid(Transfers):
         self.start, self.end = shard, end
         """The own shard, from the piece's start."""
         reduces = [self._along_row(), self._along_column()]
-        super().__init__([[each] for each in [*reduces, *self._gathers()]], group.rank, size)
+        phases = [[each] for each in [*reduces, *self._gathers()]]
+        super().__init__(weighted(phases, piece), group.rank, size)
         self.remembers = codec.state
         self.runs_in_c = in_c(self.codecs, piece, self.memory)
 
@@ -148,6 +161,7 @@ class VirtualGrid(Transfers):
         return payload_buffers(sizes, self.piece.flat.device)
 
     def take_back(self, start: int, end: int) -> None:
+        self.piece.forget(start, end)
         self.memory[-1].add("residual", start, self.piece.values(start, end))
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:

@@ -17,16 +17,21 @@ Points: TypeAlias = tuple[tuple[int, float], ...]
 class CodecCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times of one spec's codec on one device, by bytes of the uncompressed input, 4 an element: for 16-bit gradients too."""
 
+    omit_at_default: ClassVar[tuple[str, ...]] = ("weigh",)
+
     spec: SpecField
     device: str
     """gpu or cpu"""
     encode: Points
     decode: Points
+    weigh: Points = ()
+    """Once in a step, by the bytes of the whole bucket: find the weights of elements, and learn those of the next step. Empty for
+    specs without weights, and where `encode` has it."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "spec", as_spec("spec", self.spec))
         word("device", self.device, ("gpu", "cpu"))
-        for field in ("encode", "decode"):
+        for field in ("encode", "decode", *(("weigh",) if self.weigh else ())):
             freeze_pairs(self, field, "[input bytes, microseconds]")
             _check_points(field, getattr(self, field))
 

@@ -193,7 +193,20 @@ class Prices:
                     tasks.append(Price("launch:cpu", us, step.gathers))
                 priced = exchange(size[step.payload])
                 tasks += self._staged(step, priced, size[step.payload] * step.share * step.parts)
+        first = next((at for at, task in enumerate(tasks) if task.task.startswith("comp")), None)
+        if first is not None:
+            tasks[first] = tasks[first]._replace(us=tasks[first].us + self._weigh_us(tasks[first].task, shares, size.coded))
         return tuple(tasks)
+
+    def _weigh_us(self, comp: str, shares: Mapping[Spec, float], nbytes: float) -> float:
+        """Microseconds that a rank weighs all elements of the piece, whatever part of them it encodes: for the first Comp."""
+        device = comp.partition(":")[2]
+        us = 0.0
+        for spec, share in shares.items():
+            codec = self.codecs.get((spec, device))
+            if codec is not None and codec.weigh:
+                us += share * time_at(codec.weigh, nbytes)
+        return us * (self.cluster.ranks_per_processor if device == "cpu" else 1.0)
 
     def _staged(self, step: Step, exchange: Price, held_bytes: float) -> list[Price]:
         """An exchange with the copies before it and after it, if payloads travel through the host's memory.
@@ -300,7 +313,8 @@ class Prices:
         return Price(step.task, us, step.gathers, traffic.sent * held, inside, between, free_us, cpu_us)
 
     def points(self, spec: Spec, device: str, what: str) -> Points:
-        """The measured points of a spec on a device; what: 'encode' or 'decode'. Raises PlanError if there are none."""
+        """The measured points of a spec on a device; what: 'encode', 'decode' or 'weigh'. Raises PlanError if the costs have
+        none of the spec there."""
         codec = self.codecs.get((spec, device))
         if codec is None:
             known = ", ".join(f"{show(codec.spec)} on {codec.device}" for codec in self.costs.codecs) or "none"
@@ -309,7 +323,7 @@ class Prices:
                 "its encode and decode on that device at a small and a large size, and add an entry to codecs: "
                 '{"spec": ..., "device": ..., "encode": [[bytes, microseconds], ...], "decode": [...]}.'
             )
-        return codec.encode if what == "encode" else codec.decode
+        return {"encode": codec.encode, "decode": codec.decode, "weigh": codec.weigh}[what]
 
     def uncompressed(self, bucket: Bucket) -> PricedBucket:
         """The bucket's exchanges with uncompressed gradients, as in CD-SGD's correction step.
@@ -404,6 +418,7 @@ def fold(option: tuple[str, ...], spec: Spec, prices: Prices) -> FoldedCosts:
             measured = prices.points(spec, device, "encode" if what == "comp" else "decode")
             per_byte = step.share * (step.parts if prices.decode_calls == "one" else 1)
             sizes |= {4 * round(nbytes / per_byte / 4) for nbytes, _ in measured}
+            sizes |= {nbytes for nbytes, _ in prices.points(spec, device, "weigh")}
         if step.large is not None:
             around = RING_SHARD_BYTES * prices.cluster.world_size
             sizes |= {around - 4, around}

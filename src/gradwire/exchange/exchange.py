@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import Scheme, ShardedSum, TwoPhase, share_scratch
+from gradwire.collectives import Route, Scheme, ShardedSum, TwoPhase, share_scratch
 from gradwire.core import Plan, codes_on_cpu, launch_tasks, near, printable, show, tasks_by_lane
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange.layout import BucketBuffers, Slot, build_buckets, launches, random_streams
@@ -412,8 +412,11 @@ class Exchange:
         """Copy the residuals. Returns the function that puts the copies back, after a step that failed in the middle."""
         copies = [(held, held.clone()) for held in self.residuals.held()]
         owed = [(slot, slot.owed) for slot in self.slots.values()]
+        left = [(chunk, chunk.left) for buffers in self._buckets for chunk in buffers.chunks if isinstance(chunk, Route)]
 
         def put_back() -> None:
+            for chunk, memory in left:
+                chunk.left = memory
             for held, copied in copies:
                 held.copy_(copied)
             for slot, own in owed:

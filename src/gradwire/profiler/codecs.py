@@ -42,6 +42,7 @@ _BUFFER_BYTES, _MOST_STATES = 64 * 2**20, 64
 """Bytes of a buffer, and the most states that calls take in turn."""
 _Own = tuple[list[torch.Tensor], Energies | None, Segments]
 """The state, energies and segments of a bucket."""
+_CURVES = "encode", "decode", "weigh"
 _COLUMNS = 1024
 """Columns of the matrices for methods that need matrices."""
 
@@ -66,20 +67,20 @@ def measure_codecs(
             for where in ("gpu", "cpu") if offload and kind == "gpu" and not spec.rounds else (kind,):
                 codec = codec_on(where, compressor_for(spec), kind)
                 calls = (_calls(spec, codec, nbytes // 4, *buffers, seconds) for nbytes in sizes)
-                times = [[_median_us(call, device, seconds) for call in both] for both in calls]
-                curves = (fit_points(list(zip(sizes, us, strict=True)), sizes[::2]) for us in zip(*times, strict=True))
-                encode, decode = (tuple((nbytes, round(us, 3)) for nbytes, us in curve) for curve in curves)
-                codecs.append(CodecCosts(spec=spec, device=where, encode=encode, decode=decode))
+                times = [[_median_us(call, device, seconds) for call in each] for each in calls]
+                fits = (fit_points(list(zip(sizes, us, strict=True)), sizes[::2]) for us in zip(*times, strict=True))
+                curves = [tuple((nbytes, round(us, 3)) for nbytes, us in curve) for curve in fits]
+                codecs.append(CodecCosts(spec=spec, device=where, **dict(zip(_CURVES, curves, strict=False))))
     return Costs(codecs=tuple(codecs), made=Made.now())
 
 
 def _calls(
     spec: Spec, codec: Compressor, numel: int, gradient: torch.Tensor, total: torch.Tensor, seconds: float
-) -> tuple[Callable[[], object], Callable[[], object]]:
+) -> list[Callable[[], object]]:
     """Return two functions: encode the gradient's next `numel` float32, and add a decode to the total's next part.
 
-    If the spec has weights, the first function finds them too, and updates the energies. seconds: the longest time for making
-    states."""
+    If the spec has weights, there is a third function, which finds them and updates the energies. seconds: the longest time for
+    making states."""
     device = gradient.device
     shape = (numel // _COLUMNS, _COLUMNS) if numel >= 2 * _COLUMNS else (1, numel)
     row = Segment(0, numel, 1, 0, spec.element_bits)
@@ -95,24 +96,28 @@ def _calls(
     if spec.rounds:
         program = codec.program(next(gradients), state, segments)
         fills = [partial(program.fill, number, context) for number in range(spec.rounds)]
-        return lambda: [fill() for fill in fills], lambda: program.finish(context)
+        return [lambda: [fill() for fill in fills], lambda: program.finish(context)]
     size = spec.payload_bytes([ElementRun(numel, spec.element_bits, shape)], 4)
     payload = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def encode(own: _Own | None = None) -> None:
-        source, (state, energies, segments) = next(gradients), own or next(states)
-        if energies is not None:  # once in a step, as encodes are
-            run_calls(Weigh(energies, segments).calls())
-        codec.encode(source, state, segments, context, payload)
-        if energies is not None:
-            run_calls(Learn(energies, source, segments).calls())
+        state, _, segments = own or next(states)
+        codec.encode(next(gradients), state, segments, context, payload)
 
+    def weigh(own: _Own | None = None) -> None:
+        _, energies, segments = own or next(states)
+        assert energies is not None
+        run_calls(Weigh(energies, segments).calls())
+        run_calls(Learn(energies, next(gradients), segments).calls())
+
+    weighs = [weigh] if spec.element_weights is not None else []
     made, until = list[_Own](), time.perf_counter() + seconds
     while not made or (len(made) < min(_MOST_STATES, len(gradient) // numel) and time.perf_counter() < until):
         made.append(state_of_bucket())
-        encode(made[-1])  # the first call with a state allocates
+        for call in (*weighs, encode):  # the first calls with a state allocate
+            call(made[-1])
     states = itertools.cycle(made)
-    return (encode, lambda: codec.decode(payload, segments, torch.float32, True, next(totals), context))
+    return [encode, lambda: codec.decode(payload, segments, torch.float32, True, next(totals), context), *weighs]
 
 
 def _parts(buffer: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
@@ -148,7 +153,8 @@ def cached_codecs(specs: Sequence[Spec], device: torch.device, sizes: Sequence[i
     missing = [spec for spec in dict.fromkeys(specs) if spec.encodes and spec not in known]
     if not missing:
         return kept
-    measured = measure_codecs(missing, device, sizes, seconds / (2 * len(sizes) * len(missing)))
+    curves = sum(2 if spec.element_weights is None else 3 for spec in missing)
+    measured = measure_codecs(missing, device, sizes, seconds / (len(sizes) * curves))
     costs = Costs(codecs=(*kept.codecs, *measured.codecs), made=measured.made)
     try:
         write_whole(make_folder(_folder()) / name, costs.to_json())
@@ -170,5 +176,5 @@ def _key(device: torch.device, sizes: tuple[int, ...]) -> str:
     name = processor_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
     library = hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if LIBRARY.exists() else "reference"
     simd = torch.backends.cpu.get_cpu_capability()
-    text = repr((name, simd, torch.__version__, __version__, library, sizes, _BUFFER_BYTES, _MOST_STATES))
+    text = repr((name, simd, torch.__version__, __version__, library, sizes, _BUFFER_BYTES, _MOST_STATES, "weigh apart"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -205,8 +205,9 @@ def described(found: Profiling) -> str:
     if cluster is not None:
         lines += _described_cluster(cluster)
     for codec in found.costs.codecs:
-        encode, decode = (time_at(points, _SHOWN_BYTES) for points in (codec.encode, codec.decode))
-        lines.append(f"{codec.spec!r} on {codec.device}: 1 MiB encoded in {encode:.0f} us, decoded in {decode:.0f} us")
+        curves = (codec.encode, codec.decode, codec.weigh or ((0, 0.0),))
+        encode, decode, weigh = (time_at(points, _SHOWN_BYTES) for points in curves)
+        lines.append(f"{codec.spec!r} on {codec.device}: 1 MiB encoded in {encode + weigh:.0f} us, decoded in {decode:.0f} us")
     return "\n".join(lines) + "\n"
 
 

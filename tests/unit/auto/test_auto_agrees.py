@@ -56,12 +56,13 @@ class MadeUpJob:
         self.foretold = {digest: us * chance.uniform(0.85, 1.15) for digest, us in self.real_us.items()}
         self.noise, self.drop = chance.choice((0.0, 0.02, 0.1)), chance.choice((1.0, 10.0))
         self.skew = [chance.uniform(0.9, 1.1) for _ in range(2)]
-        self.waits_s = self.optimizer_s = 0.0
-        """What an exchange of the driver takes, and what the script takes after each step."""
+        self.waits_s = self.optimizer_s = self.gathers_s = 0.0
+        """What an exchange of the driver takes, what the script takes after each step, and how long lanes gather after a step."""
+        self.plans = PLANS
 
     def offers(self) -> list[Offer]:
         made = []
-        for plan in PLANS:
+        for plan in self.plans:
             plain = plan is PLANS[0]
             made.append(Offer(Candidate(words_of(plan), self.foretold[plan.digest()], plain), plan))
         return sorted(made, key=lambda offer: offer.candidate.predicted_us)
@@ -80,6 +81,7 @@ class MadeUpLive:
         self.inputs, self.bytes_between_nodes = 64, [(1 - rank) * 10**6 * job.long] * 4  # rank 1 sends inside its node alone
         self.exposed_us = self.link_us = 0.0
         self.began_s: float | None = None
+        self.gathered_s = 0.0
 
     def time_device(self, on: bool) -> None:
         """Times are made up."""
@@ -93,7 +95,9 @@ class MadeUpLive:
         noise = max(0.5, self.chance.gauss(1.0, self.job.noise)) * self.job.skew[self.rank]
         us = self.job.real_us[self.plan.digest()] * noise * self.slow
         self.began_s, self.link_us = self.now_s, 0.5 * us
-        self.now_s += us / 1e6
+        self.now_s = max(self.now_s, self.gathered_s) + us / 1e6
+        if self.plan.schedule.gathers_in_forward:
+            self.gathered_s = self.now_s + self.job.gathers_s
 
     def wait(self) -> None: ...
 
@@ -133,7 +137,7 @@ class NoMoments:
     def remove(self) -> None: ...
 
 
-def run(seed: int, **job_times: float) -> tuple[list[list[str]], list[list[Any]], MadeUpJob]:
+def run(seed: int, **job_times: Any) -> tuple[list[list[str]], list[list[Any]], MadeUpJob]:
     """The plans and the decisions of both ranks."""
     job = MadeUpJob(seed)
     vars(job).update(job_times)
@@ -220,6 +224,18 @@ def test_waits_of_the_driver_are_no_time_of_the_script(made_up: None) -> None:
     with mock.patch("gradwire.auto.measuring.profile_of", profile_of):
         run(0, waits_s=0.05, optimizer_s=0.002)
     assert between_us == pytest.approx([2000.0] * 2, abs=1.0)
+
+
+def test_lanes_do_not_gather_while_ranks_tell_each_other_times_of_a_trial(made_up: None) -> None:
+    """The step that the trial measures is the one that training has later."""
+    pipelined = gw.Uniform(QSGD(bits=4), schedule="pipelined").plan(TENSORS, 2)
+    us = {plan.digest(): 6e4 for plan in PLANS} | {pipelined.digest(): 4.6e4}
+    alike = {"noise": 0.0, "skew": [1.0, 1.0], "drop": 1.0, "gathers_s": 0.008, "waits_s": 0.005}
+    for foretold in (4e4, 5.9e4):  # the pipelined plan runs first, or after plain all-reduce
+        told = {"real_us": us, "foretold": us | {PLANS[0].digest(): 5.8e4, pipelined.digest(): foretold}}
+        plans, decisions, _ = run(1, plans=[PLANS[0], pipelined], **told, **alike)
+        assert plans[0] == plans[1] and plans[0][-1] == pipelined.digest()
+        assert [each[0].chosen.measured_us for each in decisions] == pytest.approx([5.4e4] * 2)
 
 
 def test_where_steps_are_long_fewer_of_them_decide(made_up: None) -> None:

@@ -123,13 +123,21 @@ def test_what_encodes_runs_where_plain_takes_longer_than_predicted(measured_us: 
     assert chosen(trial) == ("4 bits" if runs else "plain")
 
 
-@pytest.mark.parametrize(("steps_us", "ran"), [((126.0,), 1), ((120.0, 116.0), 2), ((120.0, 114.0, 100.0), 3)])
+@pytest.mark.parametrize(("steps_us", "ran"), [((151.0,), 1), ((149.0, 116.0), 2), ((149.0, 114.0, 100.0), 3)])
 def test_a_turn_ends_with_the_first_step_that_is_clearly_slow(steps_us: tuple[float, ...], ran: int) -> None:
     trial = Trial([Candidate("A", 100.0), Candidate("B", 101.0)])
     for us in (100.0, 100.0, 100.0, *steps_us):
         assert trial.turn is not None and trial.turn.candidate == (trial.steps >= 3)
         trial.took(us)
     assert trial.steps == 3 + ran and (trial.turn is None or trial.turn.candidate == 0)
+
+
+def test_a_first_step_in_new_memory_is_not_the_time_of_a_plan() -> None:
+    trial = Trial([Candidate("A", 100.0), Candidate("B", 101.0)])
+    for us in (100.0, 100.0, 100.0, 130.0, 90.0, 90.0):
+        assert trial.turn is not None and trial.turn.candidate == (trial.steps >= 3)
+        trial.took(us)
+    assert trial.chosen == 1 and trial.median_us(1) == 90.0
 
 
 @pytest.mark.parametrize(("spent_us", "steps"), [(0.0, 3), (1.1e6, 3), (1.3e6, 2), (9e6, 2)])

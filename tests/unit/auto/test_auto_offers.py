@@ -30,6 +30,7 @@ from gradwire.core.schedules import Backward, Delayed, Pipelined
 from gradwire.core.specs import Spec
 from gradwire.errors import PlanError
 from gradwire.plan import AdaptiveBits, Policy, Uniform
+from gradwire.planner import PlanningJob
 from gradwire.planner.joint import joint
 
 TENSORS = [TensorInfo(f"w{index}", (300, 500), "float32") for index in range(8)] + [TensorInfo("b", (500,), "float32")]
@@ -71,6 +72,22 @@ def test_offers_are_few_different_and_of_the_class(accuracy: str, gbps: float) -
     assert used <= {Identity(), *specs}
     compressed = [offer for offer in made if not offer.candidate.plain and offer.candidate.loss > 0]
     assert not compressed if accuracy == "exact" else (compressed or gbps > 1)
+
+
+@pytest.mark.parametrize(("alpha_us", "ranks", "rounds"), [(25_000.0, 2, 1), (25_000.0, 40, 2), (50.0, 2, 0)])
+def test_a_far_backward_waits_for_the_reports_of_ranks(alpha_us: float, ranks: int, rounds: int) -> None:
+    """They leave after the last task. Where lanes gather in the next forward, they leave at the end of backward."""
+    link = Link(alpha_us, 0.1, message_us=min(alpha_us, 40.0))
+    far = Cluster(nodes=ranks, ranks_per_node=1, intra=Link(50.0, 10.0), inter=link)
+    specs = specs_of("safe", TENSORS, ranks)[:1]
+    simulator = PlanningJob(profile(), far, costs(specs), specs).simulator
+    waits = {
+        offer.plan.schedule.word: offer.candidate.predicted_us - simulator.step_us(offer.plan)
+        for offer in offers(profile(), far, costs(specs), specs, 0.01, schedules=[Pipelined()])
+    }
+    assert waits["backward"] == pytest.approx(rounds * alpha_us)
+    assert waits.get("pipelined", 0.0) == 0.0
+    assert "pipelined" in waits or ranks > 2
 
 
 @pytest.mark.parametrize("spec", [QSGD(bits=4), WEIGHTED], ids=repr)

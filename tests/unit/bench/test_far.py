@@ -1,11 +1,20 @@
 """The tables of steps over far links; nothing is measured."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+
+import pytest
 
 from benchmarks import far
 from benchmarks.sleeping_cells import found_by, is_whole, ratio
+from gradwire.auto.decision import AutoDecision, Tried
+from gradwire.bench.methods import Gradwire
 from gradwire.bench.names import UNLIMITED
-from gradwire.bench.runner import BenchRequest
+from gradwire.bench.results import BetweenSites, Cell, StepTimes
+from gradwire.bench.runner import BenchRequest, run_bench
+from gradwire.testbed import EmulatedCluster, RelayCounts
 
 
 def result(delay: int, **times: float | None) -> dict[str, Any]:
@@ -39,5 +48,43 @@ def test_what_was_not_measured_is_no_ratio() -> None:
     )
 
 
-def test_the_bench_takes_every_method() -> None:
-    BenchRequest([far.JOB], [UNLIMITED], list(far.METHODS.values()), device="sleeping", nodes=8, sites=far.SITES, wan="50ms")
+def test_a_decision_keeps_what_was_predicted_and_what_the_trial_measured() -> None:
+    tried = Tried("plan A", 400e3, 486e3, 2)
+    method = SimpleNamespace(handle=SimpleNamespace(decisions=[AutoDecision(12, "at the start", tried, tried, (), 7, 2e6, 0.0)]))
+    decided = Gradwire.decided.fget(method)
+    step = StepTimes(median_us=5e5, minimum_us=4e5, p10_us=45e4, p90_us=6e5, mean_us=5e5, stdev_us=1.0, steps=20)
+    found = found_by(Cell(job=far.JOB, link=UNLIMITED, gbps=None, method="gradwire:auto", step=step, decided=decided))
+    assert found["decided"] == [{"step": 12, "chosen": "plan A", "cost_s": 2.0, "predicted_ms": 400.0, "measured_ms": 486.0}]
+
+
+def request() -> BenchRequest:
+    """Raises FormatError where the bench does not take a method."""
+    methods = list(far.METHODS.values())
+    return BenchRequest([far.JOB], [UNLIMITED], methods, device="sleeping", nodes=8, sites=far.SITES, wan="50ms", alone_steps=0)
+
+
+@pytest.mark.parametrize("late", [3, 600])
+def test_what_the_relay_did_between_sites_is_kept(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
+    counts = RelayCounts(10_000, 0, 7, 0, 0, late, 0.0042, 1.0)
+    network = mock.create_autospec(EmulatedCluster, instance=True, sites=2)
+    network.wan_counts.return_value, network.run.return_value = counts, 1
+    network.__enter__.return_value = network
+    monkeypatch.setattr("gradwire.bench.runner._cluster", lambda _: network)
+    done = run_bench(request(), None, mock.MagicMock())
+    assert done.between_sites == BetweenSites(frames=10_000, late_frames=late, latest_ms=4.2, full_queue_segments=7)
+    notes = [note for note in done.notes if "was not as ordered" in note]
+    assert len(notes) == (late > 100) and all("600 of 10000 frames" in note for note in notes)
+
+
+def test_methods_of_a_delay_run_in_several_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[BenchRequest] = []
+
+    def run_bench(request: BenchRequest, *_: object) -> Any:
+        asked.append(request)
+        return SimpleNamespace(cell=lambda *_: None, notes=(), between_sites=None)
+
+    for name, value in {"FOLDER": tmp_path, "PAGE": tmp_path / "page.md", "run_bench": run_bench}.items():
+        monkeypatch.setattr(far, name, value)
+    monkeypatch.setattr(far, "emulation_problem", lambda: None)
+    assert far.run(["--delays", "50"]) == 1, "every method failed"
+    assert [each.steps // each.turn_steps for each in asked] == [4]

@@ -59,6 +59,26 @@ def prices(option, spec, shape, numel=1000, costs=Costs(codecs=()), **kwargs):  
     return Prices([TensorInfo("w", (numel,), "float32")], shape, costs).of(bucket).tasks
 
 
+WEIGHTED = ErrorFeedback(QSGD(bits=3, scale="ls", levels="lloyd"), weights=0.98)
+HIERARCHICAL = ("reducescatter:intra", *TWO_PHASE, "allgather:intra")
+
+
+@pytest.mark.parametrize("option", [TWO_PHASE, HIERARCHICAL], ids=" ".join)
+def test_all_elements_are_weighed_on_each_rank_whatever_part_it_encodes(option: tuple[str, ...]) -> None:
+    curves = {"spec": WEIGHTED, "device": "gpu", "encode": [(0, 5.0)], "decode": [(0, 2.0)]}
+    without, costs = (Costs(codecs=[CodecCosts(**curves, **more)]) for more in ({}, {"weigh": [(0, 0.0), (4000, 8.0)]}))
+    before, after = (prices(option, WEIGHTED, cluster(2, 4), costs=each) for each in (without, costs))
+    assert [b.us - a.us for a, b in zip(before, after, strict=True) if a != b] == pytest.approx([8.0])
+    assert next(b.task for a, b in zip(before, after, strict=True) if a != b) == "comp:gpu"
+    folded = [fold(option, WEIGHTED, Prices([], cluster(2, 4), each)) for each in (without, costs)]
+    for nbytes in (4000, 8000, 64_000):
+        assert folded[1].encode(nbytes) - folded[0].encode(nbytes) == pytest.approx(8.0 * nbytes / 4000)
+    again = Costs.from_dict(json.loads(costs.to_json()))
+    assert again == costs and '"weigh"' not in without.to_json()
+    with pytest.raises(FormatError, match=r"weigh\[1\]"):
+        CodecCosts(**curves, weigh=[(8, 1.0), (4, 1.0)])
+
+
 class TestCollectives:
     @pytest.mark.parametrize(
         ("word", "messages", "factor"),

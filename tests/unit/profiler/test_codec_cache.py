@@ -95,6 +95,14 @@ def test_gradients_are_drawn_on_the_cpu(default_device: None) -> None:
     assert not measure_codecs([Identity()], CPU, SIZES).codecs
 
 
+def test_weighing_is_measured_apart_from_encodes() -> None:
+    """Encodes of a rank are of some elements, and it weighs all of them."""
+    inner = QSGD(bits=3, scale="ls", levels="lloyd")
+    plain, weighted = measure_codecs([inner, ErrorFeedback(inner, weights=0.98)], CPU, [2**14, 2**16], seconds=0.01).codecs
+    assert plain.weigh == () and [nbytes for nbytes, _ in weighted.weigh] == [2**14]
+    assert all(us > 0 for curve in (weighted.encode, weighted.decode, weighted.weigh) for _, us in curve)
+
+
 def test_encodes_take_cold_gradients_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a step, in which the codec comes back to a bucket when other memory went through the caches."""
     seen: list[tuple[int, int]] = []
