@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -140,6 +141,28 @@ def test_without_any_file_all_begin_with_a_warning(tmp_path: Path) -> None:
 
     for _, warned in in_a_short_world(act):
         assert len(warned) == 1 and "Residuals begin at zero" in warned[0]
+
+
+def files_read(folder: str) -> list[str]:
+    """The files that a rank reads to resume, and where to."""
+    job, read, load = Job("feedback"), list[str](), torch.load
+
+    def noted(path: Path, **options: Any) -> Any:
+        read.append(f"{path.name} {options['map_location']}")
+        return load(path, **options)
+
+    with mock.patch.object(torch, "load", noted):
+        load_handle(job.handle, folder)
+    job.end()
+    return read
+
+
+def test_a_rank_reads_its_own_file_alone_where_all_ranks_have_theirs(tmp_path: Path, worlds: Worlds) -> None:
+    worlds.run(3, saved_run, "feedback", str(tmp_path), 5)
+    assert worlds.run(3, files_read, str(tmp_path)) == [[f"gradwire-rank{rank}.pt cpu"] for rank in range(3)]
+    (tmp_path / "gradwire-rank1.pt").unlink()
+    everywhere = ["gradwire-rank0.pt cpu", "gradwire-rank2.pt cpu"]
+    assert worlds.run(3, files_read, str(tmp_path)) == [everywhere] * 3
 
 
 def refused_on_one() -> tuple[str, int]:

@@ -1,11 +1,12 @@
 """Helpers for handles inside frameworks: the model's `no_sync`, and all ranks' states in checkpoints."""
 
 import gc
+import hashlib
 import io
 import os
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from gradwire.core import make_folder, write_whole
 from gradwire.engine import SET, Patch, load_state
 from gradwire.errors import DisagreementError, PlanError, StepStateError
 from gradwire.exchange import Exchange
-from gradwire.transport import agree
+from gradwire.transport import agree, gather_bytes
 
 __all__ = [
     "NoSync", "all_objects", "from_bytes", "gather_states", "heed_options_of_ddp", "load_handle", "resume_together",
@@ -68,9 +69,9 @@ def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
 def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     """Take up what ranks wrote into the folder. Collective: every rank calls it, between steps. All ranks load, or none.
 
-    A rank reads its own file; where another number of ranks saved, or its own file is missing, the files of all ranks that saved
-    together. Files of an earlier save with more ranks are left out, with a warning. If no rank finds a file, residuals begin at
-    zero, with a warning.
+    A rank reads its own file. Where another number of ranks saved, a file is missing, or not all are of one save, it reads the
+    files of all ranks that saved together. Files of an earlier save with more ranks are left out, with a warning. If no rank
+    finds a file, residuals begin at zero, with a warning.
 
     Raises ValueError on all ranks if only some find a file, if one does not fit the handle, and if they were not saved together.
     """
@@ -78,12 +79,28 @@ def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
 
     def read() -> dict[str, Any] | None:
         own, files = Path(folder) / _name(handle), sorted(Path(folder).glob("gradwire-rank*.pt"))
-        load = partial(torch.load, map_location=device, weights_only=True, mmap=True)
-        states: dict[Path, dict[str, Any]] = {path: load(path) for path in files}
+        load = partial(torch.load, weights_only=True, mmap=True)
+        state, save = dict[str, Any](), None
+        with suppress(Exception):  # it is raised below
+            if own in files and len(files) == group.world_size:
+                state = load(own, map_location=device)
+                save = _save_of(state)
+        told = _told_by_all(handle, save)
+        if save is not None and save[0] == group.global_ranks and all(each == told[0] for each in told):
+            return state
+        states: dict[Path, dict[str, Any]] = {path: load(path, map_location="cpu") for path in files}
         together = _saved_together(folder, states)
         if own in together and _ranks_of(states[own]) == group.global_ranks:
-            return states[own]
-        return {key: value for path in together for key, value in states[path].items()} or None
+            return _moved(states[own], device)
+        return {key: value for at, path in enumerate(together) for key, value in part(at, states[path]).items()} or None
+
+    def part(at: int, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of a rank, on the device if this rank takes it. The others stay in the files."""
+        ranks, taken = _ranks_of(state) or (), at == 0
+        taken |= any(
+            f"rank{rank}/step" in state for rank in (*ranks[group.rank :: group.world_size], group.global_ranks[group.rank])
+        )
+        return _moved(state, device) if taken else state
 
     if not load_state(handle.session, read):
         warnings.warn(
@@ -98,13 +115,29 @@ def _ranks_of(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     return None if ranks is None else tuple(ranks.tolist())
 
 
+def _save_of(state: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, int, bytes]:
+    """The save that a state is of: its ranks, step and job."""
+    step = next((int(value) for key, value in state.items() if key.startswith("rank") and key.endswith("/step")), -1)
+    return _ranks_of(state), step, bytes(state[SET].tolist()) if SET in state else b""
+
+
+def _told_by_all(handle: Handle, own: Any) -> list[bytes]:
+    """A digest of what each rank gives. Collective."""
+    lanes = handle.session.lanes
+    with lanes.told("all ranks to compare the files that they found", handle.session.reducer.step):
+        digest = hashlib.sha256(repr(own).encode()).digest()
+        return lanes.control.submit(partial(gather_bytes, text=digest)).result()
+
+
+def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
 def _saved_together(folder: str | os.PathLike[str], states: Mapping[Path, Mapping[str, Any]]) -> list[Path]:
     """The files of one save: all files, unless those of one save are whole and others are left of an earlier one."""
     sets: dict[Any, list[Path]] = {}
     for path, state in states.items():
-        step = next((int(value) for key, value in state.items() if key.startswith("rank") and key.endswith("/step")), -1)
-        job = bytes(state[SET].tolist()) if SET in state else b""
-        sets.setdefault((_ranks_of(state), step, job), []).append(path)
+        sets.setdefault(_save_of(state), []).append(path)
     whole = [(key, paths) for key, paths in sets.items() if key[0] is not None and len(paths) == len(key[0])]
     if len(sets) < 2 or len(whole) != 1:
         return [*states]
