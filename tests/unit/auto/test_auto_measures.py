@@ -4,10 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import gradwire as gw
 from gradwire.auto import alone, change_watch
+from gradwire.auto.adaptive_bits import AdaptiveBitsDriver
+from gradwire.auto.bit_errors import columns
 from gradwire.auto.change_watch import ChangeWatch
 from gradwire.core import Cluster, Costs, Identity, Link, TensorInfo
 from gradwire.plan import Uniform
+from gradwire.transport import MergedValues
 
 TENSOR = TensorInfo("w", (2048,), "float32")
 
@@ -29,6 +33,15 @@ def test_measurements_of_links_cost_what_they_took_on_the_slowest_rank() -> None
         for _ in range(5):
             assert watch._of_links(live, 1e5) is None
     assert len(measured) == 2, "0.6 s each of a budget of a second"
+
+
+def test_errors_of_bits_are_added_up_on_the_way() -> None:
+    adaptive, told = gw.AdaptiveBits(), list[list[float]]()
+    driver, rows = AdaptiveBitsDriver(adaptive), {"w": [0.0] * columns(adaptive)}
+    live: Any = SimpleNamespace(infos=[TENSOR], plan=SimpleNamespace(buckets=[]))
+    live.merged = lambda most, sums: told.append([*sums]) or MergedValues(b"", (), tuple(sums))
+    assert driver._errors_of_all_ranks(live, SimpleNamespace(rows=rows), {"w"}) == ([], [])  # type: ignore[arg-type]
+    assert told == [rows["w"]]
 
 
 def test_a_modules_exchange_is_priced_by_the_engines_rules() -> None:
