@@ -222,15 +222,11 @@ def test_who_failed_is_believed_of_ranks_alone(worlds: Worlds) -> None:
 
 
 def with_few_descriptors(limit: int) -> str:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-    try:
-        with pytest.raises(gw.GradwireError) as caught:
-            gw.parallelize(torch.nn.Linear(3, 3), plan=gw.QSGD(bits=4))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with (
+        mock.patch("gradwire.transport.addresses.resource.getrlimit", return_value=(limit, limit)),
+        pytest.raises(gw.GradwireError) as caught,
+    ):
+        gw.parallelize(torch.nn.Linear(3, 3), plan=gw.QSGD(bits=4))
     return str(caught.value)
 
 
