@@ -731,6 +731,8 @@ _HERE = "here"
 """The first word of a rank that waited for others. The ranks that it accuses follow, as numbers within the group."""
 _MOST_PATIENCES = 4
 """While ranks sign, a roll call goes on for so many times the patience."""
+_LOOK_S, _MOST_LOOK_S, _MANY = 0.05, 0.5, 64
+"""How often a rank reads who signed. Of more than so many ranks it reads more rarely: the store sends all pages."""
 
 
 class RollCall:
@@ -786,31 +788,34 @@ class RollCall:
             self._set(store)
             latest = deadline = time.monotonic() + patience_s
             latest += (_MOST_PATIENCES - 1) * patience_s
+            pause, read = min(_LOOK_S * max(1.0, group.world_size / _MANY), _MOST_LOOK_S, patience_s / 4), 0
             while time.monotonic() < min(deadline, latest) and len(signed) + 1 < group.world_size and not _said(signed):
                 before = len(signed)
-                signed.update(self._signatures(bytes(store.get(self._PAGE))))
+                page = bytes(store.get(self._PAGE))
+                end = page.rfind(b"\n") + 1
+                self._read(page[read:end], signed)
+                read = end
                 signed.pop(group.rank, None)
                 asked.append(time.monotonic())
                 if len(signed) > before > 0:
                     deadline = asked[-1] + patience_s
-                time.sleep(0.05)
+                time.sleep(pause)
 
         self._ask(call, patience_s, asked)
-        silent = [number for rank, number in enumerate(group.global_ranks) if rank not in (*signed, group.rank)]
+        there = signed.keys() | {group.rank}
+        silent = [number for rank, number in enumerate(group.global_ranks) if rank not in there]
         told = {group.global_ranks[rank]: words for rank, words in _said(signed).items()}
         accused = {*accuses, *(int(rank) for words in signed.values() if _waits(words) for rank in words.split()[1:])}
         numbers = {group.global_ranks[rank] for rank in accused if rank < group.world_size}
         return AnswersToCall(silent, told, bool(asked) or group.world_size == 1, numbers)
 
-    def _signatures(self, page: bytes) -> dict[int, str]:
-        """The words that ranks of the group signed with, by rank. The first words of a rank that failed count."""
-        found: dict[int, str] = {}
-        for line in page.split(b"\n"):
+    def _read(self, lines: bytes, signed: dict[int, str]) -> None:
+        """Add the words that ranks of the group signed with, by rank. The first words of a rank that failed count."""
+        for line in lines.split(b"\n"):
             rank, _, signature = line.partition(b" ")
             with suppress(ValueError):  # no rank wrote it
                 if (words := self._key.unseal(rank.decode(), base64.b64decode(signature, validate=True))) is not None:
-                    found[int(rank)] = words if _waits(found.get(int(rank), _HERE)) else found[int(rank)]
-        return found
+                    signed[int(rank)] = words if _waits(signed.get(int(rank), _HERE)) else signed[int(rank)]
 
     def _ask(self, call: Callable[[Any], None], patience_s: float, asked: Sequence[float] = ()) -> None:
         """`asked`: when the store answered; as long as it does, this waits for the end of the call."""
