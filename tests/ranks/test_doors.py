@@ -40,7 +40,6 @@ def connected(may_leave: int = 0) -> tuple[bool, bool, int]:
     wired = all(lane.link.wire is not None for lane in lanes.data)
     assert isinstance(lanes._heartbeats, Heartbeats)
     beating = len(lanes._heartbeats._connections) == dist.get_world_size() - 1
-    lanes._roll_call._connecting.join(20)
     handle.detach()
     del handle, lanes
     deadline = time.monotonic() + 10

@@ -739,11 +739,11 @@ class RollCall:
     """After a failure the ranks that noticed sign in the rendezvous store, with whom they waited for. Who was waited for and does
     not sign has failed; who was not waited for may be busy.
 
-    All ranks sign on one page, so one request reads all signatures. The store has a connection of its own, made at the start in
-    a thread of its own, since nothing waits for it. It is only asked from a thread with a deadline: the rank that hosts it may be
-    the one that died. A rank that could not do its part, or got other bytes than were sent, signs with its error, which all
-    others raise too. Signatures are sealed with the group's key: others than ranks reach the store too, and what they write
-    counts for nothing.
+    All ranks sign on one page, so one request reads all signatures. It goes over a connection of its own, made when a call
+    begins: one that each rank held from the start would be half of what the host of the store has open. The store is only
+    asked from a thread with a deadline: the rank that hosts it may be the one that died. A rank that could not do its part,
+    or got other bytes than were sent, signs with its error, which all others raise too. Signatures are sealed with the
+    group's key: others than ranks reach the store too, and what they write counts for nothing.
     """
 
     _PAGE = "signatures"
@@ -751,15 +751,17 @@ class RollCall:
     def __init__(self, group: Group, name: str) -> None:
         self._group, self._signed, self._key = group, _HERE, group.met.key
         self._store: Any = None
-        self._is_closed = False
-        self._connecting = start_store_thread(partial(self._connect, name), "gradwire-roll-call")
+        self._name, self._is_closed = f"{name}/failed", False
+        self._connecting = threading.Lock()
 
-    def _connect(self, name: str) -> None:
-        with suppress(Exception):
-            store = self._group.store(f"{name}/failed")
-            # a group's own store has a connection of its own; its host may be gone, so that a clone would wait in C++
-            store = store.clone() if self._group.process_group is not None else store
-            self._store = None if self._is_closed else store
+    def _connected(self) -> Any:
+        """The store, where the handle is not closed. Waits for its host."""
+        with self._connecting:
+            if self._store is None and not self._is_closed:
+                store = self._group.store(self._name)
+                # a group's own store has a connection of its own
+                self._store = store.clone() if self._group.process_group is not None else store
+            return None if self._is_closed else self._store
 
     def close(self) -> None:
         """Close the connection to the store."""
@@ -822,9 +824,8 @@ class RollCall:
 
         def ask() -> None:
             with suppress(Exception):
-                self._connecting.join(patience_s)
-                if self._store is not None:
-                    call(self._store)
+                if (store := self._connected()) is not None:
+                    call(store)
 
         caller = start_store_thread(ask, "gradwire-roll-call")
         caller.join(patience_s + 0.5)

@@ -55,3 +55,24 @@ def test_each_signature_is_read_once(ranks: int, pause_s: float) -> None:
     assert found.silent == [] and found.told == ({7: "no memory is left"} if ranks == 8 else {})
     assert sorted(int(rank) for rank in unsealed if rank) == [*range(ranks)] and store.looks == -(-(ranks - 1) // 100)
     assert {round(pause, 2) for pause in pauses} == {pause_s}
+
+
+def test_the_store_is_connected_when_a_call_begins() -> None:
+    """Its host has a connection of each rank; a second one of each would be idle as long as nothing fails."""
+    clones = list[PageOfMany]()
+
+    def clone(self: PageOfMany) -> PageOfMany:
+        clones.append(self)
+        return self
+
+    with mock.patch.object(PageOfMany, "clone", clone, create=True):
+        store, key = PageOfMany(), JobKey(bytes(32))
+        first, second = (roll_call(rank, 2, store, key) for rank in range(2))
+        for each in (first, second):
+            each._group.process_group = mock.MagicMock()  # type: ignore[misc]
+        assert not clones
+        second.sign("no memory is left", 5.0)
+        assert first.missing(5.0).told == {1: "no memory is left"} and first.missing(5.0).is_known
+        assert len(clones) == 2
+        first.close()
+        assert not first.missing(0.1).is_known and len(clones) == 2
