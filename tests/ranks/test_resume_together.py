@@ -1,9 +1,11 @@
 """Ranks that resume with different files: all of them load, or all of them raise the same sentence."""
 
+import json
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ from torch import nn
 from worlds import World, Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.engine import saving
 from gradwire.integrations.handles import gather_states, load_handle, save_handle
 
 PLANS: dict[str, Any] = {
@@ -165,6 +168,13 @@ def test_a_rank_reads_its_own_file_alone_where_all_ranks_have_theirs(tmp_path: P
     assert worlds.run(3, files_read, str(tmp_path)) == [everywhere] * 3
 
 
+def test_what_ranks_tell_of_a_state_does_not_grow_with_the_model() -> None:
+    saved: Any = SimpleNamespace(decided=None, step=7, order=list(range(5000)), searching=False, own=True, measuring=b"")
+    other = SimpleNamespace(**vars(saved) | {"order": [1, 0, *range(2, 5000)]})
+    card, unlike = (saving._card_of(each, "job") for each in (saved, other))
+    assert len(json.dumps(card)) < 200 and card["alike"]["order"] != unlike["alike"]["order"]
+
+
 def refused_on_one() -> tuple[str, int]:
     """The handle after another rank refused its state: as before."""
     job = Job("feedback")
@@ -210,10 +220,10 @@ def test_states_are_gathered_of_all_ranks_or_none(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_files_of_an_earlier_save_with_more_ranks_are_left_out(tmp_path: Path, ranks: int) -> None:
-    for saving, steps in ((3, 4), (2, 7)):
-        with World(saving, group_timeout_s=15.0) as world:
+    for writers, steps in ((3, 4), (2, 7)):
+        with World(writers, group_timeout_s=15.0) as world:
             world.run(saved_run, "feedback", str(tmp_path / "both"), steps)
-            world.run(saved_run, "feedback", str(tmp_path / str(saving)), steps)
+            world.run(saved_run, "feedback", str(tmp_path / str(writers)), steps)
     with World(ranks, group_timeout_s=15.0) as world:
         mixed = world.run(resumed_run, "feedback", [str(tmp_path / "both")] * ranks, 3)
         alone = world.run(resumed_run, "feedback", [str(tmp_path / "2")] * ranks, 3)
