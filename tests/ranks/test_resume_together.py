@@ -168,6 +168,28 @@ def test_a_rank_reads_its_own_file_alone_where_all_ranks_have_theirs(tmp_path: P
     assert worlds.run(3, files_read, str(tmp_path)) == [everywhere] * 3
 
 
+def resumed_where_a_folder_cannot_be_read(folder: str) -> str:
+    job, listed = Job("feedback"), Path.glob
+
+    def unreadable(self: Path, pattern: str) -> Any:
+        raise PermissionError(f"{self} cannot be read")
+
+    with mock.patch.object(Path, "glob", unreadable if dist.get_rank() == 1 else listed), pytest.raises(Exception) as caught:
+        load_handle(job.handle, folder)
+    job.end()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_folder_that_one_rank_cannot_read_is_told_on_all_ranks(tmp_path: Path) -> None:
+    def act(world: World) -> list[str]:
+        world.run(saved_run, "feedback", str(tmp_path), 5)
+        return world.run(resumed_where_a_folder_cannot_be_read, str(tmp_path))
+
+    first, second = in_a_short_world(act)
+    assert second.startswith("PermissionError") and first.startswith("ValueError: rank 1 could not load its state")
+    assert second in first
+
+
 def test_what_ranks_tell_of_a_state_does_not_grow_with_the_model() -> None:
     saved: Any = SimpleNamespace(decided=None, step=7, order=list(range(5000)), searching=False, own=True, measuring=b"")
     other = SimpleNamespace(**vars(saved) | {"order": [1, 0, *range(2, 5000)]})

@@ -1,14 +1,12 @@
 """Helpers for handles inside frameworks: the model's `no_sync`, and all ranks' states in checkpoints."""
 
 import gc
-import hashlib
 import io
 import os
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,8 @@ from gradwire.core import make_folder, write_whole
 from gradwire.engine import SET, Patch, load_state
 from gradwire.errors import DisagreementError, PlanError, StepStateError
 from gradwire.exchange import Exchange
-from gradwire.transport import agree, gather_bytes
+from gradwire.integrations.saved_files import file_of, read_saved
+from gradwire.transport import agree
 
 __all__ = [
     "NoSync", "all_objects", "from_bytes", "gather_states", "heed_options_of_ddp", "load_handle", "resume_together",
@@ -63,7 +62,7 @@ def heed_options_of_ddp(options: Any, model: torch.nn.Module) -> None:
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Call it on every rank, between steps."""
     state = handle.state_dict() | {SET: torch.tensor(list(handle.session.lanes.name.encode()), dtype=torch.uint8)}
-    write_whole(make_folder(folder) / _name(handle), to_bytes(state))
+    write_whole(make_folder(folder) / file_of(handle), to_bytes(state))
 
 
 def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
@@ -75,79 +74,11 @@ def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
 
     Raises ValueError on all ranks if only some find a file, if one does not fit the handle, and if they were not saved together.
     """
-    device, group = handle.session.device, handle.session.group
-
-    def read() -> dict[str, Any] | None:
-        own, files = Path(folder) / _name(handle), sorted(Path(folder).glob("gradwire-rank*.pt"))
-        load = partial(torch.load, weights_only=True, mmap=True)
-        state, save = dict[str, Any](), None
-        with suppress(Exception):  # it is raised below
-            if own in files and len(files) == group.world_size:
-                state = load(own, map_location=device)
-                save = _save_of(state)
-        told = _told_by_all(handle, save)
-        if save is not None and save[0] == group.global_ranks and all(each == told[0] for each in told):
-            return state
-        states: dict[Path, dict[str, Any]] = {path: load(path, map_location="cpu") for path in files}
-        together = _saved_together(folder, states)
-        if own in together and _ranks_of(states[own]) == group.global_ranks:
-            return _moved(states[own], device)
-        return {key: value for at, path in enumerate(together) for key, value in part(at, states[path]).items()} or None
-
-    def part(at: int, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of a rank, on the device if this rank takes it. The others stay in the files."""
-        ranks, taken = _ranks_of(state) or (), at == 0
-        taken |= any(
-            f"rank{rank}/step" in state for rank in (*ranks[group.rank :: group.world_size], group.global_ranks[group.rank])
-        )
-        return _moved(state, device) if taken else state
-
-    if not load_state(handle.session, read):
+    if not load_state(handle.session, partial(read_saved, handle, folder)):
         warnings.warn(
             f"{folder} has no gradwire-rank*.pt: it was saved without gradwire, or by another node. Residuals begin at zero.",
             stacklevel=3,
         )
-
-
-def _ranks_of(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The ranks that saved together with the one whose state it is."""
-    ranks = next((value for key, value in state.items() if key.startswith("rank") and key.endswith("/ranks")), None)
-    return None if ranks is None else tuple(ranks.tolist())
-
-
-def _save_of(state: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, int, bytes]:
-    """The save that a state is of: its ranks, step and job."""
-    step = next((int(value) for key, value in state.items() if key.startswith("rank") and key.endswith("/step")), -1)
-    return _ranks_of(state), step, bytes(state[SET].tolist()) if SET in state else b""
-
-
-def _told_by_all(handle: Handle, own: Any) -> list[bytes]:
-    """A digest of what each rank gives. Collective."""
-    lanes = handle.session.lanes
-    with lanes.told("all ranks to compare the files that they found", handle.session.reducer.step):
-        digest = hashlib.sha256(repr(own).encode()).digest()
-        return lanes.control.submit(partial(gather_bytes, text=digest)).result()
-
-
-def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-
-
-def _saved_together(folder: str | os.PathLike[str], states: Mapping[Path, Mapping[str, Any]]) -> list[Path]:
-    """The files of one save: all files, unless those of one save are whole and others are left of an earlier one."""
-    sets: dict[Any, list[Path]] = {}
-    for path, state in states.items():
-        sets.setdefault(_save_of(state), []).append(path)
-    whole = [(key, paths) for key, paths in sets.items() if key[0] is not None and len(paths) == len(key[0])]
-    if len(sets) < 2 or len(whole) != 1:
-        return [*states]
-    (((ranks, step, _), paths),) = whole
-    warnings.warn(
-        f"{folder} has gradwire-rank*.pt of an earlier save, beside those of step {step} of {len(ranks)} ranks. Left out: "
-        f"{', '.join(path.name for path in states if path not in paths)}. Remove them.",
-        stacklevel=5,
-    )
-    return paths
 
 
 def all_objects() -> list[Any]:
@@ -224,8 +155,3 @@ def from_bytes(data: bytes) -> dict[str, Any]:
     """The state from the bytes of `to_bytes`, on the CPU."""
     state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return state
-
-
-def _name(handle: Handle) -> str:
-    group = handle.session.group
-    return f"gradwire-rank{group.global_ranks[group.rank]}.pt"
