@@ -5,8 +5,8 @@ from math import isqrt
 _SHARD_BYTES = 2**16
 """Between nodes, shards of so many bytes or more go around a ring."""
 _FEW_RANKS = 16
-"""Of more ranks shards must be larger, in proportion to the ranks. Each of 2(n - 1) hops takes the link's latency, and halving
-has 2 log2 n; so bytes must take long enough that the ring's better use of the link outweighs its hops."""
+"""The most ranks for which that is so. More ranks need larger shards, in proportion to their number: each of 2(n - 1) hops takes
+the link's latency, and halving has 2 log2 n. So bytes must take long enough that the ring's better use of the link counts."""
 
 
 def least_ring_bytes(world_size: int) -> int:

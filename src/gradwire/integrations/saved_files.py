@@ -25,7 +25,7 @@ def file_of(handle: Handle) -> str:
 
 
 def read_saved(handle: Handle, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """What this rank takes up of the files in the folder, as `load_handle` says; None without any. Collective."""
+    """Read the part of the files in the folder that this rank takes up, as `load_handle` says; None without any. Collective."""
     device, group = handle.session.device, handle.session.group
     own, load = Path(folder) / file_of(handle), partial(torch.load, weights_only=True, mmap=True)
     state, save = dict[str, Any](), None
