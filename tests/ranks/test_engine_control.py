@@ -99,6 +99,14 @@ def test_ranks_that_differ_are_named(threads: Threads) -> None:
         assert messages[:2] == [4, 2] and messages[3] == 2 and (rank == 1 or messages[2] == 4)
 
 
+def test_ranks_that_differ_are_asked_with_few_messages_too(threads: Threads) -> None:
+    ranks = 17
+    for rank, (messages, told) in enumerate(threads.run(ranks, messages_of_steps, 2)):
+        few = sum(len(each.targets) for each in merge_rounds(rank, ranks))
+        assert len(told) == 1 and (rank == 1 or "step 2 is void on all ranks: rank 1 left it after" in told[0]), told
+        assert messages[1:] == [few, messages[2], few] and (rank == 1 or messages[2] == 2 * few)
+
+
 def ridden() -> list[Any]:
     """What all ranks gave to be merged with the reports of steps."""
     model = Given([30])

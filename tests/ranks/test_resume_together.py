@@ -1,10 +1,13 @@
 """Ranks that resume with different files: all of them load, or all of them raise the same sentence."""
 
+import json
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import nn
 from worlds import World, Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.engine import saving
 from gradwire.integrations.handles import gather_states, load_handle, save_handle
 
 PLANS: dict[str, Any] = {
@@ -142,6 +146,57 @@ def test_without_any_file_all_begin_with_a_warning(tmp_path: Path) -> None:
         assert len(warned) == 1 and "Residuals begin at zero" in warned[0]
 
 
+def files_read(folder: str) -> list[str]:
+    """The files that a rank reads to resume, and where to."""
+    job, read, load = Job("feedback"), list[str](), torch.load
+
+    def noted(path: Path, **options: Any) -> Any:
+        read.append(f"{path.name} {options['map_location']}")
+        return load(path, **options)
+
+    with mock.patch.object(torch, "load", noted):
+        load_handle(job.handle, folder)
+    job.end()
+    return read
+
+
+def test_a_rank_reads_its_own_file_alone_where_all_ranks_have_theirs(tmp_path: Path, worlds: Worlds) -> None:
+    worlds.run(3, saved_run, "feedback", str(tmp_path), 5)
+    assert worlds.run(3, files_read, str(tmp_path)) == [[f"gradwire-rank{rank}.pt cpu"] for rank in range(3)]
+    (tmp_path / "gradwire-rank1.pt").unlink()
+    everywhere = ["gradwire-rank0.pt cpu", "gradwire-rank2.pt cpu"]
+    assert worlds.run(3, files_read, str(tmp_path)) == [everywhere] * 3
+
+
+def resumed_where_a_folder_cannot_be_read(folder: str) -> str:
+    job, listed = Job("feedback"), Path.glob
+
+    def unreadable(self: Path, pattern: str) -> Any:
+        raise PermissionError(f"{self} cannot be read")
+
+    with mock.patch.object(Path, "glob", unreadable if dist.get_rank() == 1 else listed), pytest.raises(Exception) as caught:
+        load_handle(job.handle, folder)
+    job.end()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_folder_that_one_rank_cannot_read_is_told_on_all_ranks(tmp_path: Path) -> None:
+    def act(world: World) -> list[str]:
+        world.run(saved_run, "feedback", str(tmp_path), 5)
+        return world.run(resumed_where_a_folder_cannot_be_read, str(tmp_path))
+
+    first, second = in_a_short_world(act)
+    assert second.startswith("PermissionError") and first.startswith("ValueError: rank 1 could not load its state")
+    assert second in first
+
+
+def test_what_ranks_tell_of_a_state_does_not_grow_with_the_model() -> None:
+    saved: Any = SimpleNamespace(decided=None, step=7, order=list(range(5000)), searching=False, own=True, measuring=b"")
+    other = SimpleNamespace(**vars(saved) | {"order": [1, 0, *range(2, 5000)]})
+    card, unlike = (saving._card_of(each, "job") for each in (saved, other))
+    assert len(json.dumps(card)) < 200 and card["alike"]["order"] != unlike["alike"]["order"]
+
+
 def refused_on_one() -> tuple[str, int]:
     """The handle after another rank refused its state: as before."""
     job = Job("feedback")
@@ -187,10 +242,10 @@ def test_states_are_gathered_of_all_ranks_or_none(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_files_of_an_earlier_save_with_more_ranks_are_left_out(tmp_path: Path, ranks: int) -> None:
-    for saving, steps in ((3, 4), (2, 7)):
-        with World(saving, group_timeout_s=15.0) as world:
+    for writers, steps in ((3, 4), (2, 7)):
+        with World(writers, group_timeout_s=15.0) as world:
             world.run(saved_run, "feedback", str(tmp_path / "both"), steps)
-            world.run(saved_run, "feedback", str(tmp_path / str(saving)), steps)
+            world.run(saved_run, "feedback", str(tmp_path / str(writers)), steps)
     with World(ranks, group_timeout_s=15.0) as world:
         mixed = world.run(resumed_run, "feedback", [str(tmp_path / "both")] * ranks, 3)
         alone = world.run(resumed_run, "feedback", [str(tmp_path / "2")] * ranks, 3)

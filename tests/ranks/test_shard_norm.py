@@ -1,6 +1,9 @@
 """Clipping in the pipelined schedule by the norm of shards: torch's norm and weights, and gathers go on meanwhile."""
 
+import math
+from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import nn
 from worlds import seeded
 
 import gradwire as gw
+from gradwire.engine.schedules import pipelined
 
 STEPS = 6
 MAX_NORM = 0.05
@@ -62,3 +66,21 @@ def test_compressed_gradients_are_clipped_as_they_arrive(threads: Threads) -> No
     ):
         assert norms == expected and torch.equal(weights, right)
         assert not any(under_way)
+
+
+def norm_and_messages(power: float) -> tuple[float, int]:
+    """The norm of one number of each rank, and how many bytes this rank handed over for it."""
+    link = here.group.meet(timedelta(seconds=20)).connect("norm", torch.device("cpu"), timedelta(seconds=20))[0]
+    handed = []
+    counted = SimpleNamespace(
+        world_size=here.group.world_size,
+        rank=here.rank,
+        all_gather=lambda into, own: handed.append(own.numel()) or link._allgather_base(into, own),
+    )
+    return pipelined._norm(counted, 1.1**here.rank, power), sum(handed)
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0, 3.5, math.inf])
+def test_a_rank_tells_two_numbers_for_a_norm(threads: Threads, power: float) -> None:
+    expected = float(torch.linalg.vector_norm(torch.tensor([1.1**rank for rank in range(3)], dtype=torch.float64), power))
+    assert threads.run(3, norm_and_messages, power) == [(expected, 2)] * 3

@@ -79,7 +79,6 @@ sys.modules["last"].kept = WhileTheInterpreterEnds()
 met = SimpleNamespace(key=JobKey(bytes(32)))
 named = dict(process_group=store, met=met, store=lambda name: PrefixStore(name, store))
 call = RollCall(SimpleNamespace(rank=0, world_size=2, global_ranks=(0, 1), **named), "job")
-call._connecting.join()
 os.kill(host, signal.SIGSTOP)
 print(call.missing(0.2).is_known, flush=True)
 """

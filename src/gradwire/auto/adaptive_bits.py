@@ -295,7 +295,7 @@ class AdaptiveBitsDriver(PlanDriver):
         flat = [value for info in infos for value in errors.rows.get(info.name, zeros)]
         if not flat:
             return [], []
-        summed = [math.fsum(column) for column in zip(*live.exchange(flat)(), strict=True)]
+        summed = live.merged((), flat).sums
         rows = [summed[at : at + len(zeros)] for at in range(0, len(summed), len(zeros))]
         bucket_of = {name: bucket for bucket in live.plan.buckets for name in bucket.tensors}
         kept, both = [], []

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gradwire.auto.changes import WINDOW, ChangeSigns
 from gradwire.auto.live import Live
-from gradwire.auto.measuring import cluster_of, speeds_of, wire_us
+from gradwire.auto.measuring import cluster_of, wire_us
 from gradwire.core import Cluster, Plan
 from gradwire.transport import MergedValues
 
@@ -52,8 +52,10 @@ class ChangeWatch:
     def __init__(self) -> None:
         self.cluster: Cluster | None = None
         """The links when the plan was chosen. Set before the first step."""
-        self.speeds: tuple[float, ...] = ()
-        """The speed of each rank in the last window, as `speeds_of` returns it."""
+        self.compute_us = 0.0
+        """The usual computation time of a step on this rank in the last window; 0 before the first one ended."""
+        self.inputs = 0.0
+        """The usual size of inputs in these steps."""
         self.measured_step = -1
         """The last step after which links were measured."""
         self._signs = ChangeSigns()
@@ -84,9 +86,8 @@ class ChangeWatch:
             asked = self._read(live, merged)
         if len(self._window) == WINDOW:
             steps_us, links_us, computes_us, inputs = zip(*self._window, strict=True)
-            own = [0.0] * (2 * live.group.world_size)  # each rank adds to its own places
-            own[live.group.rank], own[live.group.world_size + live.group.rank] = median(computes_us), median(inputs)
-            self._waiting = live.merge([*steps_us, *(-us for us in links_us), *computes_us], [*inputs, *own])
+            self.compute_us, self.inputs = median(computes_us), median(inputs)
+            self._waiting = live.merge([*steps_us, *(-us for us in links_us), *computes_us], inputs)
             self._window = []
         return asked
 
@@ -94,10 +95,8 @@ class ChangeWatch:
         """Evaluate one window."""
         steps_us, links_us, computes_us = (merged.most[at : at + WINDOW] for at in range(0, 3 * WINDOW, WINDOW))
         self._ran_us += sum(steps_us)
-        inputs, each = merged.sums[:WINDOW], merged.sums[WINDOW:]
-        self.speeds = speeds_of(each[: len(each) // 2], each[len(each) // 2 :])
         # of links that of the rank that waited least for others
-        change = self._signs.window(steps_us, [-us for us in links_us], computes_us, inputs)
+        change = self._signs.window(steps_us, [-us for us in links_us], computes_us, merged.sums)
         if change is None:
             return None
         if change.of == "links":

@@ -87,9 +87,7 @@ class CorrectionPeriods(PlanDriver):
         """End a step, and choose k anew if a measurement is due."""
         live = Live(session)
         if (live.step - live.plan.schedule.warmup_steps) % PERIOD == MEASURED_AT:
-            rows = live.exchange(squares(session))()
-            residuals, gradients = (math.fsum(column) for column in zip(*rows, strict=True))
-            self._choose(live, residuals, gradients)
+            self._choose(live, *live.merged((), squares(session)).sums)
 
     def _choose(self, live: Live, residuals: float, gradients: float) -> None:
         present = live.plan.schedule

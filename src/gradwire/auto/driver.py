@@ -49,7 +49,16 @@ from gradwire.auto.changes import StepPace
 from gradwire.auto.decision import AutoDecision, Tried, say
 from gradwire.auto.live import DrivenJob, Live, Stepped
 from gradwire.auto.local import EXPOSED, local_offer, worth
-from gradwire.auto.measuring import CODECS_SECONDS, LONG_STEP_US, LOOK_STEPS, Look, cluster_of, codecs_of, scaled
+from gradwire.auto.measuring import (
+    CODECS_SECONDS,
+    LONG_STEP_US,
+    LOOK_STEPS,
+    Look,
+    cluster_of,
+    codecs_of,
+    measured_speeds,
+    scaled,
+)
 from gradwire.auto.planning import Offer, Seen, foreseen, offers, on_trial, words_of
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Backward, Costs, Document, Identity, LocalSteps, Plan, Profile, Spec, TensorInfo
@@ -461,7 +470,7 @@ class Auto(Driver):
             self._steps, self._phase = 0, self._settle
             return
         self._profile = scaled(self._profile, computes)
-        self._speeds = self._watch.speeds or self._speeds
+        self._speeds = measured_speeds(live, self._watch.compute_us, self._watch.inputs) or self._speeds
         self._offer(live, step_us)
 
 

@@ -123,6 +123,12 @@ class AllRanks:
 
         return wait
 
+    def merged(self, most: Sequence[float], sums: Sequence[float] = ()) -> MergedValues:
+        """Merge values over all ranks, which have as many: maxima and sums. All ranks get the same bits."""
+        values = MergedValues(b"", tuple(most), tuple(sums))
+        future = self.lanes.control.submit(partial(merge_over_ranks, own=values, tag=self.lanes.first_tag))
+        return self._result("measured times", future.result)
+
     def made_by_first(self, make: Callable[[], str], instead: str) -> str:
         """Return on all ranks a text that rank 0 makes. Return '' if making it failed with any exception, because the
         other ranks wait for an answer. instead: what runs after a failure, for the log."""

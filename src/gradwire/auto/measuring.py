@@ -88,12 +88,12 @@ class Look:
         live.hold(False)
         computes_us = median_low([max((each for each in row if not math.isnan(each)), default=0.0) for row in self._moments.rows])
         part = self._moments.needed_s / max(1e-9, self._moments.wall_s)
-        own = [us, 1e6 * pace.usual_s, part, computes_us, live.inputs, *(moment for row in self._moments.rows for moment in row)]
-        rows = live.exchange(own)()
-        between_us, part = (max(row[column] for row in rows) for column in (1, 2))
-        profile = profile_of(live, self._infos, [row[5:] for row in rows], between_us, part)
-        self.speeds = speeds_of([row[3] for row in rows], [row[4] for row in rows])
-        return profile, max(row[0] for row in rows)
+        moments = (-math.inf if math.isnan(each) else each for row in self._moments.rows for each in row)
+        us, between_us, part, *latest = live.merged([us, 1e6 * pace.usual_s, part, *moments]).most
+        row = [math.nan if moment == -math.inf else moment for moment in latest]
+        profile = profile_of(live, self._infos, [row], between_us, part)
+        self.speeds = measured_speeds(live, computes_us, live.inputs)
+        return profile, us
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
@@ -140,6 +140,11 @@ def profile_of(
         processor_part=processor_part if on_cpu else None,
         tensors=tuple(tensors),
     )
+
+
+def measured_speeds(live: Live, compute_us: float, inputs: float) -> tuple[float, ...]:
+    """Return the speed of each rank, as `speeds_of` does, from what each rank passes. Collective."""
+    return speeds_of(*zip(*live.exchange([compute_us, inputs])(), strict=True))
 
 
 def speeds_of(computes_us: Sequence[float], inputs: Sequence[float]) -> tuple[float, ...]:

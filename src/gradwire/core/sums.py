@@ -2,8 +2,20 @@
 
 from math import isqrt
 
-RING_SHARD_BYTES = 2**16
+_SHARD_BYTES = 2**16
 """Between nodes, shards of so many bytes or more go around a ring."""
+_FEW_RANKS = 16
+"""The most ranks for which that is so. More ranks need larger shards, in proportion to their number: each of 2(n - 1) hops takes
+the link's latency, and halving has 2 log2 n. So bytes must take long enough that the ring's better use of the link counts."""
+
+
+def least_ring_bytes(world_size: int) -> int:
+    """The least bytes of a sum that go around a ring of so many ranks.
+
+    >>> [least_ring_bytes(ranks) // 2**20 for ranks in (16, 64, 1024)]
+    [1, 64, 16384]
+    """
+    return _SHARD_BYTES * world_size * (1 if world_size <= _FEW_RANKS else world_size // 4)
 
 
 def goes_around(nbytes: float, nodes: int, world_size: int) -> bool:
@@ -11,8 +23,10 @@ def goes_around(nbytes: float, nodes: int, world_size: int) -> bool:
 
     >>> goes_around(8 * 2**16, nodes=8, world_size=8), goes_around(2**30, nodes=1, world_size=8)
     (True, False)
+    >>> goes_around(2**28, nodes=64, world_size=64), goes_around(2**28, nodes=1024, world_size=1024)
+    (True, False)
     """
-    return nodes > 1 and world_size > 2 and nbytes // world_size >= RING_SHARD_BYTES
+    return nodes > 1 and world_size > 2 and nbytes >= least_ring_bytes(world_size)
 
 
 def primes_of(number: int) -> list[int]:

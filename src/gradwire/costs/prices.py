@@ -15,7 +15,6 @@ from gradwire.core import (
     DTYPE_BYTES,
     LINKS,
     RAW,
-    RING_SHARD_BYTES,
     Bucket,
     Cluster,
     Costs,
@@ -27,6 +26,7 @@ from gradwire.core import (
     TensorInfo,
     collective_of,
     goes_around,
+    least_ring_bytes,
     show,
 )
 from gradwire.costs.collectives import Line, longest, longest_us
@@ -420,7 +420,7 @@ def fold(option: tuple[str, ...], spec: Spec, prices: Prices) -> FoldedCosts:
             sizes |= {4 * round(nbytes / per_byte / 4) for nbytes, _ in measured}
             sizes |= {nbytes for nbytes, _ in prices.points(spec, device, "weigh")}
         if step.large is not None:
-            around = RING_SHARD_BYTES * prices.cluster.world_size
+            around = least_ring_bytes(prices.cluster.world_size)
             sizes |= {around - 4, around}
     rows = [(nbytes, *_times(prices, option, spec, nbytes)) for nbytes in sorted(sizes)]
     encode, intra, inter, decode = (tuple((row[0], row[place]) for row in rows) for place in range(1, 5))

@@ -1,13 +1,12 @@
 """The control exchange: at the end of a step ranks report what became of their backwards.
 
-Reports are merged with few messages from each rank (`gradwire.transport.merging`). Where ranks differ, or left the step, each
-rank then sends its whole report to every other rank. All ranks know from the merged reports whether they do.
+Reports are merged with few messages from each rank (`gradwire.transport.merging`). Where ranks differ, or left the step, the
+whole reports of all ranks are then gathered, along the same rounds. All ranks know from the merged reports whether they do.
 """
 
 import hashlib
 import struct
 import weakref
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
@@ -18,13 +17,12 @@ import torch
 
 from gradwire.errors import DisagreementError
 from gradwire.exchange import Abandoned
-from gradwire.transport import COMPLETE, DamagedError, Group, Lanes, Link, MergedValues, merge_over_ranks
+from gradwire.transport import COMPLETE, Group, Lanes, Link, MergedValues, gather_over_ranks, merge_over_ranks
 
 _HEADER = struct.Struct("<qqQq?Q?dq")
 _ALIKE = struct.Struct("<qqQ?Q??q")
 NOT_WEIGHED = -1.0
 """The samples of a rank whose script gives no weights."""
-_CHECK = struct.Struct("<I")
 _PIECE = 2**20
 _OWN_STEPS = 10
 """After so many steps of a script's own gradients weights are compared for the first time."""
@@ -180,7 +178,7 @@ class ControlExchange:
             return
         lanes = self._lanes
         with lanes.told("checksums of all weights", step):
-            packed = lanes.control.submit(partial(exchange_bytes, self._drift.packed(), tag=lanes.first_tag)).result()
+            packed = lanes.control.submit(partial(gather_over_ranks, own=self._drift.packed(), tag=lanes.first_tag)).result()
         trained = {lanes.group.global_ranks[rank]: packed[rank] for rank in reports.ranks_in(BackwardState.DONE)}
         words = self._drift.difference(trained, self._names, step)
         raise lanes.fail(DisagreementError(words).about(trained, step))
@@ -190,7 +188,7 @@ def exchange_reports(
     own: RankReport, parameters: int, link: Link, tag: int, after: "Future[Any] | None" = None, rides: MergedValues | None = None
 ) -> RankReports:
     """The reports of all ranks, sent when `after` is done. `parameters`: the number of bits of `used`. `rides`: values to merge
-    too. Raises what `exchange_bytes` raises, and Abandoned where the result of `after` is None."""
+    too. Raises what `gather_over_ranks` raises, and Abandoned where the result of `after` is None."""
 
     def begin() -> None:
         if after is not None and after.result() is None:
@@ -209,31 +207,10 @@ def exchange_reports(
         return RankReports([own] * link.world_size, merged, True)
     packed = _HEADER.pack(*own[:-1])
     each = []
-    for raw in exchange_bytes(packed, link, tag):
+    for raw in gather_over_ranks(link, packed, tag):
         report = RankReport(*(*_HEADER.unpack(raw), 0))
         each.append(report._replace(state=BackwardState(report.state)))
     return RankReports(each, merged, False)
-
-
-def exchange_bytes(own: bytes, link: Link, tag: int = 0) -> list[bytes]:
-    """Everybody's bytes, as many from each, by rank of the group. Raises LinkError, DamagedError for bytes that changed on the
-    way."""
-    sent = torch.frombuffer(bytearray(own + _CHECK.pack(zlib.crc32(own))), dtype=torch.uint8)
-    rows = [sent if rank == link.rank else torch.empty_like(sent) for rank in range(link.world_size)]
-    # one hop and point to point, so that a transfer that fails tells with whom
-    exchange = link.expect(tag, rows, checked=False)
-    exchange.send([sent] * link.world_size)
-    for rank in range(link.world_size):
-        exchange.wait(rank)
-    link.finish_later(exchange)
-    return [_checked(bytes(row.tolist()), rank) for rank, row in enumerate(rows)]
-
-
-def _checked(raw: bytes, rank: int) -> bytes:
-    told, check = raw[: -_CHECK.size], raw[-_CHECK.size :]
-    if zlib.crc32(told) != _CHECK.unpack(check)[0]:
-        raise DamagedError(rank, ValueError("the checksum of what ranks tell each other does not fit"))
-    return told
 
 
 def why_void(reports: Sequence[RankReport], weighed_by_some: bool, ranks: Sequence[int], parameters: int) -> str | None:

@@ -2,9 +2,9 @@
 
 Such ranks would wait until the timeout, as two DDP models do. While a process has several handles, a thread looks every now and
 then whether one of their steps takes long. Then it writes to the rendezvous store which step of each handle this rank is in or
-comes to next, and reads what other ranks wrote. Ranks A and B have crossed if A is in a step of handle 1 to which B has yet to
-come, and B in one of handle 2 to which A has yet to come. What was written earlier is then true still: neither step ends without
-both.
+comes to next, and reads what other ranks wrote, of many ranks those near it. Ranks A and B have crossed if A is in a step of
+handle 1 to which B has yet to come, and B in one of handle 2 to which A has yet to come. What was written earlier is then true
+still: neither step ends without both.
 """
 
 import itertools
@@ -19,10 +19,12 @@ from torch.distributed import distributed_c10d
 
 from gradwire.engine.reducer import Reducer
 from gradwire.errors import StepStateError
-from gradwire.transport import waits_for_store
+from gradwire.transport import AT_ONCE, neighbours, waits_for_store
 
 LONG_S = 1.0
 """A step that takes longer is looked at. Larger: crossed handles are found later, and slow steps cost less."""
+_MOST_PAUSE_S = 30.0
+"""Looks at one step become rarer, as far as this: whoever comes to a step last looks soon, and finds what others wrote."""
 
 
 class StepPlace(NamedTuple):
@@ -113,10 +115,15 @@ class Crossing:
 
     def _look(self) -> None:
         store: Any = None
+        before, pause, due = dict[str, float | None](), 0.0, 0.0
         while len(self._watched) > 1 and not self._changed.wait(LONG_S / 2):
-            late = time.monotonic() - LONG_S
-            if len(self._users) > 1 or not any((each.since or late) < late for each in list(self._watched)):
+            now, since = time.monotonic(), {each.label: each.since for each in list(self._watched)}
+            if since != before:
+                before, pause, due = since, LONG_S / 2, now
+            late = now - LONG_S
+            if now < due or len(self._users) > 1 or not any((each or late) < late for each in since.values()):
                 continue
+            due, pause = now + pause, min(2 * pause, _MOST_PAUSE_S)
             # the store may be gone with its rank, or not have been there: then the timeout ends it
             with suppress(Exception), waits_for_store():
                 if store is None:
@@ -154,9 +161,15 @@ class Crossing:
 
 
 def _written(store: Any, handle: Whereabouts, own: int) -> list[tuple[int, bytes]]:
-    """The ranks of a handle that wrote to the store, and the bytes of each, by three requests however many ranks there are."""
-    name, words = handle.lanes.name, bytes(store.get(f"{handle.lanes.name}/ranks")).decode().split()
-    ranks = [rank for rank in handle.lanes.group.global_ranks if rank != own and str(rank) in words]
+    """Some ranks of a handle that wrote to the store, and the bytes of each, by three requests however many ranks there are.
+
+    Of many ranks these are neighbours in a ring, since all ranks look: where ranks wait in different steps, two that follow each
+    other do.
+    """
+    group, name = handle.lanes.group, handle.lanes.name
+    listed = set(bytes(store.get(f"{name}/ranks")).decode().split())
+    near = range(group.world_size) if group.world_size <= AT_ONCE else sorted(neighbours(group.rank, group.world_size))
+    ranks = [rank for rank in (group.global_ranks[other] for other in near) if rank != own and str(rank) in listed]
     keys = [f"{name}/{rank}" for rank in ranks]
     if not ranks or not store.check(keys):  # somebody else listed a rank: a wait for its key would not end
         return []

@@ -127,7 +127,8 @@ def _exchanged(session: Session, card: Mapping[str, Any]) -> list[dict[str, Any]
 def _card_of(saved: Saved, job: str) -> dict[str, Any]:
     """The parts of a state that must be equal on all ranks, or that decide what ranks do together."""
     decided = "" if saved.decided is None else saved.decided.digest()
-    alike = {"step": saved.step, "order": saved.order, "plan": decided, "search": saved.searching, "job": job}
+    order = hashlib.sha256(repr(list(saved.order)).encode()).hexdigest()[:16]  # all ranks get the cards of all
+    alike = {"step": saved.step, "order": order, "plan": decided, "search": saved.searching, "job": job}
     return {"alike": alike, "own": saved.own, "measuring": bool(saved.measuring)}
 
 

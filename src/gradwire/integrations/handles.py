@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from gradwire.core import make_folder, write_whole
 from gradwire.engine import SET, Patch, load_state
 from gradwire.errors import DisagreementError, PlanError, StepStateError
 from gradwire.exchange import Exchange
+from gradwire.integrations.saved_files import file_of, read_saved
 from gradwire.transport import agree
 
 __all__ = [
@@ -62,59 +62,23 @@ def heed_options_of_ddp(options: Any, model: torch.nn.Module) -> None:
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Call it on every rank, between steps."""
     state = handle.state_dict() | {SET: torch.tensor(list(handle.session.lanes.name.encode()), dtype=torch.uint8)}
-    write_whole(make_folder(folder) / _name(handle), to_bytes(state))
+    write_whole(make_folder(folder) / file_of(handle), to_bytes(state))
 
 
 def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     """Take up what ranks wrote into the folder. Collective: every rank calls it, between steps. All ranks load, or none.
 
-    A rank reads its own file; where another number of ranks saved, or its own file is missing, the files of all ranks that saved
-    together. Files of an earlier save with more ranks are left out, with a warning. If no rank finds a file, residuals begin at
-    zero, with a warning.
+    A rank reads its own file. Where another number of ranks saved, a file is missing, or not all are of one save, it reads the
+    files of all ranks that saved together. Files of an earlier save with more ranks are left out, with a warning. If no rank
+    finds a file, residuals begin at zero, with a warning.
 
     Raises ValueError on all ranks if only some find a file, if one does not fit the handle, and if they were not saved together.
     """
-    device, group = handle.session.device, handle.session.group
-
-    def read() -> dict[str, Any] | None:
-        own, files = Path(folder) / _name(handle), sorted(Path(folder).glob("gradwire-rank*.pt"))
-        load = partial(torch.load, map_location=device, weights_only=True, mmap=True)
-        states: dict[Path, dict[str, Any]] = {path: load(path) for path in files}
-        together = _saved_together(folder, states)
-        if own in together and _ranks_of(states[own]) == group.global_ranks:
-            return states[own]
-        return {key: value for path in together for key, value in states[path].items()} or None
-
-    if not load_state(handle.session, read):
+    if not load_state(handle.session, partial(read_saved, handle, folder)):
         warnings.warn(
             f"{folder} has no gradwire-rank*.pt: it was saved without gradwire, or by another node. Residuals begin at zero.",
             stacklevel=3,
         )
-
-
-def _ranks_of(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The ranks that saved together with the one whose state it is."""
-    ranks = next((value for key, value in state.items() if key.startswith("rank") and key.endswith("/ranks")), None)
-    return None if ranks is None else tuple(ranks.tolist())
-
-
-def _saved_together(folder: str | os.PathLike[str], states: Mapping[Path, Mapping[str, Any]]) -> list[Path]:
-    """The files of one save: all files, unless those of one save are whole and others are left of an earlier one."""
-    sets: dict[Any, list[Path]] = {}
-    for path, state in states.items():
-        step = next((int(value) for key, value in state.items() if key.startswith("rank") and key.endswith("/step")), -1)
-        job = bytes(state[SET].tolist()) if SET in state else b""
-        sets.setdefault((_ranks_of(state), step, job), []).append(path)
-    whole = [(key, paths) for key, paths in sets.items() if key[0] is not None and len(paths) == len(key[0])]
-    if len(sets) < 2 or len(whole) != 1:
-        return [*states]
-    (((ranks, step, _), paths),) = whole
-    warnings.warn(
-        f"{folder} has gradwire-rank*.pt of an earlier save, beside those of step {step} of {len(ranks)} ranks. Left out: "
-        f"{', '.join(path.name for path in states if path not in paths)}. Remove them.",
-        stacklevel=5,
-    )
-    return paths
 
 
 def all_objects() -> list[Any]:
@@ -191,8 +155,3 @@ def from_bytes(data: bytes) -> dict[str, Any]:
     """The state from the bytes of `to_bytes`, on the CPU."""
     state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return state
-
-
-def _name(handle: Handle) -> str:
-    group = handle.session.group
-    return f"gradwire-rank{group.global_ranks[group.rank]}.pt"

@@ -296,8 +296,9 @@ class _Exchanges:
         self._exchanges = iter([expected[at : at + at_once] for at in range(0, len(expected), at_once)])
 
     def _parts(self, nbytes: int) -> list[torch.Tensor]:
-        sizes = [nbytes * (rank in self._others) for rank in range(self._link.world_size)]
-        return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        nothing = torch.zeros(0, dtype=torch.uint8, device=self._device)
+        others = {rank: torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for rank in self._others}
+        return [others.get(rank, nothing) for rank in range(self._link.world_size)]
 
     def perform(self) -> None:
         """Perform the next exchange. Returns when it has ended on this rank."""

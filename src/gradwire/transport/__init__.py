@@ -9,12 +9,12 @@ from gradwire.transport.grid import Grid
 from gradwire.transport.heartbeats import LONGEST_S, SHORTEST_S
 from gradwire.transport.lanes import Lane, Lanes, LanesObserver
 from gradwire.transport.link import AllToAll, Group, Link, SilentLink
-from gradwire.transport.merging import MergedValues, merge_over_ranks
+from gradwire.transport.merging import MergedValues, gather_over_ranks, merge_over_ranks
 from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations
 from gradwire.transport.queued import COMPLETE, QueuedStep
 from gradwire.transport.rendezvous import long_control
-from gradwire.transport.rounds import AT_ONCE, merge_rounds
+from gradwire.transport.rounds import AT_ONCE, merge_rounds, neighbours
 from gradwire.transport.shared_lanes import TAGS
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark, Streams, streams_for
@@ -25,6 +25,6 @@ __all__ = [
     "AT_ONCE", "COMPLETE", "KERNELS", "LONGEST_S", "SHORTEST_S", "TAGS", "AllToAll", "DamagedError", "FlightRecord", "Grid",
     "Group", "Lane", "Lanes", "LanesObserver", "Link", "LinkError", "Mark", "MergedValues", "Meter", "Operations", "QueuedStep",
     "SilentLink", "Streams", "TlsOption", "Wire", "agree", "broadcast_bytes", "bytes_of", "copy_from", "device_name",
-    "gather_bytes", "kind_of", "long_control", "merge_over_ranks", "merge_rounds", "own_address", "short_slices", "standing_in",
-    "start_store_thread", "streams_for", "transfer", "waits_for_store",
+    "gather_bytes", "gather_over_ranks", "kind_of", "long_control", "merge_over_ranks", "merge_rounds", "neighbours",
+    "own_address", "short_slices", "standing_in", "start_store_thread", "streams_for", "transfer", "waits_for_store",
 ]  # fmt: skip

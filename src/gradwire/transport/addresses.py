@@ -1,6 +1,7 @@
 """The address at which other ranks reach this one, and how many descriptors a process has left."""
 
 import fcntl
+import math
 import os
 import resource
 import socket
@@ -68,18 +69,30 @@ def _unless_loopback(address: str) -> str | None:
     return None if address.startswith("127.") or address == "::1" else address
 
 
-def why_too_few(needed: int) -> str:
-    """Why a process cannot open so many descriptors more; '' if it can.
+def why_too_few(needed: int, wanted: int = 0) -> str:
+    """Why a process cannot open so many descriptors more; '' if it can. Where the soft limit is too low, it is raised, as far as
+    the hard limit allows. `wanted`: so many more are good to have.
 
     >>> why_too_few(1)
     ''
     """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    if limit == resource.RLIM_INFINITY or opened + needed + _SPARE <= limit:
-        return ""
     enough = opened + needed + _SPARE
+    limit = _raised(enough + wanted)
+    if enough <= limit:
+        return ""
     return (
         f"{needed} connections to other ranks need {needed} descriptors, {opened} are open, and the limit is {limit}. Raise it "
         f"to at least {enough} on every rank (`ulimit -n {enough}`) before the script starts"
     )
+
+
+def _raised(enough: int) -> float:
+    """The limit of descriptors, raised towards this one."""
+    soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(resource.RLIMIT_NOFILE))
+    if enough > soft and hard > soft:
+        more = int(min(enough, hard))
+        with suppress(OSError, ValueError):  # a system with a limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            return more
+    return soft

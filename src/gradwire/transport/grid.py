@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from gradwire.errors import PlanError
 
@@ -71,13 +72,18 @@ class Grid:
         """`ranks_per_node`; None if nodes have different numbers of ranks."""
         return self.most_ranks if self.most_ranks == self.least_ranks else None
 
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """The node of each rank, and the rank's place on it."""
+        return {rank: (node, at) for node, members in enumerate(self.members) for at, rank in enumerate(members)}
+
     def node_of(self, rank: int) -> int:
         """The number of a rank's node."""
-        return next(number for number, members in enumerate(self.members) if rank in members)
+        return self._places[rank][0]
 
     def place_of(self, rank: int) -> int:
         """A rank's place among those of its node."""
-        return self.members[self.node_of(rank)].index(rank)
+        return self._places[rank][1]
 
     def groups(self, link: str) -> tuple[tuple[int, ...], ...]:
         """The groups that exchange over a link: 'all' ranks, 'intra' those of a node, 'inter' those at one place of all nodes. A

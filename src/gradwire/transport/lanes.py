@@ -731,17 +731,19 @@ _HERE = "here"
 """The first word of a rank that waited for others. The ranks that it accuses follow, as numbers within the group."""
 _MOST_PATIENCES = 4
 """While ranks sign, a roll call goes on for so many times the patience."""
+_LOOK_S, _MOST_LOOK_S, _MANY = 0.05, 0.5, 64
+"""How often a rank reads who signed. Of more than so many ranks it reads more rarely: the store sends all pages."""
 
 
 class RollCall:
     """After a failure the ranks that noticed sign in the rendezvous store, with whom they waited for. Who was waited for and does
     not sign has failed; who was not waited for may be busy.
 
-    All ranks sign on one page, so one request reads all signatures. The store has a connection of its own, made at the start in
-    a thread of its own, since nothing waits for it. It is only asked from a thread with a deadline: the rank that hosts it may be
-    the one that died. A rank that could not do its part, or got other bytes than were sent, signs with its error, which all
-    others raise too. Signatures are sealed with the group's key: others than ranks reach the store too, and what they write
-    counts for nothing.
+    All ranks sign on one page, so one request reads all signatures. It goes over a connection of its own, made when a call
+    begins: one that each rank held from the start would be half of what the host of the store has open. The store is only
+    asked from a thread with a deadline: the rank that hosts it may be the one that died. A rank that could not do its part,
+    or got other bytes than were sent, signs with its error, which all others raise too. Signatures are sealed with the
+    group's key: others than ranks reach the store too, and what they write counts for nothing.
     """
 
     _PAGE = "signatures"
@@ -749,15 +751,17 @@ class RollCall:
     def __init__(self, group: Group, name: str) -> None:
         self._group, self._signed, self._key = group, _HERE, group.met.key
         self._store: Any = None
-        self._is_closed = False
-        self._connecting = start_store_thread(partial(self._connect, name), "gradwire-roll-call")
+        self._name, self._is_closed = f"{name}/failed", False
+        self._connecting = threading.Lock()
 
-    def _connect(self, name: str) -> None:
-        with suppress(Exception):
-            store = self._group.store(f"{name}/failed")
-            # a group's own store has a connection of its own; its host may be gone, so that a clone would wait in C++
-            store = store.clone() if self._group.process_group is not None else store
-            self._store = None if self._is_closed else store
+    def _connected(self) -> Any:
+        """The store, where the handle is not closed. Waits for its host."""
+        with self._connecting:
+            if self._store is None and not self._is_closed:
+                store = self._group.store(self._name)
+                # a group's own store has a connection of its own
+                self._store = store.clone() if self._group.process_group is not None else store
+            return None if self._is_closed else self._store
 
     def close(self) -> None:
         """Close the connection to the store."""
@@ -786,40 +790,42 @@ class RollCall:
             self._set(store)
             latest = deadline = time.monotonic() + patience_s
             latest += (_MOST_PATIENCES - 1) * patience_s
+            pause, read = min(_LOOK_S * max(1.0, group.world_size / _MANY), _MOST_LOOK_S, patience_s / 4), 0
             while time.monotonic() < min(deadline, latest) and len(signed) + 1 < group.world_size and not _said(signed):
                 before = len(signed)
-                signed.update(self._signatures(bytes(store.get(self._PAGE))))
+                page = bytes(store.get(self._PAGE))
+                end = page.rfind(b"\n") + 1
+                self._read(page[read:end], signed)
+                read = end
                 signed.pop(group.rank, None)
                 asked.append(time.monotonic())
                 if len(signed) > before > 0:
                     deadline = asked[-1] + patience_s
-                time.sleep(0.05)
+                time.sleep(pause)
 
         self._ask(call, patience_s, asked)
-        silent = [number for rank, number in enumerate(group.global_ranks) if rank not in (*signed, group.rank)]
+        there = signed.keys() | {group.rank}
+        silent = [number for rank, number in enumerate(group.global_ranks) if rank not in there]
         told = {group.global_ranks[rank]: words for rank, words in _said(signed).items()}
         accused = {*accuses, *(int(rank) for words in signed.values() if _waits(words) for rank in words.split()[1:])}
         numbers = {group.global_ranks[rank] for rank in accused if rank < group.world_size}
         return AnswersToCall(silent, told, bool(asked) or group.world_size == 1, numbers)
 
-    def _signatures(self, page: bytes) -> dict[int, str]:
-        """The words that ranks of the group signed with, by rank. The first words of a rank that failed count."""
-        found: dict[int, str] = {}
-        for line in page.split(b"\n"):
+    def _read(self, lines: bytes, signed: dict[int, str]) -> None:
+        """Add the words that ranks of the group signed with, by rank. The first words of a rank that failed count."""
+        for line in lines.split(b"\n"):
             rank, _, signature = line.partition(b" ")
             with suppress(ValueError):  # no rank wrote it
                 if (words := self._key.unseal(rank.decode(), base64.b64decode(signature, validate=True))) is not None:
-                    found[int(rank)] = words if _waits(found.get(int(rank), _HERE)) else found[int(rank)]
-        return found
+                    signed[int(rank)] = words if _waits(signed.get(int(rank), _HERE)) else signed[int(rank)]
 
     def _ask(self, call: Callable[[Any], None], patience_s: float, asked: Sequence[float] = ()) -> None:
         """`asked`: when the store answered; as long as it does, this waits for the end of the call."""
 
         def ask() -> None:
             with suppress(Exception):
-                self._connecting.join(patience_s)
-                if self._store is not None:
-                    call(self._store)
+                if (store := self._connected()) is not None:
+                    call(store)
 
         caller = start_store_thread(ask, "gradwire-roll-call")
         caller.join(patience_s + 0.5)

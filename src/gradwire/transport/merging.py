@@ -1,4 +1,4 @@
-"""Merges a few values of all ranks, as sums, maxima and bits, with few messages from each: control in log n.
+"""Merges a few values of all ranks, as sums, maxima and bits, or gathers them, with few messages from each: control in log n.
 
 Each rank merges along the rounds of `merge_rounds`. All ranks merge the parts in one order, so all get the same bits. Up to 16
 ranks need one round: one hop, as in a direct exchange.
@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import reduce
+from itertools import pairwise
 from operator import or_
 from typing import NamedTuple
 
@@ -40,8 +41,7 @@ class MergedValues(NamedTuple):
 
     def unpacked(self, raw: bytes) -> "MergedValues":
         """The values of another rank, which has as many. Raises ValueError where the checksum does not fit."""
-        if zlib.crc32(raw[: -_CHECK.size]) != _CHECK.unpack(raw[-_CHECK.size :])[0]:
-            raise ValueError("the checksum of what ranks tell each other does not fit")
+        raw = _checked(raw)
         bits, most = len(self.bits), len(self.most)
         numbers = struct.unpack_from(f"<{most + len(self.sums)}d", raw, bits)
         return MergedValues(raw[:bits], numbers[:most], numbers[most:])
@@ -80,6 +80,28 @@ def merge_over_ranks(link: Link, own: MergedValues, tag: int, begin: Callable[[]
     return own
 
 
+def gather_over_ranks(link: Link, own: bytes, tag: int = 0) -> list[bytes]:
+    """The bytes of all ranks, as many from each, in rank order, along the same rounds. Collective, not on CUDA. Raises LinkError,
+    DamagedError for bytes that changed on the way."""
+    packed = own + _CHECK.pack(zlib.crc32(own))
+    size, known, sends = len(packed), packed, Sends(link)
+    until = time.monotonic() + link.timeout.total_seconds()
+    for each in merge_rounds(link.rank, link.world_size):
+        counts = [end - start for start, end in pairwise(each.edges)]
+        expected = list[tuple[torch.Tensor, Pending] | None]()
+        for source, count in zip(each.sources, counts, strict=True):
+            into = torch.empty(count * size, dtype=torch.uint8)
+            with transfer(source):
+                expected.append(None if source == link.rank else (into, link.backend.recv([into], source, tag)))
+        sends.add(known, each.targets, tag)
+        known = b"".join(
+            known if under_way is None else _rows_arrived(size, source, *under_way, until)
+            for source, under_way in zip(each.sources, expected, strict=True)
+        )
+    link.finish_later(sends)
+    return [known[start : start + len(own)] for start in range(0, len(known), size)]
+
+
 class Sends:
     """Messages that were sent, and are kept until they are."""
 
@@ -101,9 +123,33 @@ class Sends:
 
 
 def _arrived(like: MergedValues, source: int, into: torch.Tensor, receiving: Pending, until: float) -> MergedValues:
-    with transfer(source):
-        receiving.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
+    raw = _awaited(source, into, receiving, until)
     try:
-        return like.unpacked(bytes(bytes_in(into)))
+        return like.unpacked(raw)
     except ValueError as error:
         raise DamagedError(source, error) from error
+
+
+def _rows_arrived(size: int, source: int, into: torch.Tensor, receiving: Pending, until: float) -> bytes:
+    """The bytes of some ranks, of this size from each, with their checksums."""
+    raw = _awaited(source, into, receiving, until)
+    try:
+        for start in range(0, len(raw), size):
+            _checked(raw[start : start + size])
+    except ValueError as error:
+        raise DamagedError(source, error) from error
+    return raw
+
+
+def _awaited(source: int, into: torch.Tensor, receiving: Pending, until: float) -> bytes:
+    with transfer(source):
+        receiving.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
+    return bytes(bytes_in(into))
+
+
+def _checked(raw: bytes) -> bytes:
+    """The bytes before their checksum. Raises ValueError where it does not fit."""
+    told, check = raw[: -_CHECK.size], raw[-_CHECK.size :]
+    if zlib.crc32(told) != _CHECK.unpack(check)[0]:
+        raise ValueError("the checksum of what ranks tell each other does not fit")
+    return told

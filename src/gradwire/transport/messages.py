@@ -45,6 +45,8 @@ REDUCTIONS: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
     "max": (dist.ReduceOp.MAX, torch.maximum),
     "min": (dist.ReduceOp.MIN, torch.minimum),
 }
+_OF_ROWS: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {torch.maximum: torch.amax, torch.minimum: torch.amin}
+"""Reductions of many rows at once that give the bits of one row after another."""
 
 
 def reduction(op: Any) -> str:
@@ -257,6 +259,9 @@ class Messages(Ends):
     def _reduce_directly(self, flat: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> None:
         rows = flat.new_empty(self._world_size, flat.numel())
         self._allgather_base(rows, flat)
+        if (of_rows := _OF_ROWS.get(reduce)) is not None:
+            of_rows(rows, 0, out=flat)
+            return
         flat.copy_(rows[0])
         for row in rows[1:]:  # in rank order, so that all ranks get the same bits
             reduce(flat, row, out=flat)

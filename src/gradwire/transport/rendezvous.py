@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 
 from gradwire._version import __version__
+from gradwire.core import columns_of
 from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.kernels.cpu import available
 from gradwire.transport.adapters import adapter_gbps
@@ -69,6 +70,8 @@ _STRANGERS = 32
 
 _REFUSED, _ASKS_S = "refused", 1.0
 """The place of the store for what a rank finds wrong with encryption, and how often a rank that waits looks there."""
+_CLONES = 4
+"""How many connections to the store a rank has at most: its own, and clones for what waits by itself."""
 _TRIES = 5
 """How often a rank is called that hangs up."""
 
@@ -228,13 +231,19 @@ class Rendezvous(GroupMeeting):
         return "; ".join(f"rank {rank}: {card.no_wires}" for rank, card in enumerate(self._cards) if card.no_wires)
 
     def why_too_few(self, meshes: Sequence[str]) -> str:
-        return why_too_few(sum(map(self._usual, set(meshes) - self._complete)))
+        # the rank that hosts the store has connections from all others, for each of their clones
+        return why_too_few(sum(map(self._usual, set(meshes) - self._complete)), wanted=_CLONES * self._world_size)
 
     def _usual(self, name: str) -> int:
-        """How many connections a mesh has with most plans."""
+        """How many connections a mesh has with most plans: with the ranks at the same place of all nodes and those of its own, or
+        with a row and a column of the grid. Other plans may need fewer, so a grid of one row does not count."""
         if name in (CONTROL, HEARTBEATS) or self._world_size <= AT_ONCE:
             return len(self._first(name))
-        return 8 + 2 * (self._world_size - 1).bit_length()
+        on_nodes, columns = Counter(self.nodes).values(), columns_of(self._world_size)
+        usual = min(columns + self._world_size // columns - 2, 4 * math.isqrt(self._world_size))
+        if 1 < len(on_nodes) < self._world_size:
+            usual = len(on_nodes) + max(on_nodes) - 2
+        return max(usual, 8 + 2 * (self._world_size - 1).bit_length())
 
     def _first(self, name: str) -> set[int]:
         """The ranks with which a mesh connects at the start: those that it needs with every plan."""

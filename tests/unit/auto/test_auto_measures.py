@@ -4,10 +4,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import gradwire as gw
 from gradwire.auto import alone, change_watch
+from gradwire.auto.adaptive_bits import AdaptiveBitsDriver
+from gradwire.auto.bit_errors import columns
 from gradwire.auto.change_watch import ChangeWatch
+from gradwire.auto.changes import WINDOW
+from gradwire.auto.driver import Auto
 from gradwire.core import Cluster, Costs, Identity, Link, TensorInfo
 from gradwire.plan import Uniform
+from gradwire.transport import MergedValues
 
 TENSOR = TensorInfo("w", (2048,), "float32")
 
@@ -29,6 +35,44 @@ def test_measurements_of_links_cost_what_they_took_on_the_slowest_rank() -> None
         for _ in range(5):
             assert watch._of_links(live, 1e5) is None
     assert len(measured) == 2, "0.6 s each of a budget of a second"
+
+
+def test_what_rides_on_reports_does_not_grow_with_the_ranks() -> None:
+    told = []
+    live: Any = SimpleNamespace(step=3, link_us=20.0, exposed_us=10.0, inputs=32, group=SimpleNamespace(world_size=1024, rank=7))
+    live.merge = lambda most, sums: told.append((most, sums)) or (lambda: None)
+    watch = ChangeWatch()
+    watch.begin(live, Uniform(Identity()).plan([TENSOR], 2), False, 100.0)
+    assert (watch.compute_us, watch.inputs) == (0.0, 0.0)
+    for us in (100.0, 130.0, 110.0, 120.0):
+        watch.step(live, us)
+    ((most, sums),) = told
+    assert len(most) == 3 * WINDOW and list(sums) == [32] * WINDOW
+    assert (watch.compute_us, watch.inputs) == (105.0, 32)
+
+
+def test_speeds_are_asked_of_all_ranks_in_a_new_decision() -> None:
+    driver, offered = Auto("safe", ("backward",), 2), []
+    driver._profile, driver._speeds = mock.MagicMock(), (7.0, 7.0)
+    driver._watch.compute_us, driver._watch.inputs = 100.0, 8.0
+    live: Any = SimpleNamespace(exchange=lambda own: lambda: [own, [200.0, 8.0]])
+    with (
+        mock.patch("gradwire.auto.driver.scaled"),
+        mock.patch.object(driver, "_offer", lambda *_: offered.append(driver._speeds)),
+    ):
+        driver._again(live, 1e3)
+        driver._watch.compute_us = 0.0  # no window has ended
+        driver._again(live, 1e3)
+    assert offered == [(0.08, 0.04)] * 2
+
+
+def test_errors_of_bits_are_added_up_on_the_way() -> None:
+    adaptive, told = gw.AdaptiveBits(), list[list[float]]()
+    driver, rows = AdaptiveBitsDriver(adaptive), {"w": [0.0] * columns(adaptive)}
+    live: Any = SimpleNamespace(infos=[TENSOR], plan=SimpleNamespace(buckets=[]))
+    live.merged = lambda most, sums: told.append([*sums]) or MergedValues(b"", (), tuple(sums))
+    assert driver._errors_of_all_ranks(live, SimpleNamespace(rows=rows), {"w"}) == ([], [])  # type: ignore[arg-type]
+    assert told == [rows["w"]]
 
 
 def test_a_modules_exchange_is_priced_by_the_engines_rules() -> None:

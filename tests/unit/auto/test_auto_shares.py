@@ -1,5 +1,6 @@
 """The parts of the samples that auto proposes to ranks of different speed; nothing is measured."""
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from gradwire.auto.changes import StepPace
 from gradwire.auto.decision import AutoDecision, Tried
 from gradwire.auto.driver import Auto
 from gradwire.core import Cluster, Link
+from gradwire.transport import MergedValues
 
 
 class MadeUpMoments:
@@ -27,9 +29,10 @@ class MadeUpMoments:
 
 
 def speeds(inputs: float, other: Callable[[list[float]], list[float]]) -> tuple[float, ...]:
-    """The speeds that a look finds, where another rank sends what `other` makes of this rank's numbers."""
+    """The speeds that a look finds, where another rank sends what `other` makes of this rank's time and inputs."""
     live: Any = SimpleNamespace(job=None, device=None, infos=[], inputs=inputs, hold=lambda on: None, queues=False)
     live.exchange = lambda numbers: lambda: [list(numbers), other(list(numbers))]
+    live.merged = lambda most: MergedValues(b"", tuple(most))
     pace = StepPace()
     with (
         mock.patch.object(measuring, "StepMoments", MadeUpMoments),
@@ -45,11 +48,31 @@ def speeds(inputs: float, other: Callable[[list[float]], list[float]]) -> tuple[
 
 def test_speed_is_input_elements_over_the_time_until_the_last_gradient() -> None:
     assert speeds(50.0, lambda own: own) == (0.5, 0.5)
-    assert speeds(50.0, lambda own: [*own[:3], 200.0, 25.0, *own[5:]]) == (0.5, 0.125)
+    assert speeds(50.0, lambda own: [200.0, 25.0]) == (0.5, 0.125)
 
 
 def test_batches_that_nobody_saw_count_as_equal() -> None:
-    assert speeds(0.0, lambda own: [*own[:3], 200.0, 25.0, *own[5:]]) == (0.01, 0.005)
+    assert speeds(0.0, lambda own: [200.0, 25.0]) == (0.01, 0.005)
+
+
+def test_of_each_moment_the_latest_rank_is_told() -> None:
+    """Ranks exchange two numbers each, however many tensors there are; the moments are merged."""
+    numbers, found = list[int](), list[list[float]]()
+    live: Any = SimpleNamespace(job=None, device=None, infos=[], inputs=1, hold=lambda on: None, queues=False)
+    live.exchange = lambda own: lambda: [numbers.append(len(own)) or [*own]]
+    others = (130.0, 9.0, 0.5, 75.0, -math.inf, 70.0, -math.inf)
+    live.merged = lambda most: MergedValues.of_parts([MergedValues(b"", tuple(most)), MergedValues(b"", others)])
+    pace, moments = StepPace(), MadeUpMoments()
+    moments.rows = [[70.0, 100.0], [80.0, math.nan]]
+    with (
+        mock.patch.object(measuring, "StepMoments", lambda *_: moments),
+        mock.patch.object(measuring, "Clock", mock.MagicMock()),
+        mock.patch.object(measuring, "profile_of", lambda live, infos, rows, *_: found.extend(rows)),
+    ):
+        look = measuring.Look(live, 1)
+        pace.step(None, 1.0)
+        assert look.ended(live, 0.0, 120.0, pace) == (None, 130.0)
+    assert numbers == [2] and found[0][:3] == [75.0, 100.0, 80.0] and math.isnan(found[0][3]) and len(found) == 1
 
 
 @pytest.mark.parametrize(("shares", "words"), [((2 / 3, 1 / 3), "33 to 67 %"), ((0.51, 0.49), ""), ((), "")])

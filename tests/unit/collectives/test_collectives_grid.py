@@ -21,6 +21,22 @@ def test_ranks_need_not_be_in_the_order_of_nodes() -> None:
     assert (grid.node_of(2), grid.place_of(2)) == (1, 1)
 
 
+class NeverSearched(tuple[int, ...]):
+    """The ranks of a node."""
+
+    def __contains__(self, rank: object) -> bool:
+        raise AssertionError("the ranks of each node were searched")
+
+    def index(self, *rank: object) -> int:  # type: ignore[override]
+        raise AssertionError("the ranks of a node were searched")
+
+
+def test_nodes_and_places_of_many_ranks_are_found_without_a_search() -> None:
+    grid = Grid(tuple(NeverSearched(range(first, first + 8)) for first in range(0, 1024, 8)), 0)
+    assert [(grid.node_of(rank), grid.place_of(rank)) for rank in range(1024)] == [divmod(rank, 8) for rank in range(1024)]
+    assert grid == Grid.even(128, 8, 0) and hash(grid) == hash(Grid.even(128, 8, 0))
+
+
 def test_a_root_has_a_deputy_in_every_group() -> None:
     grid = Grid.even(3, 2, 0)
     # rank 3 stands at place 1 of node 1

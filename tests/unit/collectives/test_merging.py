@@ -11,8 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
-from gradwire.transport.merging import MergedValues, merge_over_ranks
+from gradwire.transport.merging import MergedValues, gather_over_ranks, merge_over_ranks
 from gradwire.transport.messages import Messages
 from gradwire.transport.rounds import merge_rounds
 from gradwire.transport.wire import DamagedError, LinkError
@@ -87,6 +90,37 @@ def test_all_ranks_get_the_same_bits(world_size: int) -> None:
         assert merged.sums == (pytest.approx(sum(each.sums[0] for each in own)), world_size)
 
 
+@pytest.mark.parametrize("world_size", [1, 3, 16, 17, 23])
+def test_all_ranks_get_the_bytes_of_each(world_size: int) -> None:
+    own = [random.Random(rank).randbytes(7) for rank in range(world_size)]
+    found = on_connected_ranks(world_size, lambda link: [gather_over_ranks(link, own[link.rank], 5) for _ in range(3)])
+    assert found == [[own] * 3] * world_size
+
+
+class Reductions(TorchFunctionMode):
+    """Counts the calls that reduce two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.count += function in (torch.maximum, torch.minimum)
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize(("op", "expected"), [(dist.ReduceOp.MAX, [18.0, 0.0]), (dist.ReduceOp.MIN, [0.0, -18.0])])
+def test_the_largest_of_many_ranks_is_found_in_one_call(op: Any, expected: list[float]) -> None:
+    def work(link: Any) -> Any:
+        own, options = torch.tensor([link.rank, -link.rank, math.nan if link.rank == 5 else 0.0]), dist.AllreduceOptions()
+        options.reduceOp = op
+        with Reductions() as made:
+            link.backend.allreduce([own], options)
+        return own[:2].tolist(), math.isnan(own[2]), made.count
+
+    assert on_connected_ranks(19, work) == [(expected, True, 0)] * 19
+
+
 def test_nothing_is_sent_before_begin() -> None:
     def work(link: Any) -> Any:
         def begin() -> None:
@@ -100,11 +134,16 @@ def test_nothing_is_sent_before_begin() -> None:
     assert isinstance(first, LinkError) and first.peer == 1 and "Timed out" in str(first)
 
 
-def test_bytes_that_were_changed_name_who_sent_them() -> None:
+@pytest.mark.parametrize(
+    "gather",
+    [lambda link: merge_over_ranks(link, MergedValues(b"\1\2", (1.0,)), 1), lambda link: gather_over_ranks(link, b"\1\2", 1)],
+    ids=["merged", "gathered"],
+)
+def test_bytes_that_were_changed_name_who_sent_them(gather: Callable[[Any], Any]) -> None:
     def work(link: Any) -> Any:
         if link.rank == 2:
             link.backend.send = lambda tensors, to, tag, send=link.backend.send: send([tensors[0] ^ 4], to, tag)
-        return merge_over_ranks(link, MergedValues(b"\1\2", (1.0,)), 1)
+        return gather(link)
 
     for error in on_connected_ranks(4, work)[:2]:
         assert isinstance(error, DamagedError) and error.peer == 2, error

@@ -1,6 +1,8 @@
 """Connections that a thread makes when a lane needs them, where it fails: who waits for one learns why, at once."""
 
 import errno
+import os
+import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from gradwire.transport import rendezvous
+from gradwire.transport import addresses, rendezvous
 from gradwire.transport.keys import JobKey
 from gradwire.transport.rendezvous import Rendezvous
 from gradwire.transport.wire import LinkError
@@ -57,3 +59,31 @@ def test_a_call_without_a_descriptor_fails_with_the_cure(monkeypatch: pytest.Mon
 def test_nobody_waits_for_a_thread_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     error = reached_by_rank_1(lambda: monkeypatch.setattr(Rendezvous, "_begin_call", fails(RuntimeError("out of luck"))))
     assert "out of luck" in str(error)
+
+
+def test_the_soft_limit_of_descriptors_is_raised_where_it_is_too_low() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 60, before[1]))
+    try:
+        assert addresses.why_too_few(5) == "" and resource.getrlimit(resource.RLIMIT_NOFILE)[0] == opened + 60
+        assert addresses.why_too_few(200, wanted=40) == ""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hard == before[1] and opened + 240 < soft <= hard
+        assert "Raise it to at least" in addresses.why_too_few(hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "connections"),
+    [(2, 2, 1), (64, 64, 20), (256, 256, 30), (1024, 1024, 62), (1021, 1021, 124), (1024, 128, 134), (1024, 1, 62)],
+)
+def test_the_usual_connections_of_a_lane_are_those_of_the_usual_plans(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, nodes: int, connections: int
+) -> None:
+    monkeypatch.setattr(rendezvous, "AT_ONCE", 16)
+    meeting = Rendezvous("test", JobKey(bytes(32)), 0, 1, HashStore(), "here", timedelta(seconds=60))
+    meeting._world_size, meeting.nodes = ranks, [str(rank * nodes // ranks) for rank in range(ranks)]
+    assert meeting._usual("lane 0") == connections
+    meeting.close()

@@ -410,15 +410,13 @@ def norm_over_ranks(reducer: Reducer, shards: Iterable[torch.Tensor] | None, pow
 
 
 def _norm(link: Link, own: float | None, power: float) -> float | None:
-    # the norm of each rank's shards, and last whether a rank passed none
-    told = torch.zeros(link.world_size + 1, dtype=torch.float64)
-    if own is None:
-        told[-1] = 1.0
-    else:
-        told[link.rank] = own
+    # the norm of each rank's shards, and whether it passed none
+    told = torch.tensor([0.0 if own is None else own, float(own is None)], dtype=torch.float64)
+    everybody = torch.empty(2 * link.world_size, dtype=torch.float64)
     with transfer():
-        link.all_reduce(told).wait()
-    return None if told[-1] else float(_joined(list(told[:-1]), power))
+        link.all_gather(everybody, told).wait()
+    norms, without = everybody.view(-1, 2).unbind(1)
+    return None if without.any() else float(_joined(list(norms), power))
 
 
 def _joined(norms: list[torch.Tensor], power: float) -> torch.Tensor:
