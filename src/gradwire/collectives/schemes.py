@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from gradwire.collectives.codec_state import Memory, PieceMemory
+from gradwire.collectives.codec_state import JointMemory, Memory
 from gradwire.collectives.ops import (
     ALIGNMENT,
     Add,
@@ -25,6 +25,7 @@ from gradwire.collectives.ops import (
     Transfers,
     Work,
     batch_of,
+    in_batches,
     in_c,
     payload_buffers,
     weighted,
@@ -187,8 +188,13 @@ class TwoPhase(Transfers):
         elif self.in_place and isinstance(mine, torch.Tensor):
             self.total = total = mine
         edges = zip(pairwise(bounds), shards, strict=True)
-        within = _together(codec, again, piece)
-        self.own = [piece.memory(codec, 0, start, end, segments, within=within) for (start, end), segments in edges]
+        within = None
+        if in_batches([codec, again], piece):
+            within = JointMemory(codec.state, piece.flat.numel(), piece.flat.device)
+        self.own = [
+            piece.memory(codec, 0, start, end, segments, within=None if within is None else within.part(start, end))
+            for (start, end), segments in edges
+        ]
         self.of_sum = piece.memory(again, 1, bounds[rank], bounds[rank + 1], shards[rank])
         self.memory = [*self.own, self.of_sum]
         self.of_gradient = [own for to, own in enumerate(self.own) if to != rank or codec.encodes_own_part]
@@ -202,7 +208,7 @@ class TwoPhase(Transfers):
         sizes_to = [0 if to == rank else size for to, size in enumerate(sizes)]
         to_owners = payload_buffers(sizes_to, piece.flat.device) if within is not None else _payloads(piece, sizes_to)
         encoded = [source != rank or codec.encodes_own_part for source in range(world_size)]
-        fused = within is not None and not codec.encodes_own_part and sizes[rank] > 0
+        fused = within is not None and not codec.encodes_own_part and sizes[rank] > 0 and codec.adds_payloads(shards[rank])
         stride = -(-sizes[rank] // ALIGNMENT) * ALIGNMENT
         if fused:
             arriving = torch.empty(world_size * stride, dtype=torch.uint8, device=piece.flat.device)
@@ -218,7 +224,7 @@ class TwoPhase(Transfers):
         reduce = Transfer([encoding(to, to_owners[to]) for to in others], to_owners, for_sum)
         if within is not None and any(sizes_to):
             batch = batch_of(codec, dtype, shards, bounds, sizes_to)
-            reduce.before = [Encoding(codec, piece.flat, PieceMemory(within), batch, context, whole_of(to_owners, batch))]
+            reduce.before = [Encoding(codec, piece.flat, within, batch, context, whole_of(to_owners, batch))]
         if own_first and isinstance(mine, Scattered):
             reduce.before.append(Scale(mine, shards[rank]) if self.in_place else self._own_term(add=False))
         for source, payload in enumerate(for_sum):
@@ -381,16 +387,6 @@ class Summing(OneEncode):
                 with meter.codec():
                     self.program.finish(context.on(stream))
                     self.own.keep(link.streams, self.piece.flat)
-
-
-def _together(codec: Compressor, again: Compressor, piece: Piece) -> dict[str, torch.Tensor] | None:
-    """The state of all shards of a piece, zeros, where one call encodes several shards; None where each has a call of its own."""
-    if not (piece.batched and piece.apart is None and piece.energies is None and codec.batches and again.batches):
-        return None
-    if "residual" in codec.state and piece.store_for(piece.whole) is not None:
-        return None
-    device = piece.flat.device
-    return {name: torch.zeros(piece.flat.numel(), dtype=torch.float32, device=device) for name in codec.state}
 
 
 def around_ring(nbytes: int, rank: int, world_size: int) -> list[int]:
