@@ -98,29 +98,24 @@ class OneEncode:
             memory.add(what, start, values)
 
 
-class AllReduce(OneEncode):
-    """Sums uncompressed gradients, in their own dtype: on the lane's wire by `WireSum`, else by the backend."""
+class TensorSum:
+    """Sums a tensor over all ranks where it lies, in its own dtype: on the lane's wire by `WireSum`, else by the backend."""
 
     exchanges = WireSum.exchanges
 
     def __init__(self, flat: torch.Tensor, grid: Grid) -> None:
-        self.flat, self.rank, self.aliases = flat, grid.rank, [flat]
-        self.memory = []
-        self.shared: dict[str, torch.Tensor] = {}
+        self.flat = flat
         sums = WireSum(flat, grid, even_bounds(flat.numel(), grid.world_size))
         self._on_wire = sums if can_sum(flat) else None
         self._grid, self._staged = grid, dict[int, WireSum]()
         self._staged_for: object = None
         """The generation of the page-locked memory in which the sums of `_staged` are."""
         self.bytes_to = around_ring(flat.nbytes, grid.rank, grid.world_size) if self._on_wire is None else sums.bytes_to
-        self._tag = 0
 
-    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
-        self._tag = tag
-
-    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+    def run(self, tag: int, link: Link, meter: Meter, ready: Mark) -> None:
+        """Sum it. The own term is in it from the mark `ready` on. `tag`: the first of `exchanges`."""
         if self._on_wire is not None and link.wire is not None:
-            link.wire.run(self._on_wire.operations((0, 1), self._tag, link.wire.shared_with), meter)
+            link.wire.run(self._on_wire.operations((0, 1), tag, link.wire.shared_with), meter)
             return
         if link.pinned is not None and link.wire is not None and sums_in_c(self.flat.dtype):
             with link.streams.encoding(ready):
@@ -131,7 +126,7 @@ class AllReduce(OneEncode):
             copy = staged.parts[0]  # at one of a few places
             if (at := copy.data_ptr()) not in self._staged:
                 self._staged[at] = WireSum(copy, self._grid, even_bounds(copy.numel(), self._grid.world_size))
-            link.wire.run(self._staged[at].operations((0, 1), self._tag, link.wire.shared_with), meter)
+            link.wire.run(self._staged[at].operations((0, 1), tag, link.wire.shared_with), meter)
             with link.streams.decoding():
                 link.pinned.put(staged)
             return
@@ -140,6 +135,26 @@ class AllReduce(OneEncode):
             work = link.all_reduce(self.flat)
         with link.streams.decoding(), transfer():
             work.wait()
+
+
+class AllReduce(OneEncode):
+    """Sums uncompressed gradients, in their own dtype."""
+
+    exchanges = TensorSum.exchanges
+
+    def __init__(self, flat: torch.Tensor, grid: Grid) -> None:
+        self.flat, self.rank, self.aliases = flat, grid.rank, [flat]
+        self.memory = []
+        self.shared: dict[str, torch.Tensor] = {}
+        self._sum = TensorSum(flat, grid)
+        self.bytes_to = self._sum.bytes_to
+        self._tag = 0
+
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
+        self._tag = tag
+
+    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        self._sum.run(self._tag, link, meter, ready)
 
 
 class AllGather(Transfers, OneEncode):
@@ -349,9 +364,7 @@ class ShardedSum(Transfers, OneEncode):
 
 
 class Summing(OneEncode):
-    """The backend sums the payloads of each round. The payload of a round is computed from the sum of the round before."""
-
-    exchanges = 0
+    """The payloads of each round are summed. The payload of a round is computed from the sum of the round before."""
 
     def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:
         self.piece, self.rank = piece, group.rank
@@ -360,28 +373,27 @@ class Summing(OneEncode):
         self.program = codec.program(piece.flat, self.own.state, piece.whole)
         self.shared = self.program.shared
         self.aliases = [piece.flat]
-        numel = sum(payload.numel() for payload in self.program.payloads)
-        self.bytes_to = around_ring(4 * numel, group.rank, group.world_size)
+        self._sums = [TensorSum(payload, group.grid) for payload in self.program.payloads]
+        self.exchanges = TensorSum.exchanges * len(self._sums)
+        self.bytes_to = [sum(each) for each in zip(*(of_round.bytes_to for of_round in self._sums), strict=True)]
         self.summed: Mark = None
+        self._tag = 0
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
-        pass
+        self._tag = tag
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
-        payload, context = self.program.payloads[phase], self.piece.contexts[0]
-        last = phase == len(self.program.payloads) - 1
-        with link.streams.encoding(ready if phase == 0 else self.summed) as stream:
+        context, last = self.piece.contexts[0], phase == len(self._sums) - 1
+        before = ready if phase == 0 else self.summed
+        with link.streams.encoding(before) as stream:
             meter.begins(link.streams)
             with meter.codec():
                 self.own.take(link.streams)
                 self.program.fill(phase, context.on(stream))
                 if not last:
                     self.own.leave(link.streams)
-            with transfer():
-                work = link.all_reduce(payload)
+        self._sums[phase].run(self._tag + TensorSum.exchanges * phase, link, meter, before)  # behind the fill, on its stream
         with link.streams.decoding() as stream:
-            with transfer():
-                work.wait()
             self.summed = link.streams.mark()
             if last:
                 with meter.codec():
