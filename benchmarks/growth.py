@@ -9,7 +9,7 @@ The floor is the same script without communication. Both train in turns in the s
 point takes `--seconds`, and at least LEAST_TURNS turns. 200 million elements need 6 GB of memory. Each point is written to
 benchmarks/results/growth.json when it is measured, and is not measured again, unless `--anew`. After `--minutes` no point begins,
 and one that is under way ends without a result: the same command goes on with what is left. 1 if CPU time grows faster than the
-bytes and the messages that a rank sends, 2 if points are left.
+bytes and the messages that a rank sends, or sockets, messages or the start faster than with a grid; 2 if points are left.
 """
 
 import argparse
@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.common import RESULTS, collected, write
 from benchmarks.growth_page import page
 from benchmarks.growth_simulated import COLUMNS as SIMULATED
+from benchmarks.growth_simulated import OTHERS, bert_large, point
 from benchmarks.growth_simulated import RANKS as SIMULATED_RANKS
-from benchmarks.growth_simulated import bert_large, point
 from gradwire.bench.loopback import Loopback
 from gradwire.core.files import write_whole
 from gradwire.report.pictures import Panel, draw_lines
@@ -44,6 +44,8 @@ FEW, USUAL = 24, 6_000_000
 """Tensors, and elements of all of them, of the curves over something else."""
 CURVES = ("tensors", "elements", "ranks")
 COSTS = ("beyond_ms", "cpu_ms", "sent_mb", "messages", "sockets", "start_ms")
+DIRECT = 16
+"""So many ranks exchange directly. More form a grid."""
 NOISE = 0.1
 """A slope that is larger by less is not said to be larger."""
 
@@ -62,7 +64,8 @@ def run(arguments: list[str]) -> int:
     began = time.monotonic()
     before: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {"curves": {}}
     if options.simulated:
-        write_whole(PATH, json.dumps(before | {"simulated": simulated()}, indent=1) + "\n")
+        told = {"simulated": simulated(), "faster": faster_in(before["curves"])}
+        write_whole(PATH, json.dumps(before | told, indent=1) + "\n")
         write_whole(options.out / "growth.md", page(json.loads(PATH.read_text())))
         return 0
     points = {curve: [] if options.anew and curve in options.curves else found for curve, found in before["curves"].items()}
@@ -114,7 +117,7 @@ def _save(before: Mapping[str, Any], points: Mapping[str, list[dict[str, Any]]],
     """Write the results, the picture and the page."""
     curves = {curve: found for curve, found in points.items() if found}
     slopes = {curve: slopes_of(curve, found) for curve, found in curves.items()}
-    faster = [f"{curve}: {words}" for curve, found in slopes.items() for words in too_fast(found)]
+    faster = faster_in(curves)
     result = {"cores": os.cpu_count(), "seconds": seconds, "curves": curves, "slopes": slopes, "faster": faster}
     write(PATH, result | {name: before[name] for name in ("simulated",) if name in before}, quiet=True)
     draw(out / "pictures" / "growth.png", curves)
@@ -126,8 +129,9 @@ def simulated() -> dict[str, Any]:
     profile = bert_large()
     points = [point(profile, ranks) for ranks in SIMULATED_RANKS]
     slopes = {cost: slope([each["ranks"] for each in points], [each[cost] for each in points]) for cost in SIMULATED}
+    others = [point(profile, *shape) for shape in OTHERS]
     elements = sum(tensor.numel for tensor in profile.tensors)
-    return {"points": points, "slopes": slopes, "tensors": len(profile.tensors), "elements": elements}
+    return {"points": points, "slopes": slopes, "tensors": len(profile.tensors), "elements": elements, "others": others}
 
 
 def slopes_of(curve: str, points: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
@@ -146,6 +150,26 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
     if len(pairs) < 2:
         return None
     return float(np.polyfit(*np.log(np.transpose(pairs)), 1)[0])
+
+
+def faster_in(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Words for each curve in which something grows faster than it may."""
+    told = [(curve, words) for curve, found in curves.items() for words in too_fast(slopes_of(curve, found))]
+    return [f"{curve}: {words}" for curve, words in [*told, *(("ranks", words) for words in too_many(curves.get("ranks", ())))]]
+
+
+def too_many(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Words for costs that grow faster with the ranks than they may where there is a grid: sockets and messages as the square
+    root of the ranks, and the start as the ranks, which share the cores."""
+    slopes, told = slopes_of("ranks", [point for point in points if point["ranks"] > DIRECT]), []
+    for cost, name, most in (
+        ("sockets", "sockets grow", 0.5),
+        ("messages", "messages grow", 0.5),
+        ("start_ms", "the start grows", 1),
+    ):
+        if (found := slopes[cost]) is not None and found > most + NOISE:
+            told.append(f"{name} with the power {found:.2f} beyond {DIRECT} ranks, and not {most:g}")
+    return told
 
 
 def too_fast(slopes: Mapping[str, float | None]) -> list[str]:

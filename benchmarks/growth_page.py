@@ -53,12 +53,13 @@ def page(result: Mapping[str, Any]) -> str:
     if "simulated" in result:
         text += section(**result["simulated"])
     faster = "\n".join(f"- {words}." for words in result["faster"])
-    text += "\n## Does anything grow faster than what is sent?\n\n"
+    text += "\n## Does anything grow faster than it may?\n\n"
     return text + (
         f"Yes:\n\n{faster}\n"
         if faster
         else "CPU time does not: it grows at most as the bytes or the messages of a rank. With ranks the time of the step can\n"
-        "grow faster, since here all ranks share the same cores.\n"
+        "grow faster, since here all ranks share the same cores. Where there is a grid, sockets and messages grow at most as\n"
+        "the square root of the ranks, and the start as the ranks.\n"
     )
 
 

@@ -12,9 +12,11 @@ from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.starts import ddp_draft
 
-__all__ = ["COLUMNS", "RANKS", "bert_large", "point", "section"]
+__all__ = ["COLUMNS", "OTHERS", "RANKS", "bert_large", "point", "section"]
 
 RANKS = tuple(2**power for power in range(1, 11))
+OTHERS = ((64, 8), (256, 8), (1024, 8), (127, 1), (1021, 1))
+"""Ranks, and ranks of a node: nodes of eight, and prime numbers, which have no grid."""
 SPEC = QSGD(bits=4)
 WIDTH = 1024
 LAYER = [*((WIDTH, WIDTH),) * 4, (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH), *((WIDTH,),) * 9, (4 * WIDTH,)]
@@ -39,6 +41,11 @@ A step of BERT-large's shapes, {tensors} tensors and {millions:.0f} million elem
 bytes are those that a rank sends in a step with the fixed plan of 4 bits.
 
 """
+TEXT_OF_OTHERS = """
+With eight ranks on a node each exchanges with all other nodes, and a prime number of ranks has no grid: peers and messages grow
+with the nodes.
+
+"""
 
 
 def bert_large() -> Profile:
@@ -58,17 +65,18 @@ def bert_large() -> Profile:
     return Profile(model="BERT-large", batch=8, device="gpu", tensors=tensors)
 
 
-def point(profile: Profile, ranks: int) -> dict[str, Any]:
+def point(profile: Profile, ranks: int, ranks_per_node: int = 1) -> dict[str, Any]:
     """One row: simulated steps, what a rank sends, and the CPU time of planning."""
-    cluster = Cluster(nodes=ranks, ranks_per_node=1, intra=INTRA, inter=INTER)
+    cluster = Cluster(nodes=ranks // ranks_per_node, ranks_per_node=ranks_per_node, intra=INTRA, inter=INTER)
     costs = Costs(codecs=[CodecCosts(spec=SPEC, device="gpu", encode=_TIMES, decode=_TIMES)])
     began = time.process_time()
     job = PlanningJob(profile, cluster, costs, [SPEC])
     draft = joint(job)
     planned = time.process_time()
-    fixed = Policy(default=SPEC).plan(profile.tensor_infos("gpu"), ranks, 1)
+    fixed = Policy(default=SPEC).plan(profile.tensor_infos("gpu"), ranks, ranks_per_node)
     return {
         "ranks": ranks,
+        "ranks_per_node": ranks_per_node,
         "ddp_ms": job.simulator.step_us(job.light(ddp_draft(job))) / 1e3,
         "fixed_ms": job.simulator.step_us(fixed) / 1e3,
         "joint_ms": job.simulator.step_us(job.light(draft)) / 1e3,
@@ -81,23 +89,35 @@ def point(profile: Profile, ranks: int) -> dict[str, Any]:
 def _sent(job: PlanningJob, plan: Plan) -> dict[str, float]:
     """Messages and megabytes that a rank sends in a step, and the number of ranks to which it sends."""
     prices, messages, sent = job.simulator.prices, 0.0, 0.0
-    ranks, grid, peers = job.cluster.world_size, COLLECTIVES["grid"].on("gpu"), 0
+    ranks, grid, peers, columns = job.cluster.world_size, COLLECTIVES["grid"].on("gpu"), 0, columns_of(job.cluster.world_size)
+    nested = job.cluster.nodes - 1 + job.cluster.ranks_per_node - 1
     for bucket in plan.buckets:
         priced = prices.of(bucket)
         steps = [step for step in prices.steps(bucket.option, bucket.main_spec.rounds) if step.traffic is not None]
-        messages += priced.pieces * sum(step.traffic.inter.messages for step in steps if step.traffic is not None)
+        loads = [load for step in steps if step.traffic is not None for load in (step.traffic.intra, step.traffic.inter)]
+        messages += priced.pieces * sum(load.messages for load in loads)
         sent += priced.pieces * sum(price.sent_bytes for price in priced.tasks)
-        columns = columns_of(ranks)
-        peers = max(peers, columns + ranks // columns - 2 if bucket.option == grid else ranks - 1)
+        flat = columns + ranks // columns - 2 if bucket.option == grid else ranks - 1
+        peers = max(peers, nested if any(task.endswith(":intra") for task in bucket.option) else flat)
     return {"messages": round(messages), "peers": peers, "sent_mb": sent / 1e6}
 
 
-def section(points: Sequence[Mapping[str, Any]], slopes: Mapping[str, float | None], tensors: int, elements: int) -> str:
-    """The section of docs/growth.md."""
+def section(
+    points: Sequence[Mapping[str, Any]],
+    slopes: Mapping[str, float | None],
+    tensors: int,
+    elements: int,
+    others: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """The section of docs/growth.md. `others`: rows of `OTHERS`."""
     text = TEXT.format(most=points[-1]["ranks"], tensors=tensors, millions=elements / 1e6, gbps=INTER.gbps, alpha=INTER.alpha_us)
     rows = [[f"{row['ranks']:,}", *(_number(row[name]) for name in COLUMNS)] for row in points]
     rows.append(["slope", *("-" if (power := slopes[name]) is None else f"{power:.2f}" for name in COLUMNS)])
-    return text + "\n".join(table(["ranks", *COLUMNS.values()], rows, left=0)) + "\n"
+    text += "\n".join(table(["ranks", *COLUMNS.values()], rows, left=0)) + "\n"
+    if others:
+        rows = [[f"{row['ranks']:,}", str(row["ranks_per_node"]), *(_number(row[name]) for name in COLUMNS)] for row in others]
+        text += TEXT_OF_OTHERS + "\n".join(table(["ranks", "on a node", *COLUMNS.values()], rows, left=0)) + "\n"
+    return text
 
 
 def _number(value: float) -> str:

@@ -6,8 +6,6 @@
 // Messages of a pair of ranks travel in the order of the lists, which is the same on
 // both. A message begins with a header, so that ranks that run different lists fail instead of adding the wrong numbers, and with
 // a checksum, which is compared before anything uses the message.
-#include <vector>
-
 #include "packed.hpp"
 #include "phase.hpp"
 
@@ -53,13 +51,7 @@ extern "C" __attribute__((visibility("default"))) int64_t gw_run_operations(cons
   const double cpu = seconds_of(CLOCK_THREAD_CPUTIME_ID);
   double waited_cpu = 0.0;
   try {
-    Phase phase(connections, ranks, timeout_s);
-    std::vector<size_t> left(size_t(ranks), 0);  // messages that are expected after the next one
-    for (int64_t i = 0; i < count; ++i)
-      if (operations[i].kind == kReceive || operations[i].kind == kReceiveElements) {
-        phase.expect(operations[i]);
-        ++left[size_t(operations[i].peer)];
-      }
+    Phase phase(connections, ranks, timeout_s, operations, count);
     for (; at < count; ++at) {
       const Operation& operation = operations[at];
       if (times) times[2 * at] = seconds_of(CLOCK_MONOTONIC);
@@ -80,7 +72,7 @@ extern "C" __attribute__((visibility("default"))) int64_t gw_run_operations(cons
         const double before = seconds_of(CLOCK_THREAD_CPUTIME_ID);
         if (operation.kind == kSend) phase.send(operation);
         else if (operation.kind == kFlush) phase.flush();
-        else phase.receive(operation, --left[size_t(operation.peer)]);
+        else phase.receive(operation);
         waited_cpu += seconds_of(CLOCK_THREAD_CPUTIME_ID) - before;
       }
       if (times) times[2 * at + 1] = seconds_of(CLOCK_MONOTONIC);

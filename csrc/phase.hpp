@@ -95,14 +95,17 @@ struct Message {
   }
 };
 
-// Another rank.
+// Another rank, which messages of the list go to or come from.
 struct Peer {
+  int64_t rank;
   Connection by;
-  int fd = -1;
+  int fd;
   int wakes_at = 0;                               // of the connection
   uint64_t reader_wakes_at = 0, writer_wakes_at = 0;  // of the rings, since the last wait
+  size_t left = 0;                                // messages that are expected after the next one
   std::deque<Message> sending, receiving;         // in order; what is complete leaves the front
 
+  Peer(int64_t number, const Connection& connection) : rank(number), by(connection), fd(int(connection.fd)) {}
   bool reads() const { return !receiving.empty() && receiving.front().in_turn; }
   bool idle() const { return sending.empty() && !reads(); }
   bool shares() const { return by.out; }
@@ -126,25 +129,24 @@ struct Failed {
 
 class Phase {
  public:
-  Phase(const Connection* connections, int64_t ranks, double timeout_s) : peers_(size_t(ranks)), timeout_s_(timeout_s) {
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-      peers_[size_t(rank)].by = connections[rank];
-      peers_[size_t(rank)].fd = int(connections[rank].fd);
+  // Of all ranks only those of the list cost time, here and in each wait.
+  Phase(const Connection* connections, int64_t ranks, double timeout_s, const Operation* operations, int64_t count)
+      : place_(size_t(ranks), kNoPlace), timeout_s_(timeout_s) {
+    size_t used = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      if (operations[i].kind == kCall || operations[i].kind == kFlush) continue;
+      int32_t& place = place_[size_t(operations[i].peer)];
+      used += place == kNoPlace;
+      place = 0;
     }
-    polled_.reserve(2 * size_t(ranks));
-    ranks_.reserve(2 * size_t(ranks));
-  }
-
-  void expect(const Operation& operation) {
-    Message message = message_of(operation, peer_of(operation));
-    message.elements = operation.kind == kReceiveElements;
-    if (message.elements) {
-      message.in_turn = false;
-      message.from = Dtype(operation.arguments[2]);
-      message.into = Dtype(operation.arguments[3]);
-      message.add = operation.arguments[4];
+    peers_.reserve(used);
+    for (int64_t rank = 0; rank < ranks && peers_.size() < used; ++rank) {
+      if (place_[size_t(rank)] == kNoPlace) continue;
+      place_[size_t(rank)] = int32_t(peers_.size());
+      peers_.emplace_back(rank, connections[rank]);
     }
-    peer_of(operation).receiving.push_back(message);
+    for (int64_t i = 0; i < count; ++i)
+      if (operations[i].kind == kReceive || operations[i].kind == kReceiveElements) expect(operations[i]);
   }
 
   void send(const Operation& operation) {
@@ -156,29 +158,46 @@ class Phase {
     message.sums = !known && peer.shares();
     if (!message.sums) message.behind = message.header.checksum = summed_.checksum;
     peer.sending.push_back(message);
-    push(peer, operation.peer);
+    push(peer);
     if (message.sums && peer.sending.empty()) summed_ = {message.bytes, message.expected_bytes, last_sum_};
   }
 
   // A call may have changed what was sent before. `encoded` is what it encoded, if it summed that on its way.
   void called(const Encoded& encoded) { summed_ = encoded; }
 
-  // Until the first message of this peer that is not complete was `left` before.
-  void receive(const Operation& operation, size_t left) {
+  // Until the next message of this peer is complete.
+  void receive(const Operation& operation) {
     Peer& peer = peer_of(operation);
+    --peer.left;
     summed_ = {};  // what arrives may lie where something was sent from
-    if (peer.receiving.size() > left) peer.receiving.front().in_turn = true;
-    pull(peer, operation.peer);
-    wait(operation.peer, "a message", [&] { return peer.receiving.size() <= left; });
+    if (peer.receiving.size() > peer.left) peer.receiving.front().in_turn = true;
+    pull(peer);
+    wait(peer.rank, "a message", [&] { return peer.receiving.size() <= peer.left; });
   }
 
   void flush() {
-    for (size_t rank = 0; rank < peers_.size(); ++rank)
-      wait(int64_t(rank), "room for a message", [&] { return peers_[rank].sending.empty(); });
+    for (const Peer& peer : peers_)
+      wait(peer.rank, "room for a message", [&] { return peer.sending.empty(); });
   }
 
  private:
-  Peer& peer_of(const Operation& operation) { return peers_[size_t(operation.peer)]; }
+  static constexpr int32_t kNoPlace = -1;
+
+  Peer& peer_of(const Operation& operation) { return peers_[size_t(place_[size_t(operation.peer)])]; }
+
+  void expect(const Operation& operation) {
+    Peer& peer = peer_of(operation);
+    Message message = message_of(operation, peer);
+    message.elements = operation.kind == kReceiveElements;
+    if (message.elements) {
+      message.in_turn = false;
+      message.from = Dtype(operation.arguments[2]);
+      message.into = Dtype(operation.arguments[3]);
+      message.add = operation.arguments[4];
+    }
+    peer.receiving.push_back(message);
+    ++peer.left;
+  }
 
   static Message message_of(const Operation& operation, const Peer& peer) {
     Message message;
@@ -206,15 +225,15 @@ class Phase {
 
   // Moves bytes of an encrypted connection; 0 where it would have to wait.
   template <class Call>
-  static uint64_t encrypted(const Peer& peer, int64_t rank, const Call& call) {
+  static uint64_t encrypted(const Peer& peer, const Call& call) {
     const char* problem = nullptr;
     bool damaged = false;
     const size_t moved = by_tls(*peer.by.tls, problem, damaged, call);
-    if (problem) fail(rank, damaged, "%s", problem);
+    if (problem) fail(peer.rank, damaged, "%s", problem);
     return moved;
   }
 
-  uint64_t send_some(Peer& peer, Message& message, int64_t rank) {
+  uint64_t send_some(Peer& peer, Message& message) {
     iovec parts[2];
     const int count = message.parts(parts);
     if (peer.encrypts() && !peer.shares()) {
@@ -225,51 +244,51 @@ class Phase {
         std::memcpy(record_ + part.iov_len, parts[1].iov_base, more);
         part = {record_, part.iov_len + more};
       }
-      return encrypted(peer, rank, [&](const TlsSession& tls, size_t* moved) {
+      return encrypted(peer, [&](const TlsSession& tls, size_t* moved) {
         return tls.write(tls.ssl, part.iov_base, part.iov_len, moved);
       });
     }
     if (!peer.shares())
-      return by_tcp(parts, count, rank, [&](msghdr* what) { return sendmsg(peer.fd, what, MSG_DONTWAIT | MSG_NOSIGNAL); });
+      return by_tcp(parts, count, peer.rank, [&](msghdr* what) { return sendmsg(peer.fd, what, MSG_DONTWAIT | MSG_NOSIGNAL); });
     const Connection& by = peer.by;
     return put(*by.out, by.capacity, int(by.peer_bell), static_cast<const char*>(parts[0].iov_base), parts[0].iov_len);
   }
 
   // Takes bytes of a message to where they belong, and sums them.
-  uint64_t receive_some(Peer& peer, Message& message, int64_t rank) {
+  uint64_t receive_some(Peer& peer, Message& message) {
     const uint64_t before = message.arrived();
     const bool in_bytes = message.done >= sizeof message.header && before < message.expected_bytes;
-    if (message.elements && in_bytes) return use_some(peer, message, rank);
+    if (message.elements && in_bytes) return use_some(peer, message);
     iovec parts[2];
     const int count = message.parts(parts);
     // the header of elements is compared before any of them is used
-    const uint64_t got = take_some(peer, parts, message.elements ? 1 : count, rank);
+    const uint64_t got = take_some(peer, parts, message.elements ? 1 : count);
     message.done += got;
     message.checksum = crc32c(message.checksum, message.bytes + before, message.arrived() - before);
     return got;
   }
 
   // Takes bytes that have come from a peer; of a ring or an encrypted connection into the first part alone.
-  static uint64_t take_some(Peer& peer, iovec* parts, int count, int64_t rank) {
+  static uint64_t take_some(Peer& peer, iovec* parts, int count) {
     const Connection& by = peer.by;
     if (peer.shares()) return take(*by.in, by.capacity, int(by.peer_bell), static_cast<char*>(parts[0].iov_base), parts[0].iov_len);
     if (peer.encrypts())
-      return encrypted(peer, rank, [&](const TlsSession& tls, size_t* moved) {
+      return encrypted(peer, [&](const TlsSession& tls, size_t* moved) {
         return tls.read(tls.ssl, parts[0].iov_base, parts[0].iov_len, moved);
       });
-    return by_tcp(parts, count, rank, [&](msghdr* what) {
+    return by_tcp(parts, count, peer.rank, [&](msghdr* what) {
       const ssize_t came = recvmsg(peer.fd, what, MSG_DONTWAIT);
-      if (came == 0) fail(rank, false, "%s", kClosed);
+      if (came == 0) fail(peer.rank, false, "%s", kClosed);
       return came;
     });
   }
 
   // Copies or adds elements from a step that lies in a near cache. One that is not whole yet stays there: of a list only one
   // message is in its turn.
-  uint64_t use_some(Peer& peer, Message& message, int64_t rank) {
+  uint64_t use_some(Peer& peer, Message& message) {
     const uint64_t item = uint64_t(item_bytes(message.from)), at = message.arrived(), begun = at % item;
     iovec part{step_ + begun, std::min(message.expected_bytes - at, kStep)};
-    const uint64_t got = take_some(peer, &part, 1, rank);
+    const uint64_t got = take_some(peer, &part, 1);
     if (!got) return 0;
     message.done += got;
     message.checksum = crc32c(message.checksum, step_ + begun, got);
@@ -281,10 +300,10 @@ class Phase {
   }
 
   // Sends as much as there is room for.
-  void push(Peer& peer, int64_t rank) {
+  void push(Peer& peer) {
     while (!peer.sending.empty()) {
       Message& message = peer.sending.front();
-      const uint64_t sent = send_some(peer, message, rank);
+      const uint64_t sent = send_some(peer, message);
       if (!sent) return;
       const uint64_t before = message.arrived();
       message.done += sent;
@@ -300,17 +319,17 @@ class Phase {
 
   // Takes as much as has come of the messages that are expected. Between two steps of elements it sends what has room, so that
   // both directions move while elements are added.
-  void pull(Peer& peer, int64_t rank) {
+  void pull(Peer& peer) {
     while (peer.reads()) {
       Message& message = peer.receiving.front();
-      const uint64_t got = receive_some(peer, message, rank);
+      const uint64_t got = receive_some(peer, message);
       if (!got) return;
       moved_ += got;
-      if (message.elements || peer.encrypts()) push(peer, rank);
+      if (message.elements || peer.encrypts()) push(peer);
       const bool same = message.header.bytes == message.expected_bytes && message.header.tag == message.expected_tag;
       if (message.done >= sizeof message.header && !same)
-        fail(rank, false, "a message of %llu bytes with tag %u came where one of %llu bytes with tag %u was expected: the ranks do not "
-             "run the same plan, or the network changed bytes", Unsigned(message.header.bytes), message.header.tag,
+        fail(peer.rank, false, "a message of %llu bytes with tag %u came where one of %llu bytes with tag %u was expected: the ranks "
+             "do not run the same plan, or the network changed bytes", Unsigned(message.header.bytes), message.header.tag,
              Unsigned(message.expected_bytes), message.expected_tag);
       if (!message.complete()) {
         if (peer.shares() || peer.encrypts() || message.elements) continue;
@@ -318,7 +337,7 @@ class Phase {
       }
       const uint32_t sent = peer.shares() ? uint32_t(message.behind) : message.header.checksum;
       if (message.checksum != sent || (peer.shares() && message.behind >> 32))
-        fail(rank, true, "the checksum of %llu bytes was %08x before they were sent and is %08x now",
+        fail(peer.rank, true, "the checksum of %llu bytes was %08x before they were sent and is %08x now",
              Unsigned(message.expected_bytes), sent, message.checksum);
       peer.receiving.pop_front();
     }
@@ -351,16 +370,16 @@ class Phase {
       if (count < 0) fail(awaited, false, "%s", std::strerror(errno));
       const uint64_t before = moved_;
       for (size_t at = 0; at < polled_.size(); ++at) {
-        Peer& peer = peers_[size_t(ranks_[at])];
+        Peer& peer = *polled_peers_[at];
         if (peer.shares()) {  // its connection and its bell
-          go_on(peer, ranks_[at], polled_[at].revents, polled_[at + 1].revents);
+          go_on(peer, polled_[at].revents, polled_[at + 1].revents);
           ++at;
           continue;
         }
         const short happened = polled_[at].revents;
-        if (happened & POLLNVAL) fail(ranks_[at], false, "%s", std::strerror(EBADF));
-        if (happened & (POLLOUT | POLLERR | POLLHUP)) push(peer, ranks_[at]);
-        if (count == 0 || happened & (POLLIN | POLLERR | POLLHUP)) pull(peer, ranks_[at]);
+        if (happened & POLLNVAL) fail(peer.rank, false, "%s", std::strerror(EBADF));
+        if (happened & (POLLOUT | POLLERR | POLLHUP)) push(peer);
+        if (count == 0 || happened & (POLLIN | POLLERR | POLLHUP)) pull(peer);
       }
       // whatever poll says: a ring whose head is damaged may be ready for ever
       if (rest <= 0 && moved_ == before) fail(awaited, false, "Timed out waiting %.0f s for %s", timeout_s_, what);
@@ -370,20 +389,19 @@ class Phase {
   // Lists what to wait for. Whether a ring can go on already.
   bool prepare_wait() {
     polled_.clear();
-    ranks_.clear();
+    polled_peers_.clear();
     bool shares = false, ready = false;
-    for (size_t rank = 0; rank < peers_.size(); ++rank) {
-      Peer& peer = peers_[rank];
+    for (Peer& peer : peers_) {
       if (peer.fd < 0 || peer.idle()) continue;
       if (peer.shares()) {
         tell_wait(peer);
-        watch(peer.fd, POLLIN, rank);
-        watch(int(peer.by.bell), POLLIN, rank);
+        watch(peer.fd, POLLIN, peer);
+        watch(int(peer.by.bell), POLLIN, peer);
         shares = true;
         continue;
       }
       if (peer.reads()) wake_at(peer);
-      watch(peer.fd, short((peer.reads() ? POLLIN : 0) | (peer.sending.empty() ? 0 : POLLOUT)), rank);
+      watch(peer.fd, short((peer.reads() ? POLLIN : 0) | (peer.sending.empty() ? 0 : POLLOUT)), peer);
     }
     if (!shares) return false;
     for (const Peer& peer : peers_)
@@ -391,9 +409,9 @@ class Phase {
     return ready;
   }
 
-  void watch(int fd, short events, size_t rank) {
+  void watch(int fd, short events, Peer& peer) {
     polled_.push_back({fd, events, 0});
-    ranks_.push_back(int64_t(rank));
+    polled_peers_.push_back(&peer);
   }
 
   static uint64_t good_part(const Connection& by, const Message& message) {
@@ -420,22 +438,23 @@ class Phase {
   }
 
   // Moves what can be moved through rings. A connection that wakes is closed: no bytes travel on it.
-  void go_on(Peer& peer, int64_t rank, short closed, short rung) {
+  void go_on(Peer& peer, short closed, short rung) {
     uint64_t rings;
     peer.by.in->reader_wakes_at.store(0, std::memory_order_relaxed);
     peer.by.out->writer_wakes_at.store(0, std::memory_order_relaxed);
     if (rung && read(int(peer.by.bell), &rings, sizeof rings) < 0 && errno != EAGAIN && errno != EINTR)
-      fail(rank, false, "%s", std::strerror(errno));
-    push(peer, rank);
-    pull(peer, rank);
+      fail(peer.rank, false, "%s", std::strerror(errno));
+    push(peer);
+    pull(peer);
     if (!closed || peer.idle()) return;
     char byte;
     const ssize_t got = recv(peer.fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
-    fail(rank, false, "%s", got == 0 ? kClosed : got < 0 ? std::strerror(errno) : "bytes came beside the rings");
+    fail(peer.rank, false, "%s", got == 0 ? kClosed : got < 0 ? std::strerror(errno) : "bytes came beside the rings");
   }
 
-  std::vector<Peer> peers_;
+  std::vector<int32_t> place_;  // of each rank in `peers_`
+  std::vector<Peer> peers_;     // in the order of ranks; none moves, since others point to it
   Encoded summed_{};        // what was encoded or sent last, where it has not changed since
   uint32_t last_sum_ = 0;   // of the last message that was summed as it was sent
   uint64_t moved_ = 0;      // bytes, in both directions
@@ -443,7 +462,7 @@ class Phase {
   char record_[kRecord];  // the begin of a message that is encrypted
   double timeout_s_;
   std::vector<pollfd> polled_;
-  std::vector<int64_t> ranks_;
+  std::vector<Peer*> polled_peers_;
 };
 
 }  // namespace

@@ -1,6 +1,8 @@
 """One launch for the payloads of several shards or ranks gives the bytes of a launch for each."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,8 +11,14 @@ import torch
 from test_kernels import payload_bytes
 from triton_processes import INEXACT, Compile, Interpreter
 
+import gradwire as gw
+from gradwire import kernels as all_kernels
+from gradwire.collectives import Transfer
+from gradwire.core import TensorInfo
+from gradwire.exchange import layout
 from gradwire.kernels import Batch, BatchPart
 from gradwire.kernels.segments import Segment, Segments
+from gradwire.transport import Grid, Group, Streams
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 
@@ -94,6 +102,61 @@ def test_a_sum_in_one_launch_has_the_bits_of_its_terms(
     interpreter: Interpreter, scale: str, rank: int, size: int, own_first: bool, dtype: torch.dtype
 ) -> None:
     interpreter.check(run_sum, scale, rank, size, own_first, dtype)
+
+
+def run_phase(transfers: Sequence[Transfer]) -> None:
+    """One exchange of all ranks, one rank after another."""
+    streams = Streams()
+    for work in [work for each in transfers for work in each.before]:
+        work.run(streams, None)
+    for rank, each in enumerate(transfers):
+        for source, part in each.used(each.received):
+            part.copy_(transfers[source].sent[rank])
+    for each in transfers:
+        for work in [*(work for works in each.arrivals.values() for work in works), *each.after]:
+            work.run(streams, None)
+
+
+def run_scheme(kernels: Any, scheme: str, ranks: int, spec: gw.Spec, exempt_vectors: bool) -> dict[str, torch.Tensor]:
+    """Two steps of all ranks: the means, and what is remembered in the end."""
+    shapes = {"u": (2, 150), "v": (70,), "w": (3, 100)}
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    policy = gw.Policy(default=spec, scheme=scheme, exempt_vectors=exempt_vectors, edge_bytes=2**20)
+    plan = policy.plan([TensorInfo(name, shape, "float32") for name, shape in shapes.items()], ranks)
+    found = dict[str, torch.Tensor]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "launches", lambda device: True)
+        patch.setattr(all_kernels, "kernels_for", lambda device: kernels)
+        of_ranks: list[Any] = []
+        for rank in range(ranks):
+            group = Group(None, rank, tuple(range(ranks)), timedelta(seconds=1), Grid.even(1, ranks, rank))  # type: ignore[arg-type]
+            random = layout.random_streams(plan, rank, torch.device("cpu"))
+            (built,) = layout.build_buckets(plan, tensors, group, random, 0)
+            of_ranks += built.chunks
+        for step in range(2):
+            for rank, own in enumerate(of_ranks):
+                own.piece.flat.copy_(values(10 * step + rank, 670))
+            for phase in range(len(of_ranks[0].phases)):
+                run_phase([transfer for own in of_ranks for transfer in own.phases[phase]])
+        for rank, own in enumerate(of_ranks):
+            found[f"mean of {rank}"] = own.piece.flat
+            found |= {f"{place} of {rank}": tensor for place, each in enumerate(own.memory) for tensor in each.state}
+    return found
+
+
+BATCHED = [
+    ("grid", 6, gw.QSGD(bits=4), False),
+    ("grid", 4, gw.QSGD(bits=4), True),
+    ("grid", 4, gw.ErrorFeedback(gw.QSGD(bits=3, scale="minmax")), True),
+    ("alltoall", 3, gw.ErrorFeedback(gw.QSGD(bits=4)), True),
+]
+
+
+@pytest.mark.parametrize(("scheme", "ranks", "spec", "exempt_vectors"), BATCHED)
+def test_schemes_with_batches_have_the_bits_of_single_payloads(
+    interpreter: Interpreter, scheme: str, ranks: int, spec: gw.Spec, exempt_vectors: bool
+) -> None:
+    interpreter.check(run_scheme, scheme, ranks, spec, exempt_vectors)
 
 
 def compiled(arch: int, own: bool, dtype: str) -> Compile:

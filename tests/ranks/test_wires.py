@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside_ddp import in_buckets
-from options import Ranks, gradients, plan_for
+from options import Ranks, gradients, plan_for, true_mean
 from test_options_run import FOUR_ENCODES, ROOTED, SKIPPING, TWO_ENCODES
 from worlds import Given, World, Worlds, digest
 
 import gradwire as gw
 from gradwire.core import Spec
 from gradwire.core.collectives import COLLECTIVES, uncompressed
+from gradwire.plan.schemes import tasks_of
 from gradwire.transport import Grid, rendezvous, wires
 
 NESTED_SUM = "reducescatter:intra allreduce:inter allgather:intra"
@@ -54,6 +55,21 @@ def test_the_bits_are_those_of_python(scheme: str, world_size: int, spec: Spec, 
         states = [[rank.residuals.state() for rank in ranks.ranks] for ranks in made]
         for mine, theirs in zip(*states, strict=True):
             assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6, 20])
+@pytest.mark.parametrize("spec", [gw.ErrorFeedback(gw.RandomK(0.05)), gw.PowerSGD(start_step=0)], ids=repr)
+def test_payloads_are_summed_on_wires(spec: Spec, world_size: int) -> None:
+    """Not around a ring, whose hops grow with the ranks. The links of this test have no all-reduce."""
+    grid = [Grid.even(world_size, 1, rank) for rank in range(world_size)]
+    ranks = Ranks(plan_for(tasks_of("allreduce", "cpu", spec), spec), grid, wired=True)
+    for step in range(2):
+        before = ranks.held_back()
+        ranks.step(step, [gradients(rank, step) for rank in range(world_size)])
+        results = ranks.results()
+        assert all(torch.equal(each, results[0]) for each in results)
+        expected = true_mean(world_size, step) + before
+        torch.testing.assert_close(results[0].double() + ranks.held_back(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

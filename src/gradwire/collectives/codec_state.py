@@ -54,8 +54,8 @@ class Memory:
     ) -> None:
         """encode: the number of the encode, or 'left' for values to add to the next gradient. start, end: its elements of the
         piece. store: None if the residual is float32. random: keys the rounding of the store, on the piece's device. copy: a
-        lower rank encodes the same values, so that their loss counts there. within: zeros for all elements of the piece, by name,
-        of which this memory is a part; None: memory of its own."""
+        lower rank encodes the same values, so that their loss counts there. within: the state's tensors, part of those of
+        several encodes (`JointMemory.part`); None: memory of its own."""
         self.names, self.encode, self.copy = tuple(names), encode, copy
         self.start, self.end, self.numel, self.device = start, end, end - start, random.device
         self._store, self._random = store, random
@@ -63,7 +63,7 @@ class Memory:
         if within is None:
             self._tensors = {name: torch.zeros(sizes[name], dtype=torch.float32, device=self.device) for name in names}
         else:
-            self._tensors = {name: within[name][start:end] for name in names}
+            self._tensors = dict(within)
         self._scratch: _Scratch | None = None
 
     @property
@@ -156,16 +156,20 @@ class Memory:
         self._tensors["residual"].set_(part.untyped_storage(), 0, part.shape, part.stride())  # a program may hold it
 
 
-class PieceMemory:
-    """The state of the encodes of all shards of a piece, for one call that encodes several of them."""
+class JointMemory:
+    """The state of the encodes of successive elements, zeros at first, for one call that does several of these encodes."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, names: Sequence[str], numel: int, device: torch.device) -> None:
+        self._tensors = {name: torch.zeros(numel, dtype=torch.float32, device=device) for name in names}
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """The state tensors, as long as the piece."""
-        return list(self.tensors.values())
+        """The state tensors of all these elements."""
+        return list(self._tensors.values())
+
+    def part(self, start: int, end: int) -> dict[str, torch.Tensor]:
+        """The state tensors of some of these elements, by name."""
+        return {name: tensor[start:end] for name, tensor in self._tensors.items()}
 
     @contextmanager
     def open(self, streams: Streams, source: torch.Tensor) -> Iterator[list[torch.Tensor]]:

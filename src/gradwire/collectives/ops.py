@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.collectives.codec_state import Memory, PieceMemory
+from gradwire.collectives.codec_state import JointMemory, Memory
 from gradwire.collectives.piece import Energies, Piece, gathered
 from gradwire.kernels import Batch, BatchPart, Compressor, Context, KernelCall, Scattered, Segments, cpu, refused, run_calls
 from gradwire.transport import AllToAll, Link, Mark, Meter, Operations, Streams
@@ -108,7 +108,7 @@ class Encoding(Work):
 
     codec: Compressor
     source: torch.Tensor | Scattered
-    memory: Memory | PieceMemory
+    memory: Memory | JointMemory
     segments: Segments
     context: Context
     payload: torch.Tensor
@@ -353,6 +353,13 @@ def _run_all(works: Sequence[Work], streams: Streams, stream: torch.Stream | Non
         with meter.codec():
             for work in works:
                 work.run(streams, stream)
+
+
+def in_batches(codecs: Sequence[Compressor], piece: Piece) -> bool:
+    """Whether one call encodes or decodes several payloads of the piece; otherwise each has a call of its own."""
+    if not (piece.batched and piece.apart is None and piece.energies is None and all(codec.batches for codec in codecs)):
+        return False
+    return not any("residual" in codec.state for codec in codecs) or piece.store_for(piece.whole) is None
 
 
 def payload_buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from gradwire.collectives.codec_state import Memory, PieceMemory
+from gradwire.collectives.codec_state import JointMemory, Memory
 from gradwire.collectives.ops import (
     ALIGNMENT,
     Add,
@@ -25,6 +25,7 @@ from gradwire.collectives.ops import (
     Transfers,
     Work,
     batch_of,
+    in_batches,
     in_c,
     payload_buffers,
     weighted,
@@ -97,29 +98,24 @@ class OneEncode:
             memory.add(what, start, values)
 
 
-class AllReduce(OneEncode):
-    """Sums uncompressed gradients, in their own dtype: on the lane's wire by `WireSum`, else by the backend."""
+class TensorSum:
+    """Sums a tensor over all ranks where it lies, in its own dtype: on the lane's wire by `WireSum`, else by the backend."""
 
     exchanges = WireSum.exchanges
 
     def __init__(self, flat: torch.Tensor, grid: Grid) -> None:
-        self.flat, self.rank, self.aliases = flat, grid.rank, [flat]
-        self.memory = []
-        self.shared: dict[str, torch.Tensor] = {}
+        self.flat = flat
         sums = WireSum(flat, grid, even_bounds(flat.numel(), grid.world_size))
         self._on_wire = sums if can_sum(flat) else None
         self._grid, self._staged = grid, dict[int, WireSum]()
         self._staged_for: object = None
         """The generation of the page-locked memory in which the sums of `_staged` are."""
         self.bytes_to = around_ring(flat.nbytes, grid.rank, grid.world_size) if self._on_wire is None else sums.bytes_to
-        self._tag = 0
 
-    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
-        self._tag = tag
-
-    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+    def run(self, tag: int, link: Link, meter: Meter, ready: Mark) -> None:
+        """Sum it. The own term is in it from the mark `ready` on. `tag`: the first of `exchanges`."""
         if self._on_wire is not None and link.wire is not None:
-            link.wire.run(self._on_wire.operations((0, 1), self._tag, link.wire.shared_with), meter)
+            link.wire.run(self._on_wire.operations((0, 1), tag, link.wire.shared_with), meter)
             return
         if link.pinned is not None and link.wire is not None and sums_in_c(self.flat.dtype):
             with link.streams.encoding(ready):
@@ -130,7 +126,7 @@ class AllReduce(OneEncode):
             copy = staged.parts[0]  # at one of a few places
             if (at := copy.data_ptr()) not in self._staged:
                 self._staged[at] = WireSum(copy, self._grid, even_bounds(copy.numel(), self._grid.world_size))
-            link.wire.run(self._staged[at].operations((0, 1), self._tag, link.wire.shared_with), meter)
+            link.wire.run(self._staged[at].operations((0, 1), tag, link.wire.shared_with), meter)
             with link.streams.decoding():
                 link.pinned.put(staged)
             return
@@ -139,6 +135,26 @@ class AllReduce(OneEncode):
             work = link.all_reduce(self.flat)
         with link.streams.decoding(), transfer():
             work.wait()
+
+
+class AllReduce(OneEncode):
+    """Sums uncompressed gradients, in their own dtype."""
+
+    exchanges = TensorSum.exchanges
+
+    def __init__(self, flat: torch.Tensor, grid: Grid) -> None:
+        self.flat, self.rank, self.aliases = flat, grid.rank, [flat]
+        self.memory = []
+        self.shared: dict[str, torch.Tensor] = {}
+        self._sum = TensorSum(flat, grid)
+        self.bytes_to = self._sum.bytes_to
+        self._tag = 0
+
+    def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
+        self._tag = tag
+
+    def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
+        self._sum.run(self._tag, link, meter, ready)
 
 
 class AllGather(Transfers, OneEncode):
@@ -187,8 +203,13 @@ class TwoPhase(Transfers):
         elif self.in_place and isinstance(mine, torch.Tensor):
             self.total = total = mine
         edges = zip(pairwise(bounds), shards, strict=True)
-        within = _together(codec, again, piece)
-        self.own = [piece.memory(codec, 0, start, end, segments, within=within) for (start, end), segments in edges]
+        within = None
+        if in_batches([codec, again], piece):
+            within = JointMemory(codec.state, piece.flat.numel(), piece.flat.device)
+        self.own = [
+            piece.memory(codec, 0, start, end, segments, within=None if within is None else within.part(start, end))
+            for (start, end), segments in edges
+        ]
         self.of_sum = piece.memory(again, 1, bounds[rank], bounds[rank + 1], shards[rank])
         self.memory = [*self.own, self.of_sum]
         self.of_gradient = [own for to, own in enumerate(self.own) if to != rank or codec.encodes_own_part]
@@ -202,7 +223,7 @@ class TwoPhase(Transfers):
         sizes_to = [0 if to == rank else size for to, size in enumerate(sizes)]
         to_owners = payload_buffers(sizes_to, piece.flat.device) if within is not None else _payloads(piece, sizes_to)
         encoded = [source != rank or codec.encodes_own_part for source in range(world_size)]
-        fused = within is not None and not codec.encodes_own_part and sizes[rank] > 0
+        fused = within is not None and not codec.encodes_own_part and sizes[rank] > 0 and codec.adds_payloads(shards[rank])
         stride = -(-sizes[rank] // ALIGNMENT) * ALIGNMENT
         if fused:
             arriving = torch.empty(world_size * stride, dtype=torch.uint8, device=piece.flat.device)
@@ -218,7 +239,7 @@ class TwoPhase(Transfers):
         reduce = Transfer([encoding(to, to_owners[to]) for to in others], to_owners, for_sum)
         if within is not None and any(sizes_to):
             batch = batch_of(codec, dtype, shards, bounds, sizes_to)
-            reduce.before = [Encoding(codec, piece.flat, PieceMemory(within), batch, context, whole_of(to_owners, batch))]
+            reduce.before = [Encoding(codec, piece.flat, within, batch, context, whole_of(to_owners, batch))]
         if own_first and isinstance(mine, Scattered):
             reduce.before.append(Scale(mine, shards[rank]) if self.in_place else self._own_term(add=False))
         for source, payload in enumerate(for_sum):
@@ -343,9 +364,7 @@ class ShardedSum(Transfers, OneEncode):
 
 
 class Summing(OneEncode):
-    """The backend sums the payloads of each round. The payload of a round is computed from the sum of the round before."""
-
-    exchanges = 0
+    """The payloads of each round are summed. The payload of a round is computed from the sum of the round before."""
 
     def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:
         self.piece, self.rank = piece, group.rank
@@ -354,43 +373,32 @@ class Summing(OneEncode):
         self.program = codec.program(piece.flat, self.own.state, piece.whole)
         self.shared = self.program.shared
         self.aliases = [piece.flat]
-        numel = sum(payload.numel() for payload in self.program.payloads)
-        self.bytes_to = around_ring(4 * numel, group.rank, group.world_size)
+        self._sums = [TensorSum(payload, group.grid) for payload in self.program.payloads]
+        self.exchanges = TensorSum.exchanges * len(self._sums)
+        self.bytes_to = [sum(each) for each in zip(*(of_round.bytes_to for of_round in self._sums), strict=True)]
         self.summed: Mark = None
+        self._tag = 0
 
     def post(self, link: Link, tag: int, phases: Sequence[int]) -> None:
-        pass
+        self._tag = tag
 
     def run(self, phase: int, link: Link, meter: Meter, ready: Mark) -> None:
-        payload, context = self.program.payloads[phase], self.piece.contexts[0]
-        last = phase == len(self.program.payloads) - 1
-        with link.streams.encoding(ready if phase == 0 else self.summed) as stream:
+        context, last = self.piece.contexts[0], phase == len(self._sums) - 1
+        before = ready if phase == 0 else self.summed
+        with link.streams.encoding(before) as stream:
             meter.begins(link.streams)
             with meter.codec():
                 self.own.take(link.streams)
                 self.program.fill(phase, context.on(stream))
                 if not last:
                     self.own.leave(link.streams)
-            with transfer():
-                work = link.all_reduce(payload)
+        self._sums[phase].run(self._tag + TensorSum.exchanges * phase, link, meter, before)  # behind the fill, on its stream
         with link.streams.decoding() as stream:
-            with transfer():
-                work.wait()
             self.summed = link.streams.mark()
             if last:
                 with meter.codec():
                     self.program.finish(context.on(stream))
                     self.own.keep(link.streams, self.piece.flat)
-
-
-def _together(codec: Compressor, again: Compressor, piece: Piece) -> dict[str, torch.Tensor] | None:
-    """The state of all shards of a piece, zeros, where one call encodes several shards; None where each has a call of its own."""
-    if not (piece.batched and piece.apart is None and piece.energies is None and codec.batches and again.batches):
-        return None
-    if "residual" in codec.state and piece.store_for(piece.whole) is not None:
-        return None
-    device = piece.flat.device
-    return {name: torch.zeros(piece.flat.numel(), dtype=torch.float32, device=device) for name in codec.state}
 
 
 def around_ring(nbytes: int, rank: int, world_size: int) -> list[int]:

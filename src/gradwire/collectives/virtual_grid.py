@@ -10,23 +10,29 @@ from itertools import pairwise
 
 import torch
 
-from gradwire.collectives.codec_state import Memory
+from gradwire.collectives.codec_state import JointMemory, Memory
 from gradwire.collectives.ops import (
+    ALIGNMENT,
     Add,
     Copy,
     Decode,
+    DecodeSum,
     Encoding,
     Transfer,
     Transfers,
     Work,
+    batch_of,
+    in_batches,
     in_c,
     joined,
     payload_buffers,
+    payload_lists,
     weighted,
+    whole_of,
 )
 from gradwire.collectives.piece import Piece
 from gradwire.core import columns_of
-from gradwire.kernels import Compressor, Segments
+from gradwire.kernels import Batch, Compressor, Segments
 from gradwire.transport import Group
 
 
@@ -34,6 +40,9 @@ class VirtualGrid(Transfers):
     """Reduce: in each row, part j of every rank goes encoded to column j, which adds the parts. In each column, shard i of every
     sum goes encoded to row i, which adds the shards. Gather: each owner encodes the sum of its shard for its column; then the
     payloads of a column go along the rows, and all ranks, the owner too, use the decoded sums.
+
+    On a device a piece has one encode for each of its three, and one decode for each sum and one for the means where the codec
+    takes batches. Tensors that travel uncompressed take more calls.
     """
 
     def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:
@@ -42,6 +51,7 @@ class VirtualGrid(Transfers):
         self.rows = size // self.columns
         self.row, self.column = divmod(group.rank, self.columns)
         self.codecs = (codec, codec.for_sum().summing(self.columns, size), codec.for_sum().summing(size, size))
+        self._batched = in_batches(self.codecs, piece)
         self.parts = piece.runs.cut(0, piece.flat.numel(), self.columns)
         self.shards = [piece.runs.cut(self.parts[j], self.parts[j + 1], self.rows) for j in range(self.columns)]
         """The edges of the parts, and of the shards of each part."""
@@ -77,32 +87,39 @@ class VirtualGrid(Transfers):
         return self._known[run]
 
     def _bytes(self, encode: int, start: int, end: int) -> int:
-        dtype = self.piece.reduce_dtype if encode else self.piece.flat.dtype
-        return self.codecs[encode].payload_bytes(self._segments(start, end), dtype)
+        return self.codecs[encode].payload_bytes(self._segments(start, end), self._dtype(encode))
 
-    def _encoding(self, encode: int, source: torch.Tensor, start: int, end: int, payload: torch.Tensor) -> Work:
-        codec, segments = self.codecs[encode], self._segments(start, end)
-        memory = self.piece.memory(codec, encode, start, end, segments)
+    def _dtype(self, encode: int) -> torch.dtype:
+        """The dtype of what an encode encodes."""
+        return self.piece.reduce_dtype if encode else self.piece.flat.dtype
+
+    def _memory(self, encode: int, start: int, end: int, within: dict[str, torch.Tensor] | None = None) -> Memory:
+        memory = self.piece.memory(self.codecs[encode], encode, start, end, self._segments(start, end), within=within)
         self.memory.append(memory)
-        return Encoding(codec, source, memory, segments, self.piece.contexts[encode], payload)
+        return memory
+
+    def _encoding(self, encode: int, source: torch.Tensor, memory: Memory, payload: torch.Tensor) -> Work:
+        segments = self._segments(memory.start, memory.end)
+        return Encoding(self.codecs[encode], source, memory, segments, self.piece.contexts[encode], payload)
 
     def _decode(self, encode: int, payload: torch.Tensor, start: int, end: int, add: bool, into: torch.Tensor) -> Work:
-        codec, segments = self.codecs[encode], self._segments(start, end)
-        dtype = self.piece.reduce_dtype if encode else self.piece.flat.dtype
-        return Decode(codec, payload, segments, dtype, add, into, self.piece.contexts[encode])
+        return self._decode_of(encode, payload, self._segments(start, end), add, into)
+
+    def _decode_of(self, encode: int, payload: torch.Tensor, segments: Segments, add: bool, into: torch.Tensor) -> Work:
+        return Decode(self.codecs[encode], payload, segments, self._dtype(encode), add, into, self.piece.contexts[encode])
 
     def _along_row(self) -> Transfer:
         """Send each part to its column, and add up the own one."""
         ranks = [self._rank(self.row, column) for column in range(self.columns)]
         sources = [self._flat(start, end) for start, end in pairwise(self.parts)]
-        return self._adding(0, ranks, self.column, self.parts, sources, self._of_row)
+        return self._adding(0, ranks, self.column, self.parts, self.piece.flat, sources, self._of_row)
 
     def _along_column(self) -> Transfer:
         """Send each shard of the row's sum to its row, and add up the own one."""
         ranks = [self._rank(row, self.column) for row in range(self.rows)]
         edges = self.shards[self.column]
         sources = [self._of_row[a - self._first : b - self._first] for a, b in pairwise(edges)]
-        return self._adding(1, ranks, self.row, edges, sources, self._of_all)
+        return self._adding(1, ranks, self.row, edges, self._of_row, sources, self._of_all)
 
     def _adding(
         self,
@@ -110,37 +127,74 @@ class VirtualGrid(Transfers):
         ranks: Sequence[int],
         place: int,
         edges: Sequence[int],
+        whole: torch.Tensor,
         sources: Sequence[torch.Tensor],
         total: torch.Tensor,
     ) -> Transfer:
-        """Ranks that send each other the part of each place; every rank adds those of its own place, in the order of ranks."""
+        """Ranks that send each other the part of each place; every rank adds those of its own place, in the order of ranks.
+        `sources`: the parts, which are one after another in `whole`."""
         transfer = Transfer.empty([], self.world_size, self._nothing)
         own_is_coded = self.codecs[encode].encodes_own_part
-        for step in range(1, len(ranks) + 1):  # not all encode for the first rank first
-            to = (place + step) % len(ranks)
-            if to != place or own_is_coded:
-                start, end = edges[to], edges[to + 1]
-                payload = torch.empty(self._bytes(encode, start, end), dtype=torch.uint8, device=total.device)
-                transfer.before.append(self._encoding(encode, sources[to], start, end, payload))
-                transfer.sent[ranks[to]] = payload
+        transfer.before = self._encodes(encode, ranks, place, edges, whole, sources, transfer.sent)
         start, end = edges[place], edges[place + 1]
+        size, works = self._bytes(encode, start, end), list[Work]()
+        stride = -(-size // ALIGNMENT) * ALIGNMENT
+        arriving = torch.empty(len(ranks) * stride, dtype=torch.uint8, device=total.device)
         for number, source in enumerate(ranks):
             if number == place and not own_is_coded:
-                work: Work = Add(total, sources[place]) if number else Copy(total, sources[place])
+                works.append(Add(total, sources[place]) if number else Copy(total, sources[place]))
             else:
-                own = transfer.sent[source] if number == place else None
-                arrived = torch.empty(self._bytes(encode, start, end), dtype=torch.uint8, device=total.device)
-                payload = transfer.received[source] = arrived if own is None else own
-                work = self._decode(encode, payload, start, end, number > 0, total)
-            transfer.arrivals[source] = [work]
+                payload = transfer.sent[source] if number == place else arriving[number * stride : number * stride + size]
+                transfer.received[source] = payload
+                works.append(self._decode(encode, payload, start, end, number > 0, total))
+        adds = self._batched and self.codecs[encode].adds_payloads(self._segments(start, end))
+        if adds and not own_is_coded and size and len(ranks) > 1:
+            after = len(ranks) - 1 - place
+            transfer.arrivals = {source: [] for source in ranks}
+            transfer.after = [DecodeSum(works, self.codecs[encode], arriving, stride, place, after, sources[place])]
+        else:
+            transfer.arrivals = {source: [work] for source, work in zip(ranks, works, strict=True)}
         return transfer
+
+    def _encodes(
+        self,
+        encode: int,
+        ranks: Sequence[int],
+        place: int,
+        edges: Sequence[int],
+        whole: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+        sent: list[torch.Tensor],
+    ) -> list[Work]:
+        """Encode the part of each place, into payloads that are put into `sent`."""
+        codec, first = self.codecs[encode], edges[0]
+        sizes = [
+            self._bytes(encode, start, end) if to != place or codec.encodes_own_part else 0
+            for to, (start, end) in enumerate(pairwise(edges))
+        ]
+        payloads = payload_buffers(sizes, whole.device)
+        shared = JointMemory(codec.state, edges[-1] - first, whole.device) if self._batched else None
+        works = list[Work]()
+        for step in range(1, len(ranks) + 1):  # not all encode for the first rank first
+            to = (place + step) % len(ranks)
+            if to != place or codec.encodes_own_part:
+                start, end = edges[to], edges[to + 1]
+                within = None if shared is None else shared.part(start - first, end - first)
+                memory = self._memory(encode, start, end, within)
+                works.append(self._encoding(encode, sources[to], memory, payloads[to]))
+                sent[ranks[to]] = payloads[to]
+        if shared is None or not any(sizes):
+            return works
+        batch = self._batch(encode, edges, sizes)
+        return [Encoding(codec, whole, shared, batch, self.piece.contexts[encode], whole_of(payloads, batch))]
 
     def _gathers(self) -> list[Transfer]:
         """Send the own shard's sum along the column, and the column's sums along the row."""
         column, row = (Transfer.empty([], self.world_size, self._nothing) for _ in range(2))
-        held = [self._payloads(j) for j in range(self.columns)]
+        sizes = [[self._bytes(2, start, end) for start, end in pairwise(edges)] for edges in self.shards]
+        held = payload_lists(sizes, self.piece.flat.device)
         own = held[self.column]
-        column.before.append(self._encoding(2, self._of_all, self.start, self.end, own[self.row]))
+        column.before.append(self._encoding(2, self._of_all, self._memory(2, self.start, self.end), own[self.row]))
         for number, payload in enumerate(own):
             rank = self._rank(number, self.column)
             column.sent[rank], column.received[rank], column.arrivals[rank] = own[self.row], payload, []
@@ -152,13 +206,18 @@ class VirtualGrid(Transfers):
                 self._decode(2, payload, start, end, False, self._flat(start, end))
                 for payload, (start, end) in zip(payloads, pairwise(edges), strict=True)
             ]
+        every = [size for of_column in sizes for size in of_column]
+        if self._batched and any(every):
+            edges = [edge for of_column in self.shards for edge in of_column[:-1]]
+            batch = self._batch(2, [*edges, self.parts[-1]], every)
+            row.arrivals = {rank: [] for rank in row.arrivals}
+            row.after = [self._decode_of(2, whole_of(held[0], batch), batch, False, self.piece.flat)]
         return [column, row]
 
-    def _payloads(self, column: int) -> list[torch.Tensor]:
-        """The payloads of the sums of a part's shards, in one piece of memory."""
-        edges = self.shards[column]
-        sizes = [self._bytes(2, start, end) for start, end in pairwise(edges)]
-        return payload_buffers(sizes, self.piece.flat.device)
+    def _batch(self, encode: int, edges: Sequence[int], sizes: Sequence[int]) -> Batch:
+        """The payloads of successive runs, which lie as in `payload_buffers`."""
+        segments = [self._segments(start, end) for start, end in pairwise(edges)]
+        return batch_of(self.codecs[encode], self._dtype(encode), segments, [edge - edges[0] for edge in edges], sizes)
 
     def take_back(self, start: int, end: int) -> None:
         self.piece.forget(start, end)

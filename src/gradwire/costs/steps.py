@@ -65,7 +65,7 @@ def steps_of(
 
 
 _ON_WIRES = (ALL_REDUCE, COLLECTIVES["alltoall"].uncompressed)
-"""The options that `gradwire.collectives.WireSum` runs between CPUs."""
+"""The options that `gradwire.collectives.WireSum` runs between CPUs. It runs sums of payloads over all ranks too."""
 _CURE = "`gradwire options` lists the options there are."
 
 
@@ -124,7 +124,8 @@ class _Walk:
             raise self._refusal(index, f"data that wait for {ROUTINES[opened].second}, the second step of {opened}")
         self.gathering = self.gathering or second
         large = None
-        if self.routing == "wires" and tuple(self.option) in _ON_WIRES:
+        payloads = bool(self.rounds) and word == "allreduce" and self.flat
+        if self.routing == "wires" and (payloads or tuple(self.option) in _ON_WIRES):
             traffic, large = sum_traffic(word, self.nodes, self.local)
         elif self.flat:
             traffic = flat_traffic(word, self.nodes, self.local, self.routing)

@@ -132,6 +132,10 @@ class Compressor(ABC):
         """Whether `encode_calls` and `decode_calls` take a `Batch` of payloads."""
         return False
 
+    def adds_payloads(self, segments: Segments) -> bool:
+        """Whether one call can add up the payloads of several ranks for these segments."""
+        return self.batches
+
     def program(self, flat: Tensor, state: Sequence[Tensor], segments: Segments) -> Program:
         """The rounds of one flat buffer, which holds the gradient before and the sum after, for specs with `rounds`."""
         raise PlanError(f"{self.spec!r} has no rounds: its payloads are gathered. Use scheme='allgather' or 'alltoall'.")

@@ -36,7 +36,7 @@ _COLLECTIVE_TAGS = 2**40
 _DIRECT_BYTES = 2**18
 """Up to so many bytes from all ranks together each rank sends its part to every other one: one hop."""
 _CHAIN_BYTES = 2**20
-"""A broadcast of so many bytes or more passes from rank to rank in pieces, so that each rank sends them once."""
+"""A broadcast of so many bytes or more may pass from rank to rank in pieces, so that each rank sends them once."""
 _PIECE_BYTES = 2**18
 _MOST_MS = 60_000
 
@@ -232,7 +232,8 @@ class Messages(Ends):
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> "_Done":
         tensor, root = tensors[0].detach(), int(options.rootRank)
         place, tag = (self._rank - root) % self._world_size, self._next_tag()
-        source, targets = _chain(place, self._world_size) if tensor.nbytes >= _CHAIN_BYTES else _tree(place, self._world_size)
+        way = _chain if _is_chained(tensor.nbytes, self._world_size) else _tree
+        source, targets = way(place, self._world_size)
         flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().reshape(-1)
         pieces = flat.split(max(1, _PIECE_BYTES // max(1, flat.element_size())))
         receives = [self.recv([each], (root + source) % self._world_size, tag) for each in pieces] if source is not None else []
@@ -485,6 +486,16 @@ def _tree(place: int, ranks: int) -> tuple[int | None, list[int]]:
     low = place & -place if place else 1 << max(0, (ranks - 1).bit_length())
     steps = [1 << bit for bit in reversed(range(low.bit_length() - 1))]
     return (place - low if place else None), [place + step for step in steps if place + step < ranks]
+
+
+def _is_chained(nbytes: int, ranks: int) -> bool:
+    """Whether a broadcast passes from rank to rank. The last rank has it after the time of pieces + ranks sends then, and along
+    the tree after that of pieces x log2(ranks), since the root sends each piece so many times.
+
+    >>> [_is_chained(nbytes, ranks=64) for nbytes in (2**20, 2**22)], _is_chained(2**24, ranks=1024)
+    ([False, True], False)
+    """
+    return nbytes >= _CHAIN_BYTES and nbytes * ((ranks - 1).bit_length() - 1) >= _PIECE_BYTES * ranks
 
 
 def _chain(place: int, ranks: int) -> tuple[int | None, list[int]]:

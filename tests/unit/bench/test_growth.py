@@ -2,7 +2,20 @@
 
 import pytest
 
-from benchmarks.growth import COSTS, CURVES, ELEMENTS, NOISE, RANKS, TENSORS, draw, left_to_do, slope, slopes_of, too_fast
+from benchmarks.growth import (
+    COSTS,
+    CURVES,
+    ELEMENTS,
+    NOISE,
+    RANKS,
+    TENSORS,
+    draw,
+    left_to_do,
+    slope,
+    slopes_of,
+    too_fast,
+    too_many,
+)
 from benchmarks.growth_page import page
 from benchmarks.growth_simulated import COLUMNS, bert_large, point, section
 
@@ -43,6 +56,28 @@ def test_what_grows_faster_than_what_is_sent_is_told(power, fast):
     assert ("\nYes:" in told, "\nCPU time does not:" in told) == (fast, not fast)
 
 
+def test_sockets_messages_and_the_start_are_judged_beyond_what_exchanges_directly():
+    def found(power, start):
+        return [
+            {
+                "ranks": n,
+                "sockets": n**power,
+                "messages": n**power,
+                "start_ms": n**start,
+                "cpu_ms": 1,
+                "beyond_ms": 1,
+                "sent_mb": 1,
+            }
+            for n in (4, 16, 32, 64, 128)
+        ]
+
+    assert too_many(found(0.5, 1.0)) == [] and too_many([]) == []
+    assert [words.split()[0] for words in too_many(found(1.0, 1.0))] == ["sockets", "messages"]
+    assert [words.split()[1] for words in too_many(found(0.5, 1.3))] == ["start"]
+    direct = [point | {"sockets": 1000} if point["ranks"] <= 16 else point for point in found(0.5, 1.0)]
+    assert too_many(direct) == [], "up to 16 ranks are direct"
+
+
 def test_the_picture_has_a_panel_for_each_curve(tmp_path):
     for count in (1, 3):
         some = dict(list(points(1.0).items())[:count])
@@ -57,7 +92,10 @@ def test_simulated_steps_grow_far_less_than_those_of_all_reduce():
     assert slopes["fixed_ms"] < 0.05 < slopes["ddp_ms"] and slopes["joint_ms"] < 0.05
     assert [each["peers"] for each in found] == [15, 14, 30], "beyond 16 ranks a grid"
     assert slopes["sent_mb"] < 0.05 and slopes["messages"] < 0.5
-    text = section(found, slopes, 389, 334_000_000)
+    others = [point(bert_large(), 128, 8), point(bert_large(), 67)]
+    assert [each["peers"] for each in others] == [15 + 7, 66], "between nodes, and without a grid"
+    text = section(found, slopes, 389, 334_000_000, others)
+    assert "\n| 128 | 8 |" in text and "\n| 67 | 1 |" in text
     assert "to 256 ranks" in text and text.count("\n| 64 |") == 1
 
 

@@ -3,11 +3,15 @@
 import gc
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gradwire.transport.keys import JobKey
 from gradwire.transport.messages import Messages
@@ -105,3 +109,27 @@ def test_an_encrypted_record_that_was_changed_is_damage(gathers: bool) -> None:
     assert caught.value.peer == 0
     other.close()
     near.close()
+
+
+@pytest.mark.parametrize(("nbytes", "targets"), [(2**20, 5), (3 * 2**20, 1)], ids=["few pieces", "many pieces"])
+def test_a_broadcast_of_few_pieces_passes_few_ranks(nbytes: int, targets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root sends to log2(ranks) others. Of many pieces it sends each once, and they pass from rank to rank."""
+    ranks, sent_to, options = 24, set[int](), dist.BroadcastOptions()
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(ranks)]
+    for low, high in combinations(range(ranks), 2):
+        ends[low][high], ends[high][low] = socket.socketpair()
+    made = [Messages(each, rank, ranks, timedelta(seconds=60)) for rank, each in enumerate(ends)]
+    send = Messages.send
+
+    def counted(messages: Messages, tensors: Sequence[torch.Tensor], to: int, tag: int) -> Any:
+        if messages is made[0]:
+            sent_to.add(to)
+        return send(messages, tensors, to, tag)
+
+    monkeypatch.setattr(Messages, "send", counted)
+    values = [torch.full((nbytes,), 0 if rank else 7, dtype=torch.uint8) for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(lambda rank: made[rank].broadcast([values[rank]], options), range(ranks)))
+    assert all(torch.equal(each, values[0]) for each in values) and len(sent_to) == targets
+    for each in made:
+        each.close()

@@ -7,10 +7,12 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.collectives.wire_sum import WireSum, even_bounds
-from gradwire.core import COLLECTIVES, Bucket, Cluster, Costs, Identity, Link, TensorInfo, goes_around, least_ring_bytes
+from gradwire.core import COLLECTIVES, Bucket, Cluster, Costs, Identity, Link, PowerSGD, TensorInfo, goes_around, least_ring_bytes
 from gradwire.costs.collectives import Line, sum_traffic
 from gradwire.costs.fit import fit_link
 from gradwire.costs.prices import Prices, fold
+from gradwire.costs.steps import steps_of
+from gradwire.plan.schemes import tasks_of
 from gradwire.sim.rules import rules_of
 from gradwire.transport import Grid, Operations
 
@@ -45,6 +47,13 @@ def counted(nodes: int, local: int, numel: int, phases: tuple[int, ...], by_node
         sums = WireSum(flat, grid, even_bounds(numel, nodes * local), by_node)
         found.append(sent(sums.operations(phases, 0, ()), grid, pieces))
     return found
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(20, 1), (4, 2)])
+def test_sums_of_payloads_have_the_traffic_of_sums_of_gradients(nodes: int, local: int) -> None:
+    option = tasks_of("allreduce", "cpu", PowerSGD())
+    sums = [step for step in steps_of(option, nodes, local, PowerSGD.rounds, "wires") if step.traffic is not None]
+    assert [(step.traffic, step.large) for step in sums] == [sum_traffic("allreduce", nodes, local)] * PowerSGD.rounds
 
 
 @pytest.mark.parametrize(("nodes", "local"), SHAPES)

@@ -21,7 +21,7 @@ import torch
 
 import gradwire as gw
 from gradwire.collectives import ops
-from gradwire.core import TensorInfo
+from gradwire.core import TensorInfo, columns_of
 from gradwire.engine.gradients import _cut
 from gradwire.exchange.layout import BucketBuffers, build_buckets, random_streams
 from gradwire.transport import Grid, Group, Meter
@@ -156,6 +156,19 @@ def test_a_step_of_bert_large_takes_few_launches_on_any_number_of_ranks(
     pieces = counted["decode_sum"]
     assert encodes == 2 * pieces and link.exchanges <= 2 * pieces + 2
     assert counted.total() <= MOST_LAUNCHES
+
+
+@pytest.mark.parametrize("spec", [gw.QSGD(bits=4), gw.ErrorFeedback(gw.QSGD(bits=2))], ids=repr)
+@pytest.mark.parametrize("size", [20, 64, 120])
+def test_the_launches_of_a_grid_do_not_grow_with_the_ranks(size: int, spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece has three encodes, two sums and one decode, however many payloads. Vectors that travel uncompressed take more, as
+    do the sums of shards with vectors."""
+    counted, link, _ = launches(spec, size, monkeypatch)
+    pieces, columns = counted["qsgd_encode"] // 3, columns_of(size)
+    assert link.exchanges == 4 * pieces and counted["qsgd_encode"] == 3 * pieces
+    sums_term_by_term = 2 * pieces - counted["decode_sum"]
+    assert counted["qsgd_decode"] <= pieces + sums_term_by_term * (columns - 1) and sums_term_by_term <= pieces
+    assert counted.total() <= 1200
 
 
 # ---- the host's time

@@ -90,6 +90,7 @@ def whole_steps(device: Device) -> None:
         (gw.QSGD(bits=4), {"scheme": "alltoall"}),
         (gw.ErrorFeedback(gw.QSGD(bits=4)), {"scheme": "allgather"}),
         (gw.QSGD(bits=4), {"scheme": "ring"}),
+        (gw.QSGD(bits=4), {"scheme": "grid"}),
         (gw.Identity(), {}),
         (gw.PowerSGD(rank=1, start_step=0), {}),
     ]

@@ -39,10 +39,10 @@ def test_sums_go_with_the_memory() -> None:
     link.streams = Streams()
     meter: Any = SimpleNamespace(begins=lambda streams: None)
     small, most = AllReduce(torch.zeros(100), Grid.of(["a", "b"], 0)), 0
-    small._on_wire = None  # as on a device
+    small._sum._on_wire = None  # as on a device
     for larger in (200, 400, 800):
         for _ in range(STEPS):
             small.run(0, link, meter, None)
             link.pinned.put(link.pinned.fetch([torch.zeros(larger)]))
-            most = max(most, len(small._staged))
+            most = max(most, len(small._sum._staged))
     assert most <= 4, "four slots"
