@@ -455,8 +455,7 @@ class Exchange:
         """CPU seconds of one step's encodes and decodes, the median of `repeats`, when nothing else runs. Sends nothing; leaves
         tensors and residuals as they were. Between steps. Raises PayloadError before the plan has run a step."""
         link: Any = SilentLink(self.group)
-        changed = [*self.residuals.held(), *self.flats]
-        copies = [tensor.clone() for tensor in changed]
+        put_back, copies = self.keep_residuals(), [flat.clone() for flat in self.flats]
         seconds = []
         for slot in self.slots.values():
             if slot.apart:
@@ -471,8 +470,9 @@ class Exchange:
                 seconds.append(meter.codec_seconds)
         finally:
             self._lent.give_back()
-            for tensor, copy in zip(changed, copies, strict=True):
-                tensor.copy_(copy)
+            put_back()
+            for flat, copy in zip(self.flats, copies, strict=True):
+                flat.copy_(copy)
         return statistics.median(seconds)
 
     def close(self) -> None:
