@@ -114,8 +114,9 @@ def _calls(
     made, until = list[_Own](), time.perf_counter() + seconds
     while not made or (len(made) < min(_MOST_STATES, len(gradient) // numel) and time.perf_counter() < until):
         made.append(state_of_bucket())
-        for call in (*weighs, encode):  # the first calls with a state allocate
-            call(made[-1])
+        encode(made[-1])  # the first call with a state allocates
+    for call, own in itertools.product(weighs, made):
+        call(own)
     states = itertools.cycle(made)
     return [encode, lambda: codec.decode(payload, segments, torch.float32, True, next(totals), context), *weighs]
 
