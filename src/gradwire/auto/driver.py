@@ -363,6 +363,8 @@ class Auto(Driver):
             if self._trial.turn is turn:  # else the step before was the turn's last
                 self._exposed_us[turn.candidate].append(min(row[at + 1] for row in rows))
                 self._trial.took(max(row[at] for row in rows))
+            else:
+                self._trial.ran_on(max(row[at] for row in rows))
         self._untold, self._changing_us = [], 0.0
         self._run_turn(live)
 

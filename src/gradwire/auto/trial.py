@@ -133,6 +133,11 @@ class Trial:
         self._queue.pop(0)
         self._go_on()
 
+    def ran_on(self, us: float) -> None:
+        """Add the time of a step of a turn that had ended, which ranks learned too late."""
+        self.steps += 1
+        self.total_us += us
+
     def spend(self, us: float) -> None:
         """Add time that deciding took outside steps."""
         self.total_us += us

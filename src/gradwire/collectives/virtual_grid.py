@@ -41,8 +41,8 @@ class VirtualGrid(Transfers):
     sum goes encoded to row i, which adds the shards. Gather: each owner encodes the sum of its shard for its column; then the
     payloads of a column go along the rows, and all ranks, the owner too, use the decoded sums.
 
-    On a device a piece has one encode for each of its three, and one decode for each sum and one for the means where the codec
-    takes batches. Tensors that travel uncompressed take more calls.
+    On a device a piece has one call for each of its three encodes, one decode for each sum, and one for the means, where the
+    codec takes batches. Tensors that travel uncompressed take more calls.
     """
 
     def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 The simulator and all searches take their times from here, launches included, and Cupcake's costs (docs/papers/cupcake.md)."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
@@ -420,8 +421,9 @@ def fold(option: tuple[str, ...], spec: Spec, prices: Prices) -> FoldedCosts:
             sizes |= {4 * round(nbytes / per_byte / 4) for nbytes, _ in measured}
             sizes |= {nbytes for nbytes, _ in prices.points(spec, device, "weigh")}
         if step.large is not None:
-            around = least_ring_bytes(prices.cluster.world_size)
-            sizes |= {around - 4, around}
+            share = bytes_of([TensorInfo("bucket", (_LARGE // 4,), "float32")], spec)[step.payload] / _LARGE
+            at, element = (4 * math.ceil(nbytes / share / 4) for nbytes in (least_ring_bytes(prices.cluster.world_size), 4))
+            sizes |= {at - element, at, at + element}
     rows = [(nbytes, *_times(prices, option, spec, nbytes)) for nbytes in sorted(sizes)]
     encode, intra, inter, decode = (tuple((row[0], row[place]) for row in rows) for place in range(1, 5))
     exchange = tuple((row[0], row[2] + row[3]) for row in rows)

@@ -3,7 +3,7 @@
 from gradwire.engine.prepare import facts, prepare
 from gradwire.engine.reducer import Observer, Observers
 from gradwire.engine.registry import REGISTRY, Keeps
-from gradwire.engine.saving import SET, load_state, state_of, state_of_decision
+from gradwire.engine.saving import SET, load_state, state_of, state_of_decision, told_by_all
 from gradwire.engine.schedules.base import ClipsGradients, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
 from gradwire.engine.schedules.local import OuterOptimizer
@@ -23,5 +23,5 @@ __all__ = [
     "REGISTRY", "SET", "ClipsGradients", "Driver", "EndsLater", "GradientHooks", "GradientWatcher", "Keeps", "LossScale",
     "ModelHook", "Observer", "Observers", "OuterOptimizer", "Patch", "Session", "ShardsOptimizer", "TrainedJob", "ValueWatcher",
     "Witness", "WitnessedJob", "check_optimizers", "compiled", "facts", "in_reentrant_backward", "leave_hooks_behind",
-    "load_state", "prepare", "state_of", "state_of_decision", "tensors_in",
+    "load_state", "prepare", "state_of", "state_of_decision", "tensors_in", "told_by_all",
 ]  # fmt: skip

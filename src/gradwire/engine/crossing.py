@@ -23,7 +23,7 @@ from gradwire.transport import AT_ONCE, neighbours, waits_for_store
 
 LONG_S = 1.0
 """A step that takes longer is looked at. Larger: crossed handles are found later, and slow steps cost less."""
-_MOST_PAUSE_S = 30.0
+_MOST_PAUSE_S = 10.0
 """Looks at one step become rarer, as far as this: whoever comes to a step last looks soon, and finds what others wrote."""
 
 

@@ -116,12 +116,17 @@ def _failing_together(session: Session) -> Iterator[dict[str, Any]]:
 
 def _exchanged(session: Session, card: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Send this rank's card to all ranks. Returns all cards, in the order of ranks."""
-    session._whereabouts.enter()
-    with session.lanes.told("all ranks to compare the states that they load", session.reducer.step):
-        job = partial(gather_bytes, text=json.dumps(card).encode())
-        rows = session.lanes.control.submit(job).result()
-    session._whereabouts.leave(beside=True)
+    rows = told_by_all(session, json.dumps(card).encode(), "all ranks to compare the states that they load")
     return [json.loads(row) for row in rows]
+
+
+def told_by_all(session: Session, own: bytes, what: str) -> list[bytes]:
+    """The bytes of all ranks, in their order, between steps. Collective. what: what a rank waits for, in an error."""
+    session._whereabouts.enter()  # handles may cross here
+    with session.lanes.told(what, session.reducer.step):
+        rows: list[bytes] = session.lanes.control.submit(partial(gather_bytes, text=own)).result()
+    session._whereabouts.leave(beside=True)
+    return rows
 
 
 def _card_of(saved: Saved, job: str) -> dict[str, Any]:

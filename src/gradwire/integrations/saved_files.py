@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from gradwire.api import Handle
-from gradwire.engine import SET
-from gradwire.transport import Group, gather_bytes
+from gradwire.engine import SET, told_by_all
+from gradwire.transport import Group
 
 __all__ = ["file_of", "read_saved"]
 
@@ -33,7 +33,8 @@ def read_saved(handle: Handle, folder: str | os.PathLike[str]) -> dict[str, Any]
         if own in (files := _files(folder)) and len(files) == group.world_size:
             state = load(own, map_location=device)
             save = _save_of(state)
-    told = _told_by_all(handle, save)
+    digest = hashlib.sha256(repr(save).encode()).digest()
+    told = told_by_all(handle.session, digest, "all ranks to compare the files that they found")
     if save is not None and save[0] == group.global_ranks and all(each == told[0] for each in told):
         return state
     states: dict[Path, dict[str, Any]] = {path: load(path, map_location="cpu") for path in _files(folder)}
@@ -67,15 +68,6 @@ def _save_of(state: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, int, byt
     """The save that a state is of: its ranks, step and job."""
     step = next((int(value) for key, value in state.items() if key.startswith("rank") and key.endswith("/step")), -1)
     return _ranks_of(state), step, bytes(state[SET].tolist()) if SET in state else b""
-
-
-def _told_by_all(handle: Handle, own: Any) -> list[bytes]:
-    """A digest of what each rank gives. Collective."""
-    lanes = handle.session.lanes
-    with lanes.told("all ranks to compare the files that they found", handle.session.reducer.step):
-        digest = hashlib.sha256(repr(own).encode()).digest()
-        told: list[bytes] = lanes.control.submit(partial(gather_bytes, text=digest)).result()
-        return told
 
 
 def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

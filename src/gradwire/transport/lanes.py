@@ -750,18 +750,20 @@ class RollCall:
 
     def __init__(self, group: Group, name: str) -> None:
         self._group, self._signed, self._key = group, _HERE, group.met.key
+        self._place = group.store(f"{name}/failed")
+        """A part of the store, which has no connection of its own."""
         self._store: Any = None
-        self._name, self._is_closed = f"{name}/failed", False
+        self._is_closed = False
         self._connecting = threading.Lock()
 
     def _connected(self) -> Any:
         """The store, where the handle is not closed. Waits for its host."""
         with self._connecting:
             if self._store is None and not self._is_closed:
-                store = self._group.store(self._name)
                 # a group's own store has a connection of its own
-                self._store = store.clone() if self._group.process_group is not None else store
-            return None if self._is_closed else self._store
+                store = self._place.clone() if self._group.process_group is not None else self._place
+                self._store = None if self._is_closed else store
+            return self._store
 
     def close(self) -> None:
         """Close the connection to the store."""

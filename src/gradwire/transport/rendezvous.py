@@ -217,6 +217,7 @@ class Rendezvous(GroupMeeting):
             self._cards = self._exchange(card, store) if world_size > 1 else [card]
             self.machines, sites = [card.machine for card in self._cards], [card.site for card in self._cards]
             self.nodes = sites if len(set(sites)) > 1 else self.machines
+            self.why_too_few(meshes)  # raises the soft limit again, now that the nodes are known
             self.gbps = [card.gbps for card in self._cards]
             self.connect([name for name in meshes if all(name in other.meshes for other in self._cards)])
         except BaseException:

@@ -242,6 +242,16 @@ def test_lanes_do_not_gather_while_ranks_tell_each_other_times_of_a_trial(made_u
         assert [each[0].chosen.measured_us for each in decisions] == pytest.approx([5.4e4] * 2)
 
 
+def test_steps_of_a_turn_that_ranks_end_too_late_are_paid(made_up: None) -> None:
+    """A pipelined plan that is hopeless in its first step goes on to the end of its turn, where ranks tell times."""
+    pipelined = gw.Uniform(QSGD(bits=4), schedule="pipelined").plan(TENSORS, 2)
+    us = {plan.digest(): 6e4 for plan in PLANS} | {pipelined.digest(): 2e5}
+    told = {"real_us": us, "foretold": us | {PLANS[0].digest(): 5.8e4, pipelined.digest(): 5.9e4}}
+    _, decisions, _ = run(1, plans=[PLANS[0], pipelined], noise=0.0, skew=[1.0, 1.0], drop=1.0, **told)
+    for (decision,) in decisions:
+        assert decision.cost_us > 3 * (2e5 - 6e4)
+
+
 def test_where_steps_are_long_fewer_of_them_decide(made_up: None) -> None:
     taken = {True: set(), False: set()}
     for seed in range(40):

@@ -7,7 +7,20 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.collectives.wire_sum import WireSum, even_bounds
-from gradwire.core import COLLECTIVES, Bucket, Cluster, Costs, Identity, Link, PowerSGD, TensorInfo, goes_around, least_ring_bytes
+from gradwire.core import (
+    COLLECTIVES,
+    Bucket,
+    Cluster,
+    CodecCosts,
+    Costs,
+    Identity,
+    Link,
+    PowerSGD,
+    RandomK,
+    TensorInfo,
+    goes_around,
+    least_ring_bytes,
+)
 from gradwire.costs.collectives import Line, sum_traffic
 from gradwire.costs.fit import fit_link
 from gradwire.costs.prices import Prices, fold
@@ -162,6 +175,15 @@ def test_curves_bend_where_sums_change() -> None:
     exchange = fold(("allreduce:inter",), Identity(), Prices([], cluster, Costs(codecs=()), "wires")).exchange
     at = 16 * 2**16
     assert exchange(at) - exchange(at - 4) == pytest.approx((30 - 8) * 10, abs=0.1)
+
+
+def test_curves_of_payloads_bend_where_the_payloads_are_as_large() -> None:
+    cluster, spec = Cluster(nodes=16, ranks_per_node=1, intra=INTRA, inter=INTER), RandomK(0.05)
+    flat = ((0, 1.0), (2**30, 1.0))
+    times = Costs(codecs=[CodecCosts(spec=spec, device="cpu", encode=flat, decode=flat)])
+    exchange = fold(("comp:cpu", "allreduce:inter", "decomp:cpu"), spec, Prices([], cluster, times, "wires")).exchange
+    at = 16 * 2**16 * 20
+    assert exchange(at) - exchange(at - 4096) == pytest.approx((30 - 8) * 10, abs=1.0)
 
 
 def test_a_further_message_that_takes_more_than_the_times_leave_is_a_message_that_waits() -> None:

@@ -87,3 +87,15 @@ def test_the_usual_connections_of_a_lane_are_those_of_the_usual_plans(
     meeting._world_size, meeting.nodes = ranks, [str(rank * nodes // ranks) for rank in range(ranks)]
     assert meeting._usual("lane 0") == connections
     meeting.close()
+
+
+def test_descriptors_are_counted_once_the_nodes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between nodes a lane connects with all of them, which no rank knows before it has read the cards."""
+    known: list[int] = []
+    monkeypatch.setattr(Rendezvous, "why_too_few", lambda self, meshes: known.append(len(self.nodes)) or "")
+    store, ends = HashStore(), timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as ranks:
+        made = list(ranks.map(lambda rank: Rendezvous("test", JobKey(bytes(32)), rank, 2, store, str(rank), ends), range(2)))
+    for each in made:
+        each.close()
+    assert sorted(known) == [0, 0, 2, 2]
