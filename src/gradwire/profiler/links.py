@@ -249,7 +249,8 @@ def measured_links(times: Times, grid: Grid, unknown_gbps: float | None = None) 
 
 
 def _gbps_of_largest(points: Sequence[tuple[float, float]], sent: float) -> float:
-    """The rate of the largest exchanges, in gigabits per second: their shortest time, less that of the smallest ones.
+    """The rate of the largest exchanges, in gigabits per second: their shortest time, less that of the smallest ones. The higher
+    one of the two largest sizes, since the link may have stood still in one.
 
     Most bytes of a step are in large messages, and a line through noisy times may promise these a rate that no link had.
     sent: the part of the bytes held that a rank sends.
@@ -257,11 +258,11 @@ def _gbps_of_largest(points: Sequence[tuple[float, float]], sent: float) -> floa
     >>> round(_gbps_of_largest([(0, 50.0), (1000, 51.0), (1000, 53.0)], sent=0.5), 9)
     4.0
     """
-    (least, *_, most), times = sorted({nbytes for nbytes, _ in points}), dict[float, float]()
+    (least, *larger), times = sorted({nbytes for nbytes, _ in points}), dict[float, float]()
     for nbytes, us in points:
         times[nbytes] = min(us, times.get(nbytes, us))
-    longer_us = times[most] - times[least]
-    return 8 * sent * (most - least) / (1000 * longer_us) if longer_us > 0 else math.inf
+    longer_us = {nbytes: times[nbytes] - times[least] for nbytes in larger[-2:]}
+    return max((8 * sent * (n - least) / (1000 * us) if us > 0 else math.inf for n, us in longer_us.items()), default=math.inf)
 
 
 def _message_of(times: Times, name: str) -> float | None:

@@ -75,3 +75,9 @@ def test_small_sizes_promise_large_ones_no_rate() -> None:
     points = [(4.0 * n, 1400 * (n > 1024) + 3 * n * 8 / 115) for n in links.SIZES[:3]] + [(4.0 * 65536, 3 * 65536 * 8 / 100)]
     found = links.measured_links({"inter": points, "allreduce": points}, Grid.even(4, 1, 0)).cluster.inter
     assert 0.099 < found.gbps <= 0.1
+
+
+def test_a_link_that_stood_still_for_the_largest_size_has_the_rate_of_the_others() -> None:
+    points = [(4.0 * n, 50 + 3 * n * 8 / 100) for n in links.SIZES[:5]] + [(4.0 * links.SIZES[5], 3 * links.SIZES[5] * 8 / 20)]
+    found = links.measured_links({"inter": points, "allreduce": points}, Grid.even(4, 1, 0)).cluster.inter
+    assert found.gbps == pytest.approx(0.1)
