@@ -450,5 +450,5 @@ def test_a_tracker_file_has_bytes_step_times_and_the_decision(framework_worlds: 
     assert {"loss", *NUMBERS} <= {*found.Tags()["scalars"]}
     sent = [event.value for event in found.Scalars("gradwire_sent_mb")]
     assert 0.0005 < sent[0] < 0.02 and sent[1] == -1.0  # 2 bits or more; the script's own value counts
-    (text,) = found.Tensors("gradwire_decision/text_summary")
+    text, *_ = found.Tensors("gradwire_decision/text_summary")  # on a busy machine there may be another decision
     assert b"plan='auto' runs" in text.tensor_proto.string_val[0]

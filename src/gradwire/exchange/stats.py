@@ -60,8 +60,8 @@ class ExchangeStats:
     steps: int
     """Steps so far."""
     wire_bytes: int
-    """Bytes of payload this rank sends in a step, as planned. Frames, acknowledgements and the control exchange of a model, of
-    a bit a parameter and 46 bytes for each rank, come on top."""
+    """Bytes of payload this rank sends in a step, as planned. Frames and acknowledgements come on top, and a few control
+    messages of a bit a parameter and some 50 bytes each."""
     intra_bytes: int
     """The part of `wire_bytes` that goes to ranks of the own node. A sum on the wire counts as a ring in rank order."""
     inter_bytes: int
