@@ -177,5 +177,5 @@ def _key(device: torch.device, sizes: tuple[int, ...]) -> str:
     name = processor_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
     library = hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if LIBRARY.exists() else "reference"
     simd = torch.backends.cpu.get_cpu_capability()
-    text = repr((name, simd, torch.__version__, __version__, library, sizes, _BUFFER_BYTES, _MOST_STATES, "weigh apart"))
+    text = repr((name, simd, torch.__version__, __version__, library, sizes, _BUFFER_BYTES, _MOST_STATES, _CURVES))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
