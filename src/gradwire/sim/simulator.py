@@ -95,6 +95,9 @@ class Simulator:
         self._one_link = INTRA if cluster.nodes == 1 else INTER
         self._codec_on, self.workers = placed(self.rules, profile, cluster)
         """`Rules.codec_on`, and the number of tasks that the CPU pool does at the same time."""
+        shared = self.rules.lanes and self._codec_on == "own thread" and cluster.ranks_per_processor > 1
+        self._script_part = (profile.processor_part or 0.0) if shared else 0.0
+        """The part of the computation's time in which scripts keep a processor that ranks share, so that codecs wait."""
         self.resource = cache(self._resource)
         """The resource of a task, such as comp:gpu or allgather:inter."""
         tensors = profile.tensors
@@ -189,6 +192,8 @@ class Simulator:
         if not plan.schedule.gathers_in_forward:
             waits[0] = WHOLE_STEP
         rows, labels = self._rows([entry for entry in plan.launch if entry[0] in sent], priced)
+        if self._script_part:
+            rows.append(self._script(releases))
         pieces = [bucket.pieces if index in sent else 0 for index, bucket in enumerate(priced)]
         work = SimWork(self._lengths, waits, releases, rows, pieces)
         return Layout(work, labels, [priced[index] for index in sent])
@@ -221,6 +226,16 @@ class Simulator:
                 rows[row].append(task._replace(gate=gate, ends=ends))
                 labels[row].append(Label(bucket, chunk, index, tasks[index]))
         return rows, labels
+
+    def _script(self, releases: Sequence[Sequence[int]]) -> list[SimTask]:
+        """The scripts' work on a processor that ranks share: when a bucket is ready, that since the bucket before."""
+        row, computed = [], 0
+        for length, released in zip(self._lengths, releases, strict=True):
+            computed += length
+            if released:
+                row.append(SimTask(POOL, round(self._script_part * computed), 0, gate=released[0]))
+                computed = 0
+        return row
 
     def task(self, tasks: Sequence[Price], index: int, place: int, following: int | None) -> SimTask:
         """One task of a piece; place, following: launch positions of its link task and of the piece's next link task."""

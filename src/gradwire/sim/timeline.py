@@ -225,6 +225,8 @@ class _Reader:
         busy: dict[str, list[Interval]] = {name: [] for name in RESOURCES}
         events: list[Event] = []
         for span in self.outcome.run.spans:
+            if self._is_of_scripts(span):
+                continue
             begin = self.begin if span.row >= 0 else self.outcome.computes_from
             clipped = (max(span.start, begin), min(span.end, self.end))
             resource, codec, free = self._resource(span)
@@ -256,6 +258,10 @@ class _Reader:
             events=tuple(events),
             **sums_of(computing, coding, links, busy, length, FS_PER_US),
         )
+
+    def _is_of_scripts(self, span: Span) -> bool:
+        """Whether the span is work of scripts on a processor that ranks share, which no row of buckets has."""
+        return span.row >= len(self.outcome.layouts[span.step % len(self.outcome.layouts)].labels)
 
     def _resource(self, span: Span) -> tuple[str, bool, int]:
         """The resource, whether the span is work on a processor, and the femtoseconds at its end in which its link is free."""

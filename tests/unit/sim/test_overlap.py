@@ -149,6 +149,21 @@ def test_codecs_leave_compute_where_computation_leaves_a_processor() -> None:
     assert busy[1] < busy[0], "the first bucket's encode runs in the second one's backward"
 
 
+def test_codecs_wait_for_scripts_on_a_processor_that_ranks_share() -> None:
+    """Two buckets are ready after 100 us each: a script that needs 0.4 of the time keeps the processor for 40 us each."""
+    link, made = Link(1.0, 1000.0), plan(TWO_PHASES, SPEC, 2)
+    times = {
+        (processors, part): step_us(cluster(link, processors=processors), made, processor_part=part)
+        for processors in (None, 0.25)
+        for part in (0.0, 0.4)
+    }
+    assert times[0.25, 0.0] < times[0.25, 0.4] <= times[0.25, 0.0] + 80
+    assert times[None, 0.0] == times[None, 0.4], "a rank with a processor to itself"
+    timeline = simulate(made, profile(2, processor_part=0.4), cluster(link, processors=0.25), COSTS, rules_of("cpu"))
+    assert timeline.step_us == times[0.25, 0.4]
+    assert {event.bucket for event in timeline.events if event.resource == "cpu pool"} == {0, 1}
+
+
 def test_ddp_is_predicted_with_its_own_all_reduce() -> None:
     own, ddp = Link(10.0, 8.0), Link(50.0, 4.0)
     shape = cluster(own, allreduce=own, ddp=ddp)
