@@ -2,17 +2,21 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gradwire.errors import DisagreementError
+from gradwire.kernels import crc32c
 from gradwire.transport.link import Link
 from gradwire.transport.wire import transfer
 
 KERNELS = "bytes that kernels make of the same gradient"
 """The name of the fact in which ranks compare what their kernels encode."""
+_CHECKED_BYTES = 2**20
+"""Each so many bytes of a tensor have a checksum of their own. It finds every change of one number, and overlooks one in 2**32 of
+other changes: that a model with other weights passes as the same, all its parts must be overlooked."""
 
 
 def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...], number: float = 0.0) -> list[float]:
@@ -59,6 +63,18 @@ def _told(key: str, first_rank: int, first: Any, rank: int, other: Any) -> str:
 def gather_bytes(link: Link, text: bytes) -> list[bytes]:
     """Every rank's bytes. Collective."""
     return link.gather(text)
+
+
+def all_have(link: Link, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all ranks have the same values, to the bit, by their checksums. Tensors of the CPU, of any dtype and strides; the
+    link is not one of CUDA. Collective, and the same on all ranks."""
+    own = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        values = bytes_of(tensor).cpu()
+        own.update(len(values).to_bytes(8, "little"))
+        for part in values.split(_CHECKED_BYTES):
+            own.update(crc32c(part).to_bytes(4, "little"))
+    return len(set(gather_bytes(link, own.digest()))) == 1
 
 
 def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piece_bytes: int = 32 * 2**20) -> None:
