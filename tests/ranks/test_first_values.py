@@ -7,11 +7,12 @@ import pytest
 import torch
 from threads import built, here
 from torch import nn
-from worlds import Worlds
+from worlds import Worlds, digest
 
 import gradwire as gw
 from gradwire.engine import session
-from gradwire.transport import broadcast_bytes, bytes_of
+from gradwire.transport import agreement, broadcast_bytes, bytes_of
+from gradwire.transport.messages import Messages
 
 NAN = 0x7FC00001
 """The bits of a NaN that carries a number."""
@@ -97,6 +98,57 @@ def test_one_bit_of_one_rank_is_enough_to_send_the_model(worlds: Worlds, other: 
 def test_a_model_that_all_ranks_have_is_not_sent(worlds: Worlds) -> None:
     for before, after, found in worlds.run(3, begin, "short", -1):
         assert after == before and found == []
+
+
+class Laid(nn.Module):
+    """Tensors that lie in other memory on each rank, and that have other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape, rank = (50, 40, 30), here.rank
+        self.small = nn.ParameterList(torch.full((9 + at,), float(rank)) for at in range(3))
+        self.plain = nn.Parameter(torch.full((300, 200), float(rank)))
+        turned = torch.arange(60_000.0).reshape(shape) + rank
+        turned = turned.transpose(0, rank).contiguous().transpose(0, rank) if rank else turned
+        self.register_buffer("turned", turned)
+        self.register_buffer("flags", torch.arange(70_001) % 3 == rank)
+        self.register_buffer("count", torch.full((), rank))
+        self.register_buffer("gap", torch.full((200, 200 + rank), rank, dtype=torch.int16)[:, :200])
+
+
+def lay() -> tuple[str, dict[str, bool], int]:
+    """A digest of the values after the start, whether large tensors arrived where they lie, and copies from other memory."""
+    model = Laid()
+    places = {each.data_ptr(): name for name, each in [*model.named_parameters(), *model.named_buffers()]}
+    arrived, copied = set[str](), list[int]()
+    receive, copy = Messages._receive, agreement.copy_from
+
+    def seen(messages: Messages, source: int, tag: int, into: torch.Tensor | None) -> object:
+        arrived.add("" if into is None else places.get(into.data_ptr(), ""))
+        return receive(messages, source, tag, into)
+
+    def counted(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+        copied.append(flat.numel())
+        copy(flat, tensors)
+
+    Messages._receive, agreement.copy_from = seen, counted
+    try:
+        gw.parallelize(model, plan=gw.QSGD(bits=4)).detach()
+    finally:
+        Messages._receive, agreement.copy_from = receive, copy
+    where = {name: name in arrived for name in ("plain", "flags", "turned")}
+    return digest([*model.parameters(), *model.buffers()]), where, sum(copied)
+
+
+def test_values_arrive_where_tensors_lie(worlds: Worlds) -> None:
+    """However these lie on each rank: what is not contiguous there goes through a copy."""
+    (root, at_root, _), *others = worlds.run(3, lay)
+    assert not any(at_root.values())
+    small = 4 * (9 + 10 + 11)
+    for rank, (values, arrived, copied) in enumerate(others, 1):
+        assert values == root, rank
+        assert arrived == {"plain": True, "flags": True, "turned": False}, rank
+        assert copied == small + 4 * 60_000 + 2 * 40_000, rank
 
 
 def change() -> tuple[list[int], bool]:
