@@ -1,9 +1,10 @@
 """Measures how the cost of a step grows: the time beyond the floor against tensors, elements and ranks. Writes docs/growth.md.
 
     python -m benchmarks growth [--curves tensors elements ranks] [--seconds 3] [--minutes 10] [--largest 200e6] [--anew]
-                                [--out docs] [--simulated]
+                                [--out docs] [--simulated] [--unlike 16 64]
 
-`--simulated` measures nothing: it only makes the simulated part anew, which takes some seconds.
+`--simulated` measures nothing: it only makes the simulated part anew, which takes some seconds. `--unlike` only prints the start
+of so many ranks, with the same weights on all ranks, and with other ones on each: then rank 0's are sent, as DDP always does.
 
 The floor is the same script without communication. Both train in turns in the same processes, on loopback, with 4 bits. Every
 point takes `--seconds`, and at least LEAST_TURNS turns. 200 million elements need 6 GB of memory. Each point is written to
@@ -60,8 +61,14 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--anew", action="store_true", help="measure points that are there again")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs")
     parser.add_argument("--simulated", action="store_true", help="only the simulated part, beside what was measured before")
+    parser.add_argument("--unlike", type=int, nargs="+", default=[], metavar="RANKS", help="only print starts")
     options = parser.parse_args(arguments)
     began = time.monotonic()
+    for ranks in options.unlike:
+        each = [measured(ranks, (FEW, USUAL), options.seconds, 60 * options.minutes, unlike) for unlike in (False, True)]
+        print(f"{ranks} ranks, ms:", *(f"{found['start_ms']:.0f}" if found else "no result" for found in each), flush=True)
+    if options.unlike:
+        return 0
     before: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {"curves": {}}
     if options.simulated:
         told = {"simulated": simulated(), "faster": faster_in(before["curves"])}
@@ -101,9 +108,9 @@ def left_to_do(
         yield from ((curve, *each) for each in every[curve] if each not in done)
 
 
-def measured(ranks: int, shape: tuple[int, int], seconds: float, most_s: float) -> dict[str, Any] | None:
-    """One point; None if it takes longer than `most_s`."""
-    order = json.dumps({"seconds": seconds, "shape": shape})
+def measured(ranks: int, shape: tuple[int, int], seconds: float, most_s: float, unlike: bool = False) -> dict[str, Any] | None:
+    """One point; None if it takes longer than `most_s`. unlike: each rank begins with other weights."""
+    order = json.dumps({"seconds": seconds, "shape": shape, "unlike": unlike})
     until = time.monotonic() + most_s
     try:
         return collected(Loopback(ranks), "benchmarks.growth", (order,), f"{ranks} ranks", timeout=most_s)["point"]
@@ -202,14 +209,18 @@ def _rank(order: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    parallelize, plan = gw.parallelize, gw.QSGD(bits=4)  # names import their modules, which are no part of the start
 
-    def training(tensors: int, elements: int, parallel: bool) -> tuple[Any, Any]:
-        """A function that makes a step, and the handle."""
+    def training(tensors: int, elements: int, parallel: bool) -> tuple[Any, Any, float]:
+        """A function that makes a step, the handle, and the seconds that it took to make the handle."""
         model = torch.nn.Module()
         size = elements // tensors
-        model.weights = torch.nn.ParameterList(torch.zeros(size) for _ in range(tensors))
+        model.weights = torch.nn.ParameterList(torch.full((size,), rank * order["unlike"] / ranks) for _ in range(tensors))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = gw.parallelize(model, plan=gw.QSGD(bits=4)) if parallel else None
+        dist.barrier()
+        began = time.perf_counter()
+        handle = parallelize(model, plan=plan) if parallel else None
+        start_s = time.perf_counter() - began
         inputs = torch.randn(size, generator=torch.Generator().manual_seed(rank))
 
         def step() -> None:
@@ -220,7 +231,7 @@ def _rank(order: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        return step, handle
+        return step, handle, start_s
 
     def turn(step: Any, steps: int) -> tuple[float, float]:
         """Milliseconds and CPU milliseconds of a step, on the mean rank."""
@@ -234,11 +245,9 @@ def _rank(order: dict[str, Any]) -> None:
         return tuple((1e3 * found / ranks).tolist())  # type: ignore[return-value]
 
     tensors, elements = order["shape"]
-    floor, _ = training(tensors, elements, parallel=False)
-    dist.barrier()
-    began = time.perf_counter()
-    step, handle = training(tensors, elements, parallel=True)
-    start = torch.tensor([time.perf_counter() - began])
+    floor, *_ = training(tensors, elements, parallel=False)
+    step, handle, start_s = training(tensors, elements, parallel=True)
+    start = torch.tensor([start_s])
     dist.all_reduce(start, dist.ReduceOp.MAX)
     turn(floor, WARMUP_STEPS), turn(step, WARMUP_STEPS)
     turns: list[tuple[tuple[float, float], tuple[float, float]]] = []

@@ -22,7 +22,8 @@ in {seconds} s by the command below; do not edit.
   and where 80 % of the differences lie.
 - **CPU** is the CPU time of a rank beyond the floor's, all threads together.
 - **messages** carry gradients: those that a rank sends in a step. **sockets** are the most that one lane of a rank has.
-- **start** is the time of `gw.parallelize`.
+- **start** is the time of `gw.parallelize` on the slowest rank, after its import. All ranks have the same weights, so none are
+  sent; `--unlike` prints the start with other ones.
 - **slope** is the power of the first column with which a column grows: the slope of the line through the points'
   logarithms, by least squares. 1 is proportional.
 """

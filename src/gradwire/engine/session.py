@@ -34,7 +34,7 @@ from gradwire.engine.witness import Witness
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange import Exchange, Saved, Stats, StepReport
 from gradwire.plan import Policy
-from gradwire.transport import Lanes, LanesObserver, Link, LinkError, MergedValues, agree, broadcast_bytes
+from gradwire.transport import Lane, Lanes, LanesObserver, Link, LinkError, MergedValues, agree, all_have, broadcast_bytes
 
 _WATCHED_STEPS = 20
 _MOST_BEFORE = 0.8
@@ -251,7 +251,7 @@ class Session(Observer):
         self._whereabouts = Whereabouts(self.reducer, type(model).__name__)
         self._script = ScriptWatch(self.reducer, drift_check_steps)
         self._synchronise(model, prepared)
-        self._broadcast(shared_tensors(model), "rank 0's parameters and buffers at the start")
+        self._share(model, "rank 0's parameters and buffers at the start")
         leave_hooks_behind(model)
         self._module_hooks = [
             model.register_forward_pre_hook(ModelHook(self, Session._before_forward), with_kwargs=True),
@@ -455,7 +455,7 @@ class Session(Observer):
             carried = {key: value for key, value in carried.items() if key.split("/", 1)[1] in kept}
             if self.schedule.traits.trains_alone == alone:  # changes of weights and gradients have other units
                 self.exchange.residuals.take_over(self.exchange.residuals.fitting(carried))
-        self._broadcast(shared_tensors(model), "rank 0's parameters and buffers after a change")
+        self._share(model, "rank 0's parameters and buffers after a change")
 
     def _synchronise(self, model: torch.nn.Module, prepared: Prepared) -> None:
         """Synchronise these parameters from now on."""
@@ -540,16 +540,26 @@ class Session(Observer):
 
     # ---- what ranks do together, apart from gradients
 
+    def _share(self, model: torch.nn.Module, what: str) -> None:
+        """Give all ranks rank 0's parameters and buffers. Most scripts begin with the same ones on all ranks, by a seed or a
+        checkpoint: then only checksums are sent. On devices, and without C++, checksums take too long."""
+        tensors, found = shared_tensors(model), list[bool]()
+        if self.device.type == "cpu" and not self.group.met.why_no_wires():
+            self.settle()
+            self._on_lane(lambda link: found.append(all_have(link, tensors)), what, self.lanes.control)
+        if not any(found):
+            self._broadcast(tensors, what)
+
     def _broadcast(self, tensors: list[torch.Tensor], what: str, root: int = 0) -> None:
         """Give all ranks the values of one rank of the group."""
         self.settle()
         self._on_lane(partial(broadcast_bytes, tensors=tensors, root=root), what)
 
-    def _on_lane(self, job: Callable[[Link], None], what: str) -> None:
-        """Run a job on tensors of the model on the first lane; on the CPU on the control lane, if the first lane may be busy."""
-        lane = self.lanes.data[0]
-        if self.device.type == "cpu" and self.schedule.traits.lanes_busy_between_steps:
-            lane = self.lanes.control
+    def _on_lane(self, job: Callable[[Link], None], what: str, lane: Lane | None = None) -> None:
+        """Run a job on tensors of the model on this lane. None: the first one; on the CPU the control lane, if the first one may
+        be busy."""
+        busy = self.device.type == "cpu" and self.schedule.traits.lanes_busy_between_steps
+        lane = lane or (self.lanes.control if busy else self.lanes.data[0])
         self._whereabouts.enter()
         try:
             self.lanes.run(lane, job)

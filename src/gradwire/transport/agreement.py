@@ -2,17 +2,24 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from gradwire.errors import DisagreementError
+from gradwire.kernels import crc32c
 from gradwire.transport.link import Link
 from gradwire.transport.wire import transfer
 
 KERNELS = "bytes that kernels make of the same gradient"
 """The name of the fact in which ranks compare what their kernels encode."""
+_CHECKED_BYTES = 2**20
+"""Each so many bytes of a tensor have a checksum of their own. It finds every change of one number, and overlooks one in 2**32 of
+other changes: that a model with other weights passes as the same, all its parts must be overlooked."""
+_LARGE_BYTES = 2**16
+"""A tensor of so many bytes or more is sent from where it lies. Smaller ones are copied together: a message takes longer."""
 
 
 def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...], number: float = 0.0) -> list[float]:
@@ -61,6 +68,18 @@ def gather_bytes(link: Link, text: bytes) -> list[bytes]:
     return link.gather(text)
 
 
+def all_have(link: Link, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all ranks have the same values, to the bit, by their checksums. Tensors of the CPU, of any dtype and strides; the
+    link is not one of CUDA. Collective, and the same on all ranks."""
+    own = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        values = bytes_of(tensor).cpu()
+        own.update(len(values).to_bytes(8, "little"))
+        for part in values.split(_CHECKED_BYTES):
+            own.update(crc32c(part).to_bytes(4, "little"))
+    return len(set(gather_bytes(link, own.digest()))) == 1
+
+
 def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piece_bytes: int = 32 * 2**20) -> None:
     """Give every rank the root's values of these tensors, in pieces of about `piece_bytes`. Any dtype and strides. Tensors are
     cut on a host-staged lane alone, which keeps page-locked memory as large as its largest message."""
@@ -76,6 +95,9 @@ def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piec
 
 def _broadcast_together(link: Link, tensors: list[torch.Tensor], root: int, piece_bytes: int) -> None:
     with torch.no_grad():
+        if link.takes_parts:
+            _broadcast_in_place(link, tensors, root)
+            return
         if link.rank == root:
             flat = torch.cat([bytes_of(tensor) for tensor in tensors])
         else:
@@ -85,6 +107,24 @@ def _broadcast_together(link: Link, tensors: list[torch.Tensor], root: int, piec
                 link.broadcast(piece, root).wait()
         if link.rank != root:
             copy_from(flat, tensors)
+
+
+def _broadcast_in_place(link: Link, tensors: Sequence[torch.Tensor], root: int) -> None:
+    """Large tensors are sent and received where they lie, small ones together. Messages are the same on all ranks: what is not
+    contiguous on a rank goes through a copy there."""
+    parts, copies = list[torch.Tensor](), list[tuple[torch.Tensor, list[torch.Tensor]]]()
+    for _, run in groupby(enumerate(tensors), lambda each: -1 if _nbytes(each[1]) < _LARGE_BYTES else each[0]):
+        together = [tensor for _, tensor in run]
+        if len(together) == 1 and (link.rank == root or together[0].is_contiguous()):
+            parts.append(bytes_of(together[0]))
+        elif link.rank == root:
+            parts.append(torch.cat([bytes_of(tensor) for tensor in together]))
+        else:
+            parts.append(torch.empty(sum(map(_nbytes, together)), dtype=torch.uint8, device=together[0].device))
+            copies.append((parts[-1], together))
+    link.broadcast_parts(parts, root)
+    for flat, together in copies:
+        copy_from(flat, together)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -101,7 +141,9 @@ def copy_from(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     at = 0
     for tensor in tensors:
         size = _nbytes(tensor)
-        # cloned, since a part may begin where the dtype's alignment does not allow a view
-        # and through .data, since autograd would take a change between two forwards for a mistake of the script
-        tensor.data.copy_(flat[at : at + size].clone().view(tensor.dtype).view(tensor.shape))
+        part = flat[at : at + size]
+        if part.storage_offset() % tensor.element_size():  # the dtype's alignment does not allow a view
+            part = part.clone()
+        # through .data, since autograd would take a change between two forwards for a mistake of the script
+        tensor.data.copy_(part.view(tensor.dtype).view(tensor.shape))
         at += size

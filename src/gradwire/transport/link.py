@@ -286,6 +286,19 @@ class Link:
         work: Pending = self.backend.broadcast([tensor], options)
         return work
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether there is `broadcast_parts`: tensors lie on the CPU, and the backend takes several."""
+        return isinstance(self.backend, Messages) and self.pinned is None
+
+    def broadcast_parts(self, parts: Sequence[torch.Tensor], root: int) -> None:
+        """Copy the root's values of these tensors to all ranks, in place. Sizes are the same on all ranks, strides need not be.
+        Raises LinkError."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        with transfer():
+            self.backend.broadcast(parts, options)
+
     def finish_later(self, exchange: "Unfinished") -> None:
         """Do not wait for the sends of an exchange whose receivers answer in the next one: this keeps what is sent until then."""
         self._unfinished = exchange

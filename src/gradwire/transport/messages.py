@@ -229,21 +229,24 @@ class Messages(Ends):
             start, end = edges[0], edges[-1]
         return _DONE
 
-    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> "_Done":
-        tensor, root = tensors[0].detach(), int(options.rootRank)
+    def broadcast(self, tensors: Sequence[torch.Tensor], options: dist.BroadcastOptions) -> "_Done":
+        """Copy the root's tensors to all ranks, in place, one after another. Their sizes are the same on all ranks, and strides
+        need not be."""
+        root = int(options.rootRank)
         place, tag = (self._rank - root) % self._world_size, self._next_tag()
-        way = _chain if _is_chained(tensor.nbytes, self._world_size) else _tree
+        way = _chain if _is_chained(sum(each.nbytes for each in tensors), self._world_size) else _tree
         source, targets = way(place, self._world_size)
-        flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().reshape(-1)
-        pieces = flat.split(max(1, _PIECE_BYTES // max(1, flat.element_size())))
+        flats = [each.detach().contiguous().reshape(-1) for each in tensors]
+        pieces = [piece for flat in flats for piece in flat.split(max(1, _PIECE_BYTES // flat.element_size()))]
         receives = [self.recv([each], (root + source) % self._world_size, tag) for each in pieces] if source is not None else []
         sends: list[_Moving] = []
         for at, each in enumerate(pieces):
             self._wait_all(receives[at : at + 1])
             sends += [self.send([each], (root + to) % self._world_size, tag) for to in targets]
         self._wait_all(sends)
-        if receives and not tensor.is_contiguous():
-            tensor.copy_(flat.view(tensor.shape))
+        for tensor, flat in zip(tensors, flats, strict=True):
+            if receives and not tensor.is_contiguous():
+                tensor.detach().copy_(flat.view(tensor.shape))
         return _DONE
 
     def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> "_Done":

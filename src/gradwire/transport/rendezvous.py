@@ -58,9 +58,9 @@ _RTT_AT = 68
 """The place of the round trip in Linux's `tcp_info`, in bytes."""
 _HELLO = struct.Struct("<I16s16s")
 """The rank that calls, the name of the mesh, and a nonce. A proof follows."""
-_FRAME = 9
+_FRAME = 10
 """The version of what ranks connect and what a message looks like: 2 has checksums, 3 heartbeats, 4 rings, 5 proofs, 6
-encryption, 7 few connections, 8 sites, 9 round trips."""
+encryption, 7 few connections, 8 sites, 9 round trips, 10 checksums of models."""
 _PATIENCE_S, _PATIENCE_A_RANK_S = 30.0, 0.2
 """For connections once all cards are there; less than half of the group's own timeout."""
 _HELLO_S, _HURRIED_HELLO_S = 5.0, 0.5

@@ -111,8 +111,12 @@ def test_an_encrypted_record_that_was_changed_is_damage(gathers: bool) -> None:
     near.close()
 
 
-@pytest.mark.parametrize(("nbytes", "targets"), [(2**20, 5), (3 * 2**20, 1)], ids=["few pieces", "many pieces"])
-def test_a_broadcast_of_few_pieces_passes_few_ranks(nbytes: int, targets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "targets"),
+    [([2**20], 5), ([3 * 2**20], 1), ([0, 2**19, *[7 * 2**16] * 6], 1)],
+    ids=["few pieces", "many pieces", "many tensors"],
+)
+def test_a_broadcast_of_few_pieces_passes_few_ranks(sizes: list[int], targets: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The root sends to log2(ranks) others. Of many pieces it sends each once, and they pass from rank to rank."""
     ranks, sent_to, options = 24, set[int](), dist.BroadcastOptions()
     ends: list[dict[int, socket.socket]] = [{} for _ in range(ranks)]
@@ -127,9 +131,9 @@ def test_a_broadcast_of_few_pieces_passes_few_ranks(nbytes: int, targets: int, m
         return send(messages, tensors, to, tag)
 
     monkeypatch.setattr(Messages, "send", counted)
-    values = [torch.full((nbytes,), 0 if rank else 7, dtype=torch.uint8) for rank in range(ranks)]
+    values = [[torch.full((size,), 0 if rank else 7, dtype=torch.uint8) for size in sizes] for rank in range(ranks)]
     with ThreadPoolExecutor(ranks) as pool:
-        list(pool.map(lambda rank: made[rank].broadcast([values[rank]], options), range(ranks)))
-    assert all(torch.equal(each, values[0]) for each in values) and len(sent_to) == targets
+        list(pool.map(lambda rank: made[rank].broadcast(values[rank], options), range(ranks)))
+    assert all(torch.equal(torch.cat(each), torch.full((sum(sizes),), 7)) for each in values) and len(sent_to) == targets
     for each in made:
         each.close()
