@@ -9,7 +9,6 @@
 #include <cstdarg>
 #include <cstdio>
 #include <ctime>
-#include <deque>
 #include <vector>
 
 #include "checksum.hpp"
@@ -95,6 +94,27 @@ struct Message {
   }
 };
 
+// Takes no memory while it is empty.
+template <class Item>
+class Queue {
+ public:
+  bool empty() const { return first_ == items_.size(); }
+  size_t size() const { return items_.size() - first_; }
+  Item& front() { return items_[first_]; }
+  const Item& front() const { return items_[first_]; }
+  void push_back(const Item& item) { items_.push_back(item); }
+
+  void pop_front() {
+    if (++first_ < items_.size()) return;
+    items_.clear();
+    first_ = 0;
+  }
+
+ private:
+  std::vector<Item> items_;
+  size_t first_ = 0;
+};
+
 // Another rank, which messages of the list go to or come from.
 struct Peer {
   int64_t rank;
@@ -103,7 +123,8 @@ struct Peer {
   int wakes_at = 0;                               // of the connection
   uint64_t reader_wakes_at = 0, writer_wakes_at = 0;  // of the rings, since the last wait
   size_t left = 0;                                // messages that are expected after the next one
-  std::deque<Message> sending, receiving;         // in order; what is complete leaves the front
+  Queue<Message> sending, receiving;              // in order; what is complete leaves the front
+  Queue<uint32_t> checksums;                      // of messages that are complete and that the list has not come to
 
   Peer(int64_t number, const Connection& connection) : rank(number), by(connection), fd(int(connection.fd)) {}
   bool reads() const { return !receiving.empty() && receiving.front().in_turn; }
@@ -173,6 +194,10 @@ class Phase {
     if (peer.receiving.size() > peer.left) peer.receiving.front().in_turn = true;
     pull(peer);
     wait(peer.rank, "a message", [&] { return peer.receiving.size() <= peer.left; });
+    // these bytes may be sent on as they are
+    if (operation.kind == kReceive)
+      summed_ = {static_cast<const char*>(operation.target), uint64_t(operation.arguments[0]), peer.checksums.front()};
+    peer.checksums.pop_front();
   }
 
   void flush() {
@@ -257,15 +282,22 @@ class Phase {
   // Takes bytes of a message to where they belong, and sums them.
   uint64_t receive_some(Peer& peer, Message& message) {
     const uint64_t before = message.arrived();
-    const bool in_bytes = message.done >= sizeof message.header && before < message.expected_bytes;
-    if (message.elements && in_bytes) return use_some(peer, message);
+    if (message.elements && before < message.expected_bytes) return use_some(peer, message);
     iovec parts[2];
     const int count = message.parts(parts);
-    // the header of elements is compared before any of them is used
-    const uint64_t got = take_some(peer, parts, message.elements ? 1 : count);
+    const uint64_t got = take_some(peer, parts, count);
     message.done += got;
     message.checksum = crc32c(message.checksum, message.bytes + before, message.arrived() - before);
+    if (message.done >= sizeof message.header) compare(peer, message);
     return got;
+  }
+
+  // Whether the message that comes is the one that is expected.
+  static void compare(const Peer& peer, const Message& message) {
+    if (message.header.bytes == message.expected_bytes && message.header.tag == message.expected_tag) return;
+    fail(peer.rank, false, "a message of %llu bytes with tag %u came where one of %llu bytes with tag %u was expected: the ranks "
+         "do not run the same plan, or the network changed bytes", Unsigned(message.header.bytes), message.header.tag,
+         Unsigned(message.expected_bytes), message.expected_tag);
   }
 
   // Takes bytes that have come from a peer; of a ring or an encrypted connection into the first part alone.
@@ -284,19 +316,24 @@ class Phase {
   }
 
   // Copies or adds elements from a step that lies in a near cache. One that is not whole yet stays there: of a list only one
-  // message is in its turn.
+  // message is in its turn. The header, which may come with the first step, is compared before any of them is used.
   uint64_t use_some(Peer& peer, Message& message) {
     const uint64_t item = uint64_t(item_bytes(message.from)), at = message.arrived(), begun = at % item;
-    iovec part{step_ + begun, std::min(message.expected_bytes - at, kStep)};
-    const uint64_t got = take_some(peer, &part, 1);
-    if (!got) return 0;
-    message.done += got;
+    const uint64_t missing = sizeof message.header - std::min<uint64_t>(message.done, sizeof message.header);
+    iovec parts[2];
+    message.parts(parts);
+    parts[missing ? 1 : 0] = {step_ + begun, std::min(message.expected_bytes - at, kStep)};
+    const uint64_t came = take_some(peer, parts, missing ? 2 : 1);
+    message.done += came;
+    if (missing && came >= missing) compare(peer, message);
+    if (came <= missing) return came;
+    const uint64_t got = came - missing;
     message.checksum = crc32c(message.checksum, step_ + begun, got);
     const uint64_t whole = (begun + got) / item;
     char* const into = message.bytes + at / item * uint64_t(item_bytes(message.into));
     kernels().cast_decode(reinterpret_cast<const uint8_t*>(step_), message.from, into, message.into, message.add, int64_t(whole));
     std::memmove(step_, step_ + whole * item, begun + got - whole * item);
-    return got;
+    return came;
   }
 
   // Sends as much as there is room for.
@@ -326,11 +363,6 @@ class Phase {
       if (!got) return;
       moved_ += got;
       if (message.elements || peer.encrypts()) push(peer);
-      const bool same = message.header.bytes == message.expected_bytes && message.header.tag == message.expected_tag;
-      if (message.done >= sizeof message.header && !same)
-        fail(peer.rank, false, "a message of %llu bytes with tag %u came where one of %llu bytes with tag %u was expected: the ranks "
-             "do not run the same plan, or the network changed bytes", Unsigned(message.header.bytes), message.header.tag,
-             Unsigned(message.expected_bytes), message.expected_tag);
       if (!message.complete()) {
         if (peer.shares() || peer.encrypts() || message.elements) continue;
         return;  // less came than there was room for
@@ -339,6 +371,7 @@ class Phase {
       if (message.checksum != sent || (peer.shares() && message.behind >> 32))
         fail(peer.rank, true, "the checksum of %llu bytes was %08x before they were sent and is %08x now",
              Unsigned(message.expected_bytes), sent, message.checksum);
+      peer.checksums.push_back(message.checksum);
       peer.receiving.pop_front();
     }
   }

@@ -456,6 +456,11 @@ class _HostPending:
         self._begun, self._device, self._mail = begun, device, mail
         self.after: dict[_Timeline, int] = {}
 
+    @property
+    def bytes(self) -> memoryview:
+        came: memoryview = self._begun.bytes
+        return came
+
     def wait(self, *arguments: Any) -> None:
         self._begun.wait(*arguments)
         self._device.host.follow(self.after)

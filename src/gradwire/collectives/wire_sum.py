@@ -26,7 +26,10 @@ _TOGETHER = 16
 """Shards begin at multiples of so many elements."""
 _PIECE_BYTES = 2**21
 """Longer messages of halving are cut into pieces of so many bytes: while one is added, the next one is under way."""
-_RING_PIECES, _SMALLEST_RING_PIECE, _LARGEST_RING_PIECE = 4, 2**16, 2**20
+_PACKET = 59 * 2**10
+"""The bytes of a piece that is one packet of the kernel with its header: a packet has at most 64 KiB with all headers, in whole
+segments."""
+_RING_PIECES, _SMALLEST_RING_PIECE, _LARGEST_RING_PIECE = 4, 2 * _PACKET, 17 * _PACKET
 """Pieces of a shard in a ring, and the limits of their bytes. A rank sends a piece on while the next one arrives."""
 
 
@@ -144,7 +147,7 @@ class RingSum:
         size, self._at = len(order), order.index(grid.rank)
         self._next, self._before = order[(self._at + 1) % size], order[self._at - 1]
         largest = max(end - start for start, end in pairwise(bounds)) * flat.element_size()
-        piece = min(_LARGEST_RING_PIECE, max(_SMALLEST_RING_PIECE, largest // _RING_PIECES))
+        piece = min(_LARGEST_RING_PIECE, max(_SMALLEST_RING_PIECE, largest // _RING_PIECES // _PACKET * _PACKET))
         self._shards = [_pieces(flat[start:end], piece) for start, end in pairwise(bounds)]
         nbytes = [(end - start) * flat.element_size() for start, end in pairwise(bounds)]
         self.bytes_to = [0] * size

@@ -240,11 +240,13 @@ class _Sent(_HubTransfer):
 
 
 class _Receive(_HubTransfer):
-    """A tensor that waits for a message."""
+    """A tensor, or bytes of any length, that wait for a message."""
 
-    def __init__(self, hub: "_Hub", into: torch.Tensor, source: int) -> None:
+    def __init__(self, hub: "_Hub", into: torch.Tensor | None, source: int) -> None:
         super().__init__(hub)
         self._into, self._source = into, source
+        self.bytes = memoryview(b"")
+        """What came, where there is no tensor for it."""
 
     def waits_for(self) -> list[int]:
         return [self._source]
@@ -252,7 +254,9 @@ class _Receive(_HubTransfer):
     def take(self, message: torch.Tensor) -> None:
         """The message is there."""
         self.is_done = True
-        if self._into.nbytes == message.nbytes:
+        if self._into is None:
+            self.bytes = memoryview(bytes(message.tolist()))
+        elif self._into.nbytes == message.nbytes:
             _bytes(self._into).copy_(_bytes(message))
         else:
             words = f"rank {self._source} sent {message.nbytes} bytes, and {self._into.nbytes} bytes are received"
@@ -337,7 +341,7 @@ class _Hub:
             self._unread[key].append(message.clone())
             return _Sent(self)
 
-    def receive(self, source: int, to: int, tag: int, into: torch.Tensor) -> _HubTransfer:
+    def receive(self, source: int, to: int, tag: int, into: torch.Tensor | None) -> _Receive:
         key, made = (source, to, tag), _Receive(self, into, source)
         with self.changed:
             if self._unread[key]:
@@ -384,6 +388,12 @@ class _HubBackend(Ends):
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> _HubTransfer:
         return self._hub.receive(source, self._rank, tag, tensors[0])
+
+    def send_bytes(self, what: bytes, to: int, tag: int) -> _HubTransfer:
+        return self._hub.send(self._rank, to, tag, torch.frombuffer(bytearray(what), dtype=torch.uint8))
+
+    def receive_bytes(self, source: int, tag: int) -> "_Receive":
+        return self._hub.receive(source, self._rank, tag, None)
 
     def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> _HubTransfer:
         return self._hub.meet(self._rank, "all_gather", (received, sent), _gather)

@@ -68,6 +68,13 @@ class Pending(Protocol):
         ...
 
 
+class PendingBytes(Pending, Protocol):
+    """Bytes that a backend has begun to receive."""
+
+    bytes: memoryview
+    """What came; all of it after `wait`."""
+
+
 class Backend(Protocol):
     """Carries the messages of one link: `Messages`, NCCL, or the memory that threads of one process share."""
 
@@ -81,6 +88,14 @@ class Backend(Protocol):
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
         """Receive one tensor from a rank. Tensors of one tag arrive in the order in which they were sent."""
+        ...
+
+    def send_bytes(self, what: bytes, to: int, tag: int) -> Pending:
+        """Send bytes to a rank. For short ones, tensors take more time than the message. Not on CUDA."""
+        ...
+
+    def receive_bytes(self, source: int, tag: int) -> PendingBytes:
+        """Receive bytes of any length from a rank. Not on CUDA."""
         ...
 
     def gather(self, own: bytes) -> list[bytes]:

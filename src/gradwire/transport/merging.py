@@ -14,10 +14,7 @@ from itertools import pairwise
 from operator import or_
 from typing import NamedTuple
 
-import torch
-
-from gradwire.transport.link import Link, Pending
-from gradwire.transport.messages import bytes_in
+from gradwire.transport.link import Link, Pending, PendingBytes
 from gradwire.transport.rounds import merge_rounds
 from gradwire.transport.wire import DamagedError, transfer
 
@@ -64,17 +61,17 @@ def merge_over_ranks(link: Link, own: MergedValues, tag: int, begin: Callable[[]
     begin: is called before anything is sent; what comes earlier is received meanwhile. Raises LinkError, DamagedError for bytes
     that changed on the way, and what `begin` raises.
     """
-    rounds, expected = merge_rounds(link.rank, link.world_size), dict[int, tuple[torch.Tensor, Pending]]()
-    length = len(own.packed())
+    rounds, expected = merge_rounds(link.rank, link.world_size), dict[int, PendingBytes]()
     for source in (source for each in rounds for source in each.sources if source != link.rank):
-        into = torch.empty(length, dtype=torch.uint8)
         with transfer(source):
-            expected[source] = into, link.backend.recv([into], source, tag)
+            expected[source] = link.backend.receive_bytes(source, tag)
     begin()
     until, sends = time.monotonic() + link.timeout.total_seconds(), Sends(link)
     for each in rounds:
-        sends.add(own.packed(), each.targets, tag)
-        parts = [own if source == link.rank else _arrived(own, source, *expected[source], until) for source in each.sources]
+        sends.add(packed := own.packed(), each.targets, tag)
+        parts = [
+            own if source == link.rank else _arrived(own, source, expected[source], len(packed), until) for source in each.sources
+        ]
         own = MergedValues.of_parts(parts)
     link.finish_later(sends)
     return own
@@ -88,15 +85,14 @@ def gather_over_ranks(link: Link, own: bytes, tag: int = 0) -> list[bytes]:
     until = time.monotonic() + link.timeout.total_seconds()
     for each in merge_rounds(link.rank, link.world_size):
         counts = [end - start for start, end in pairwise(each.edges)]
-        expected = list[tuple[torch.Tensor, Pending] | None]()
-        for source, count in zip(each.sources, counts, strict=True):
-            into = torch.empty(count * size, dtype=torch.uint8)
+        expected = list[PendingBytes | None]()
+        for source in each.sources:
             with transfer(source):
-                expected.append(None if source == link.rank else (into, link.backend.recv([into], source, tag)))
+                expected.append(None if source == link.rank else link.backend.receive_bytes(source, tag))
         sends.add(known, each.targets, tag)
         known = b"".join(
-            known if under_way is None else _rows_arrived(size, source, *under_way, until)
-            for source, under_way in zip(each.sources, expected, strict=True)
+            known if under_way is None else _rows_arrived(size, source, under_way, count, until)
+            for source, under_way, count in zip(each.sources, expected, counts, strict=True)
         )
     link.finish_later(sends)
     return [known[start : start + len(own)] for start in range(0, len(known), size)]
@@ -110,10 +106,9 @@ class Sends:
 
     def add(self, what: bytes, targets: Sequence[int], tag: int) -> None:
         """Send these bytes to these ranks. Raises LinkError."""
-        sent = torch.frombuffer(bytearray(what), dtype=torch.uint8)
         for to in targets:
             with transfer(to):
-                self._under_way.append((to, self._link.backend.send([sent], to, tag)))
+                self._under_way.append((to, self._link.backend.send_bytes(what, to, tag)))
 
     def finish(self) -> None:
         """Wait until all are sent. Raises LinkError."""
@@ -122,17 +117,17 @@ class Sends:
                 sending.wait(self._link.timeout)
 
 
-def _arrived(like: MergedValues, source: int, into: torch.Tensor, receiving: Pending, until: float) -> MergedValues:
-    raw = _awaited(source, into, receiving, until)
+def _arrived(like: MergedValues, source: int, receiving: PendingBytes, size: int, until: float) -> MergedValues:
+    raw = _awaited(source, receiving, size, until)
     try:
         return like.unpacked(raw)
     except ValueError as error:
         raise DamagedError(source, error) from error
 
 
-def _rows_arrived(size: int, source: int, into: torch.Tensor, receiving: Pending, until: float) -> bytes:
-    """The bytes of some ranks, of this size from each, with their checksums."""
-    raw = _awaited(source, into, receiving, until)
+def _rows_arrived(size: int, source: int, receiving: PendingBytes, count: int, until: float) -> bytes:
+    """The bytes of so many ranks, of this size from each, with their checksums."""
+    raw = _awaited(source, receiving, count * size, until)
     try:
         for start in range(0, len(raw), size):
             _checked(raw[start : start + size])
@@ -141,10 +136,12 @@ def _rows_arrived(size: int, source: int, into: torch.Tensor, receiving: Pending
     return raw
 
 
-def _awaited(source: int, into: torch.Tensor, receiving: Pending, until: float) -> bytes:
+def _awaited(source: int, receiving: PendingBytes, size: int, until: float) -> bytes:
     with transfer(source):
         receiving.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
-    return bytes(bytes_in(into))
+        if (came := len(receiving.bytes)) != size:
+            raise ValueError(f"rank {source} sent {came} bytes where {size} were expected")
+    return bytes(receiving.bytes)
 
 
 def _checked(raw: bytes) -> bytes:

@@ -190,6 +190,12 @@ class Messages(Ends):
     def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> _Receiving:
         return self._receive(source, tag, tensors[0].detach())
 
+    def send_bytes(self, what: bytes, to: int, tag: int) -> _Sending:
+        return self._send(to, tag, memoryview(what), what)
+
+    def receive_bytes(self, source: int, tag: int) -> _Receiving:
+        return self._receive(source, tag, None)
+
     def _receive(self, source: int, tag: int, into: torch.Tensor | None) -> _Receiving:
         peer, receiving = self._peer(source), _Receiving(self, source, tag, into)
         if early := peer.early.get(tag):

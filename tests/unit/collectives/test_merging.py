@@ -4,7 +4,7 @@ import math
 import random
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from itertools import combinations
 from types import SimpleNamespace
@@ -97,16 +97,38 @@ def test_all_ranks_get_the_bytes_of_each(world_size: int) -> None:
     assert found == [[own] * 3] * world_size
 
 
-class Reductions(TorchFunctionMode):
-    """Counts the calls that reduce two tensors."""
+class Calls(TorchFunctionMode):
+    """Counts calls of torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Collection[Any] = ()) -> None:
+        """`functions`: of these alone."""
         super().__init__()
-        self.count = 0
+        self.functions, self.count = functions, 0
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        self.count += function in (torch.maximum, torch.minimum)
+        self.count += not self.functions or function in self.functions
         return function(*arguments, **(options or {}))
+
+
+def test_short_values_are_no_tensors() -> None:
+    """A call of torch takes as long as the rest of a message."""
+
+    def work(link: Any) -> int:
+        with (made := Calls()):
+            merge_over_ranks(link, MergedValues(b"\1", (2.0,), (3.0,)), 5)
+            gather_over_ranks(link, b"123", 5)
+        return made.count
+
+    assert on_connected_ranks(18, work) == [0] * 18
+
+
+def test_values_of_another_length_are_told() -> None:
+    errors = on_connected_ranks(2, lambda link: merge_over_ranks(link, MergedValues(bytes(1 + link.rank)), 5))
+    assert [error.peer for error in errors] == [1, 0]
+    assert [str(each) for each in errors] == [
+        "rank 1 sent 6 bytes where 5 were expected",
+        "rank 0 sent 5 bytes where 6 were expected",
+    ]
 
 
 @pytest.mark.parametrize(("op", "expected"), [(dist.ReduceOp.MAX, [18.0, 0.0]), (dist.ReduceOp.MIN, [0.0, -18.0])])
@@ -114,7 +136,7 @@ def test_the_largest_of_many_ranks_is_found_in_one_call(op: Any, expected: list[
     def work(link: Any) -> Any:
         own, options = torch.tensor([link.rank, -link.rank, math.nan if link.rank == 5 else 0.0]), dist.AllreduceOptions()
         options.reduceOp = op
-        with Reductions() as made:
+        with Calls([torch.maximum, torch.minimum]) as made:
             link.backend.allreduce([own], options)
         return own[:2].tolist(), math.isnan(own[2]), made.count
 
@@ -142,7 +164,8 @@ def test_nothing_is_sent_before_begin() -> None:
 def test_bytes_that_were_changed_name_who_sent_them(gather: Callable[[Any], Any]) -> None:
     def work(link: Any) -> Any:
         if link.rank == 2:
-            link.backend.send = lambda tensors, to, tag, send=link.backend.send: send([tensors[0] ^ 4], to, tag)
+            send = link.backend.send_bytes
+            link.backend.send_bytes = lambda what, to, tag: send(bytes(each ^ 4 for each in what), to, tag)
         return gather(link)
 
     for error in on_connected_ranks(4, work)[:2]:

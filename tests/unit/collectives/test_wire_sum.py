@@ -96,6 +96,25 @@ def test_bytes_are_those_of_a_ring_and_all_are_counted(world_size: int, way: str
         assert sent == sums.bytes_to and sum(sent) == 2 * (world_size - 1) * flat.nbytes // world_size
 
 
+@pytest.mark.parametrize("shard_bytes", [2**16, 130_048, 2**18, 2**19, 3 * 2**20, 2**24])
+def test_pieces_of_a_ring_are_whole_packets(shard_bytes: int) -> None:
+    """A packet of the kernel has at most 64 KiB with all headers, in segments of 1448 bytes. A message that is a little longer
+    takes two, one of them nearly empty."""
+    world_size, header = 4, 16
+    flat, made = torch.zeros(world_size * shard_bytes // 4), Operations()
+    bounds = even_bounds(flat.numel(), world_size)
+    RingSum(flat, Grid.even(world_size, 1, 0), bounds, True).reduce(made, 0, ())
+    sent = [operation.arguments[0] for operation in made.array if operation.kind == 1]
+    of_shard = sent[: len(sent) // (world_size - 1)]
+    assert sum(of_shard) == shard_bytes
+    *whole, last = of_shard
+    packet = 2**16 // 1448 * 1448
+    for piece in whole:
+        packets = -(-(piece + header) // packet)
+        assert packets >= 2 and piece > 0.9 * packets * packet
+    assert 0 < last <= max(whole, default=2 * packet)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8, 12, 13])
 def test_shards_belong_to_ranks_in_order_unless_nodes_matter(world_size: int) -> None:
     bounds = list(range(world_size + 1))
