@@ -42,7 +42,12 @@ ENTRIES: list[Entry] = [
         )
     ),
     Entry(gw.QSGD(levels="exponential"), "NUQSGD (Ramezani-Kebrya et al. 2021)", "blocks with a few large values", QUANTISER),
-    Entry(gw.ErrorFeedback(gw.QSGD(bits=2)), "QSGD with Karimireddy et al. 2019", "2 bits that learn as well as more", QUANTISER),
+    Entry(
+        gw.ErrorFeedback(gw.QSGD(bits=2)),
+        "QSGD with Karimireddy et al. 2019",
+        "2 bits on two ranks; on more, four levels with weights lose less",
+        QUANTISER,
+    ),
     Entry(
         gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls")),
         "QSGD with a scale by least squares",

@@ -53,9 +53,10 @@ How long a step takes between two sites, by their distance. The bench's transfor
 - A delay is a round trip. A rate is that of one site, in each direction, and its machines share it.
 - **4 bits** is `gw.QSGD(bits=4)` with the schedule [`backward`](schedules.md). **delayed** makes no corrections.
 - **hiding** says how many times shorter the better one of pipelined and delayed is than 4 bits alone.
-- **auto** uses `backward`, as by default. With all schedules it may use `pipelined` too. It cannot take `delayed` here, which
-  knows torch's optimizers alone. Specs with weights begin with 20 steps of 4 bits. The measured steps come later, except in
-  rows with \\*, which are older. What it chose:
+- **auto** uses `backward`, as by default. With all schedules it may use `pipelined` too. It cannot take `delayed` here:
+  `delayed` works with torch's own optimizers only, and this job has another one. Specs with
+  [element weights](glossary.md) begin with 20 steps of 4 bits. The measured steps come later, except in rows with \\*, which
+  are older. What it chose:
 
 {chosen}
 

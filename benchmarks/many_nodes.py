@@ -30,6 +30,10 @@ from gradwire.core.files import write_whole
 FOLDER = RESULTS / "many_nodes"
 PAGE = Path(__file__).parents[1] / "docs" / "many_nodes.md"
 NODES, LINKS, JOBS = (4, 8, 16, 32), ("100mbit", "500mbit", UNLIMITED), ("transformer", "bert")
+SIZES = {
+    "transformer": "the bench's transformer has 6.09 million parameters",
+    "bert": "the one with BERT-medium's layers 25.4 million",
+}
 MOST_DECIDING_STEPS = 40
 FLOOR, DDP, EXACT, BITS, AUTO = "no communication", "DDP", "auto, exact", "4 bits", "auto"
 WEIGHTED = "gradwire:ErrorFeedback(QSGD(bits={}, scale='ls', levels='lloyd'), weights=0.98, warm_up_steps=20)"
@@ -38,15 +42,15 @@ COPIES = 4
 PART_OF_MEMORY = 0.5
 TEXT = """# Steps on many machines
 
-How long a step takes on {least} to {most} machines, one rank each. The bench's transformer has 6.09 million parameters, the one
-with BERT-medium's layers 25.4 million. In each step DDP sends and receives nearly twice the gradients' bytes on each machine.
+How long a step takes on {least} to {most} machines, one rank each. {jobs}
+In each step DDP sends and receives nearly twice the gradients' bytes on each machine.
 
 {tables}
 
 - **Emulated** on one machine with {processors} processors, and measured by `python -m benchmarks many_nodes`. Computation is a
   timed sleep. Median steps of rank means, in ms.
-- **fixed spec** is the smallest one that "safe" may use on so many ranks: 2 bits with weights on 4, 3 bits with weights on 8 and
-  16, 8 bits on 32.
+- **fixed spec** is the smallest one that "safe" may use on so many ranks: {fixed}.
+  The weights are [those of elements](glossary.md).
 - **over DDP** is DDP's step over auto's. **exact over DDP** is DDP's step over that of `accuracy="exact"`.
 - **possible** is the largest of three. Computation: it is a sleep, so codecs run beside it. Forward, in which nothing can be
   sent, and the plan's bytes at the link's rate. The processor time of all ranks over {processors} processors. **of possible** is
@@ -93,9 +97,15 @@ def run(arguments: list[str]) -> int:
 
 def methods_of(nodes: int) -> dict[str, str]:
     """The names of the methods in tables and in the bench."""
-    fixed = WEIGHTED.format(2) if nodes <= 4 else WEIGHTED.format(3) if nodes <= 16 else "gradwire:qsgd8"
+    bits = fixed_bits(nodes)
+    fixed = WEIGHTED.format(bits) if bits < 8 else "gradwire:qsgd8"
     names = ("floor", "ddp", "gradwire:auto-exact", "gradwire:qsgd4", fixed, "gradwire:auto")
     return dict(zip((FLOOR, DDP, EXACT, BITS, "fixed spec", AUTO), names, strict=True))
+
+
+def fixed_bits(nodes: int) -> int:
+    """The bits of the smallest spec that "safe" may use on so many ranks. Those of less than 8 have weights."""
+    return 2 if nodes <= 4 else 3 if nodes <= 16 else 8
 
 
 def measured(nodes: int, job: str, link: str, steps: int) -> dict[str, dict[str, Any]]:
@@ -125,10 +135,15 @@ def measured(nodes: int, job: str, link: str, steps: int) -> dict[str, dict[str,
 
 def page_of(results: Sequence[dict[str, Any]]) -> str:
     """The page in docs."""
-    nodes = [each["nodes"] for each in results]
+    nodes = sorted({each["nodes"] for each in results})
+    sizes = ", ".join(SIZES[job] for job in JOBS if any(each["job"] == job for each in results))
+    by_bits = [(fixed_bits(count), count) for count in nodes]
+    fixed = [f"{bits} bits{' with weights' if bits < 8 else ''} on {count}" for bits, count in by_bits]
     return TEXT.format(
-        least=min(nodes),
-        most=max(nodes),
+        least=nodes[0],
+        most=nodes[-1],
+        jobs=f"{sizes[:1].upper()}{sizes[1:]}.",
+        fixed=", ".join(fixed),
         processors=results[0]["processors"],
         tables="\n".join(tables_of(results)),
         chosen="\n".join(chosen_of(results)),

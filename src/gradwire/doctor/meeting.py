@@ -6,6 +6,7 @@ store also works where gloo cannot reach a rank.
 """
 
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -101,9 +102,19 @@ class Meeting:
                 f"rank 0 cannot open {place}. Is that an address of this machine, and does another program, or a second "
                 f"rank 0, hold the port? ({said})"
                 if hosts
-                else f"rank {job.rank} did not reach {place} within {timeout_s:g} s: {self._host} did not come, or the "
-                f"address is wrong or behind a firewall. ({said})"
+                else f"rank {job.rank} did not reach {place} within {timeout_s:g} s: {self._why_not_reached()}. ({said})"
             ) from error
+
+    def _why_not_reached(self) -> str:
+        with suppress(TimeoutError):
+            try:
+                bounded(lambda: socket.getaddrinfo(self.job.address, self.job.port), _MARGIN_S)
+            except (socket.gaierror, UnicodeError):
+                return (
+                    f"this machine cannot look up the name {self.job.address}. Give torchrun --local-addr with the machine's own "
+                    "address, on every machine. With another launcher set MASTER_ADDR to an address"
+                )
+        return f"{self._host} did not come, or the address is wrong or behind a firewall"
 
     def _reach(self, hosts: bool) -> Any:
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__

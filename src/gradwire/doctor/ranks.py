@@ -48,6 +48,7 @@ def _attendance(survey: Survey, world_size: int, timeout_s: float) -> Iterator[F
             f"{rank_list(survey.missing)} of {world_size} did not come within {timeout_s:g} s",
             "The job would wait for them in init_process_group, and then fail.",
             "Look at their logs: did they start, with the same MASTER_ADDR and MASTER_PORT? Does a firewall block the port? "
+            "Can they look up the name in MASTER_ADDR? If not, give torchrun --local-addr with each machine's own address. "
             "Slow starts need a longer --timeout. No link was measured.",
         )
     else:

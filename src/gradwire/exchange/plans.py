@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from gradwire.core import Plan, Spec, TensorInfo, show, under
+from gradwire.core import Plan, Schedule, Spec, TensorInfo, show, under
 from gradwire.errors import PlanError
 from gradwire.plan import Policy, Uniform, check_known
 from gradwire.transport import kind_of
@@ -45,6 +45,11 @@ def plan_for(
         return plan, None
     if isinstance(plan, Spec):
         plan = Uniform(plan)
+    if isinstance(plan, Schedule):
+        raise PlanError(
+            f"plan is {show(plan)}, a schedule. It goes into a policy: pass plan=gw.Uniform(gw.QSGD(bits=4), schedule=...), or "
+            "with gw.Identity() in place of QSGD to compress nothing."
+        )
     if not isinstance(plan, Policy):
         raise PlanError(f"plan is a {type(plan).__name__}: it must be a spec, a Policy, a Plan or the path of a plan file.")
     made = plan.plan(tensors, ranks, ranks_per_node)

@@ -94,8 +94,8 @@ class Lighthouse:
                 raise NoQuorumError(
                     f"step {step}: torchft's lighthouse named no members that make the step within {self._patience_s:g} s: "
                     f"{error}. Either the lighthouse is not reached: start `gradwire lighthouse` where every member reaches it. "
-                    f"Or fewer than {self._min_replicas} members are left, since the others ended: then end this one too. Or a "
-                    "member is slower than `patience_s`."
+                    f"Or fewer than {self._min_replicas} members are left, since the others ended: then end this one too. Or the "
+                    "lighthouse's own `--min-replicas` is larger. Or a member is slower than `patience_s`."
                 ) from error
             before, known = known, set(quorum.replica_ids)
             if quorum.replica_world_size < self._min_replicas:

@@ -43,3 +43,10 @@ def test_a_row_for_each_number_of_nodes() -> None:
 def test_the_bench_takes_every_method(nodes: int) -> None:
     methods = list(many_nodes.methods_of(nodes).values())
     BenchRequest(list(many_nodes.JOBS), list(many_nodes.LINKS), methods, device="sleeping", nodes=nodes)
+
+
+def test_the_page_speaks_of_what_was_measured() -> None:
+    page = many_nodes.page_of([result(4), result(8)])
+    assert "transformer has 6.09 million parameters.\n" in page and "BERT" not in page
+    assert "2 bits with weights on 4, 3 bits with weights on 8.\n" in page
+    assert "BERT-medium's layers 25.4 million.\n" in many_nodes.page_of([result(32), result(32) | {"job": "bert"}])

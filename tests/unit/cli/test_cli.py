@@ -58,7 +58,7 @@ gradwire import-profile
   --device = V100
 gradwire lighthouse
   --bind = 0.0.0.0:29510
-  --min-replicas = 2
+  --min-replicas = 1
   --silence = 1.0
   --patience = 600.0
 gradwire options

@@ -28,3 +28,8 @@ def test_files_of_any_name_are_read(tmp_path: Path) -> None:
     assert plan_for(str(tmp_path / "mine"), TENSORS, 2)[0] == plan
     with pytest.raises(gw.FormatError, match=r"gone\.json: cannot be read"):
         plan_for(str(tmp_path / "gone.json"), TENSORS, 2)
+
+
+def test_a_schedule() -> None:
+    with pytest.raises(gw.PlanError, match=r"LocalSteps\(.*every=10.*goes into a policy.*gw\.Uniform\("):
+        plan_for(gw.LocalSteps(every=10), TENSORS, 2)  # type: ignore[arg-type]
