@@ -397,7 +397,8 @@ class Session(Observer):
 
     def reset(self) -> None:
         """See `Handle.reset`."""
-        reset(self.reducer)
+        if reset(self.reducer):
+            self._buffers.due = True  # a rank that left while it accumulated did not come to the forward that others sent them in
         self._whereabouts.leave()
         self.began_s = None
 
@@ -579,8 +580,8 @@ class Session(Observer):
                 self.inputs += sum(tensor.numel() for tensor in tensors_in((inputs, named)))
             if module.training:  # an evaluation may run on one rank only
                 self._broadcast_buffers(module)
-            # what other ranks wait for next is this rank's backward
-            self.reducer.arrivals.awaited = module.training and self.reducer.synchronise
+            # what other ranks wait for next is this rank's backward, or inside no_sync() the last one of this step
+            self.reducer.arrivals.awaited = module.training
 
     def _broadcast_buffers(self, module: torch.nn.Module | None) -> None:
         if not self.schedule.traits.sends_buffers and (job := self._buffers.broadcast(module)) is not None:
