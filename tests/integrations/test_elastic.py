@@ -312,6 +312,27 @@ def test_a_parameter_that_trains_later_is_refused(change: str, schedule: str) ->
     means.detach()
 
 
+@pytest.mark.parametrize("schedule", ["backward", "local"])
+def test_steps_of_an_optimizer_that_was_not_passed_are_refused(schedule: str) -> None:
+    """No step of them counts: the job would stand still, and a joiner would not get the optimizer's state."""
+    model, optimizer = linear()
+    if schedule == "backward":
+        means, _ = means_of(model, optimizer)
+    else:
+        means = LocalRounds(model, OuterSteps(dict(model.named_parameters()), gw.LocalSteps(every=9)), [optimizer], every=9)  # type: ignore
+    other = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(9):
+        model(torch.ones(1, 3)).sum().backward()
+        other.step()
+    before = model.weight.detach().clone()  # type: ignore[operator]
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(gw.StepStateError, match=r"AdamW steps 'weight', and no optimizer steps that was passed: .* gw\.elastic"):
+        other.step()
+    assert torch.equal(model.weight, before)  # type: ignore[arg-type]
+    means.detach()
+    other.step()
+
+
 def two() -> tuple[torch.nn.Sequential, list[torch.optim.Optimizer]]:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
     return model, [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]

@@ -233,6 +233,23 @@ def test_a_state_that_one_rank_cannot_load_is_told_on_all_ranks(worlds: Worlds) 
         assert "no rank goes on" in said
 
 
+def of_another_optimizer() -> str:
+    model, _, made = built(False, gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=EVERY)))
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(gw.StepStateError) as error:
+        train(model, other, range(20))
+    steps = made.steps
+    made.detach()
+    train(model, other, range(1))
+    return f"{steps} {error.value}"
+
+
+def test_steps_of_an_optimizer_that_was_not_passed_are_refused(worlds: Worlds) -> None:
+    """Islands would train apart and never average."""
+    for said in worlds.run(4, of_another_optimizer):
+        assert said.startswith("0 SGD steps 'module.0.weight', and no optimizer steps that was passed") and "gw.islands" in said
+
+
 def refused() -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
     model = network()

@@ -6,7 +6,9 @@ import pickle
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +167,67 @@ def test_a_step_that_was_left_before_its_first_gradient_is_void_on_all_ranks(thr
     (first, told, weights, steps), (second, _, others, _) = threads.run(2, left_early, where, schedule)
     assert first == second == [0, 1, 2, 4, 5] and steps == 6
     assert "step 3 is void on all ranks: rank 1 left it after 0 of 3 gradients" in told[0]
+    assert weights == others
+
+
+class FailsInPart(nn.Module):
+    """Layers with or without buffers, which raise in forward or in backward before any gradient came, if they are broken."""
+
+    def __init__(self, where: str, buffers: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if buffers else nn.Tanh(), nn.Linear(8, 2))
+        self.where, self.broken = where, False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.layers(inputs)
+        if self.broken and self.where == "forward":
+            raise MemoryError("as ordered")
+        if self.broken:
+            outputs.register_hook(_raise)
+        return outputs  # type: ignore[no-any-return]
+
+
+def left_while_accumulating(where: str, buffers: bool, schedule: Any) -> tuple[list[int], list[str], str, bool]:
+    """Rank 1 fails in part 1 of batch 3. The batches that each rank trained on, what it was told, its weights, and whether the
+    next mean is that of the gradients of batch 4 alone."""
+    model = built(0, lambda: FailsInPart(where, buffers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule), process_group=here.group)
+    trained, told, right = [], [], True
+    for number in range(6):
+        try:
+            for part in range(4):
+                model.broken = (number, part, here.rank) == (3, 1, 1)
+                handle.weight(3) if handle.session.schedule.traits.weighs_batches else None
+                with handle.no_sync() if part < 3 else nullcontext():
+                    inputs = torch.randn(5, 4, generator=seeded(here.rank, number, part))
+                    model(inputs).square().mean().backward()
+        except (MemoryError, gw.StepStateError) as error:
+            told.append(str(error))
+            handle.reset()
+            right = right and all(parameter.grad is None for parameter in model.parameters())
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        trained.append(number)
+    handle.flush()
+    end = trained, told, digest(model.parameters()), right and handle.session.step == 6
+    handle.detach()
+    return end
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize(
+    "schedule", [gw.Backward(), gw.Pipelined(), gw.Pipelined(shard_optimizer=True)], ids=["backward", "pipelined", "sharded"]
+)
+def test_a_step_that_was_left_inside_no_sync_is_void_on_all_ranks(
+    threads: Threads, where: str, buffers: bool, schedule: Any
+) -> None:
+    """Else the gradients of a part stay, and the rank is a batch ahead of the others for ever."""
+    (first, told, weights, mended), (second, own, others, too) = threads.run(2, left_while_accumulating, where, buffers, schedule)
+    assert first == second == [0, 1, 2, 4, 5] and mended and too
+    assert "step 3 is void on all ranks: rank 1 left it after 0 of" in told[0] and own == ["as ordered"]
     assert weights == others
 
 

@@ -294,3 +294,49 @@ def wrapped() -> str:
 
 def test_what_has_no_step_hooks_is_refused(threads: Threads) -> None:
     assert all("Around has no step hooks" in told for told in threads.run(2, wrapped))
+
+
+def of_another_optimizer(schedule: Any, kept: bool) -> tuple[int, str]:
+    """The steps that an optimizer makes which the handle was not given, and the error. `kept`: the one that was lives."""
+    model, optimizer, handle = training(EXACT, schedule)
+    step_on(model, optimizer, 0)
+    others = [sgd(model.parameters()), optimizer if kept else None]
+    optimizer, steps = others[0], 0
+    try:
+        for step in range(1, 40):
+            step_on(model, optimizer, step)
+            steps = step
+    except gw.StepStateError as error:
+        handle.detach()
+        return steps, str(error)
+    handle.detach()
+    return steps, ""
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("schedule", [gw.LocalSteps(every=4), gw.Delayed()], ids=repr)
+def test_steps_of_an_optimizer_that_was_not_passed_are_refused(threads: Threads, schedule: Any, kept: bool) -> None:
+    """Nobody counts them, so ranks would train apart without a word, and save weights that have none of it."""
+    for steps, words in threads.run(2, of_another_optimizer, schedule, kept):
+        assert steps == (9 if kept or schedule.word == "delayed" else 0)  # a step under way keeps the optimizer that makes it
+        assert words.startswith("SGD steps '0.weight', and no optimizer steps that was passed: the ")
+        assert "handle.detach()" in words
+
+
+def with_one_of_two() -> int:
+    model: Any = make_model()
+    first, second = sgd(model[0].parameters()), sgd(model[2].parameters())
+    plan = gw.Uniform(EXACT, schedule=gw.LocalSteps(every=4))
+    handle = gw.parallelize(model, second, plan=plan, process_group=here.group)
+    for step in range(24):
+        model(torch.randn(5, 6, generator=seeded(step, here.rank))).square().mean().backward()
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    steps = handle.stats().steps
+    handle.detach()
+    return steps
+
+
+def test_an_optimizer_that_was_not_passed_may_step_beside_one_that_was(threads: Threads) -> None:
+    assert threads.run(2, with_one_of_two) == [6, 6]

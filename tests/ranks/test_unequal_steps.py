@@ -112,6 +112,58 @@ def test_a_run_resumes_in_the_middle_of_a_round(threads: Threads, schedule: gw.L
     assert first == again == other == too
 
 
+def saved_after(schedule: gw.LocalSteps, exchanges: int, more: int) -> Any:
+    model, optimizer, handle = training(gw.ErrorFeedback(gw.QSGD(bits=2)), schedule, torch.optim.SGD)
+    for step in range(exchanges * schedule.steps_of(here.rank) + more):
+        step_on(model, optimizer, step)
+    saved = handle.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+    handle.detach()
+    return saved
+
+
+def going_on(schedule: gw.LocalSteps, own: Any, weights: Any) -> list[int]:
+    """The exchanges so far at the end of each of three periods, and whether all ranks have the same W."""
+    model, optimizer, handle = training(gw.ErrorFeedback(gw.QSGD(bits=2)), schedule, torch.optim.SGD)
+    model.load_state_dict(weights)
+    handle.load_state_dict(own[here.rank])
+    found = []
+    for _ in range(3):
+        for step in range(schedule.steps_of(here.rank)):
+            step_on(model, optimizer, step)
+        handle.flush()
+        found.append(handle.session.step)
+    found.append(len({*here.gather(digest(model.state_dict().values()))}))
+    handle.detach()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (gw.LocalSteps(every=4, steps_of_ranks=(2, 4)), gw.LocalSteps(every=4, steps_of_ranks=(2, 4, 4))),
+        (gw.LocalSteps(every=4, steps_of_ranks=(4, 2)), gw.LocalSteps(every=4, steps_of_ranks=(4, 2, 2))),
+        (gw.LocalSteps(every=3), gw.LocalSteps(every=5)),
+        (gw.LocalSteps(every=5), gw.LocalSteps(every=2)),
+    ],
+    ids=["slow first", "fast first", "longer periods", "shorter periods"],
+)
+@pytest.mark.parametrize("more", [0, 1])
+def test_another_number_of_ranks_begins_a_period(threads: Threads, before: Any, after: Any, more: int) -> None:
+    """No rank goes on with the count of another one: it would wait for the others, or they for it, for most of an epoch."""
+    saved = threads.run(2, saved_after, before, 4, more)
+    states = {key: value for own, _ in saved for key, value in own.items()}
+    assert threads.run(3, going_on, after, [states] * 3, saved[0][1]) == [[5, 6, 7, 1]] * 3
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_with_the_file_of_one_rank_lost_all_begin_a_period(threads: Threads, delay: int) -> None:
+    schedule = gw.LocalSteps(every=6, steps_of_ranks=(6, 3), delay=delay)
+    saved = threads.run(2, saved_after, schedule, 4, 1)
+    with pytest.warns(UserWarning, match="holds nothing of rank 1"):
+        found = threads.run(2, going_on, schedule, [saved[0][0]] * 2, saved[0][1])
+    assert found == [[5, 6, 7, 1]] * 2
+
+
 def refused() -> str:
     with pytest.raises(gw.PlanError) as caught:
         training(gw.Identity(), gw.LocalSteps(every=3, steps_of_ranks=(3, 2)), momentum)

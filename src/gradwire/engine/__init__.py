@@ -17,11 +17,13 @@ from gradwire.engine.torch_hooks.hooks import (
     tensors_in,
 )
 from gradwire.engine.torch_hooks.loss_scale import LossScale
+from gradwire.engine.torch_hooks.optimizer_step import PassedOptimizers, hear, hear_no_more
 from gradwire.engine.witness import TrainedJob, Witness, WitnessedJob
 
 __all__ = [
     "REGISTRY", "SET", "ClipsGradients", "Driver", "EndsLater", "GradientHooks", "GradientWatcher", "Keeps", "LossScale",
-    "ModelHook", "Observer", "Observers", "OuterOptimizer", "Patch", "Session", "ShardsOptimizer", "TrainedJob", "ValueWatcher",
-    "Witness", "WitnessedJob", "check_optimizers", "compiled", "facts", "in_reentrant_backward", "leave_hooks_behind",
-    "load_state", "prepare", "state_of", "state_of_decision", "tensors_in", "told_by_all",
+    "ModelHook", "Observer", "Observers", "OuterOptimizer", "PassedOptimizers", "Patch", "Session", "ShardsOptimizer",
+    "TrainedJob", "ValueWatcher", "Witness", "WitnessedJob", "check_optimizers", "compiled", "facts", "hear", "hear_no_more",
+    "in_reentrant_backward", "leave_hooks_behind", "load_state", "prepare", "state_of", "state_of_decision", "tensors_in",
+    "told_by_all",
 ]  # fmt: skip

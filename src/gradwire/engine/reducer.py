@@ -664,8 +664,8 @@ def announce_change(reducer: Reducer) -> None:
 
 
 @told_to_all
-def reset(reducer: Reducer) -> None:
-    """Begin anew after a void step. Collective."""
+def reset(reducer: Reducer) -> bool:
+    """Begin anew after a void step, and return whether there was one. Collective."""
     schedule = reducer.schedule
     reducer.batches.leave()
     if isinstance(schedule, Launches):
@@ -680,6 +680,7 @@ def reset(reducer: Reducer) -> None:
         _mend(reducer, failure)
     if isinstance(schedule, Launches):
         schedule.after_reset()
+    return failure is not None
 
 
 def _mend(reducer: Reducer, failure: GradwireError) -> None:

@@ -28,7 +28,7 @@ from gradwire.engine.schedules.factory import make_schedule, traits_of, why_not,
 from gradwire.engine.torch_hooks.hooks import GradientHooks, ModelHook, leave_hooks_behind, tensors_in
 from gradwire.engine.torch_hooks.lazy_tensors import looking
 from gradwire.engine.torch_hooks.loss_scale import LossScale
-from gradwire.engine.torch_hooks.optimizer_step import hear, hear_no_more
+from gradwire.engine.torch_hooks.optimizer_step import PassedOptimizers, hear, hear_no_more
 from gradwire.engine.torch_hooks.splitting import compiled_frames
 from gradwire.engine.witness import Witness
 from gradwire.errors import GradwireError, PlanError, StepStateError
@@ -85,10 +85,11 @@ def compiled(model: torch.nn.Module) -> bool:
 
 
 class ScriptWatch:
-    """Refuses steps inside backward, warns of steps by gradients of the script's own, and scales residuals with the loss."""
+    """Refuses steps inside backward and steps that nobody counts, warns of steps by gradients of the script's own, and scales
+    residuals with the loss."""
 
-    def __init__(self, reducer: Reducer, drift_check_steps: int) -> None:
-        self._reducer = reducer
+    def __init__(self, reducer: Reducer, optimizers: Iterable[torch.optim.Optimizer], drift_check_steps: int) -> None:
+        self._reducer, self._passed = reducer, PassedOptimizers(optimizers)
         self._own_steps = OwnSteps(drift_check_steps, reducer.group, reducer.lanes.name)
         self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, str]] = weakref.WeakKeyDictionary()
         """For each optimizer: its groups, how often the reducer got parameters, and the name of one that it steps, or ''."""
@@ -101,13 +102,14 @@ class ScriptWatch:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The script asks for a step of any optimizer of the process."""
         reducer, name = self._reducer, self._parameter_of(optimizer)
-        if not name or not reducer.synchronise:
-            return
-        if torch._C._current_graph_task_id() != -1:
+        watched = bool(name) and reducer.synchronise
+        if watched and torch._C._current_graph_task_id() != -1:
             raise taken_in_backward(reducer, name, type(optimizer).__name__)
         if not reducer.schedule.traits.sends_in_backward:  # the weights of ranks differ until an exchange, which compares them
-            return
-        if words := self._own_steps.step(reducer.parameters, reducer.names, reducer.step):
+            word = reducer.exchange.plan.schedule.word if name else ""
+            counts = f"the {word} schedule counts the steps of those that gw.parallelize got"
+            self._passed.check(optimizer, name, counts, "call handle.detach(), and gw.parallelize again, on all ranks")
+        elif watched and (words := self._own_steps.step(reducer.parameters, reducer.names, reducer.step)):
             warnings.warn(words, stacklevel=4)
 
     def _parameter_of(self, optimizer: torch.optim.Optimizer) -> str:
@@ -249,7 +251,7 @@ class Session(Observer):
         self.schedule = make_schedule(self.reducer, prepared.plan.schedule, job)
         self.reducer.use(self.schedule)
         self._whereabouts = Whereabouts(self.reducer, type(model).__name__)
-        self._script = ScriptWatch(self.reducer, drift_check_steps)
+        self._script = ScriptWatch(self.reducer, optimizers, drift_check_steps)
         self._synchronise(model, prepared)
         self._share(model, "rank 0's parameters and buffers at the start")
         leave_hooks_behind(model)
@@ -395,7 +397,8 @@ class Session(Observer):
 
     def reset(self) -> None:
         """See `Handle.reset`."""
-        reset(self.reducer)
+        if reset(self.reducer):
+            self._buffers.due = True  # a rank that left while it accumulated did not come to the forward that others sent them in
         self._whereabouts.leave()
         self.began_s = None
 
@@ -587,8 +590,8 @@ class Session(Observer):
                 self.inputs += sum(tensor.numel() for tensor in tensors_in((inputs, named)))
             if module.training:  # an evaluation may run on one rank only
                 self._broadcast_buffers(module)
-            # what other ranks wait for next is this rank's backward
-            self.reducer.arrivals.awaited = module.training and self.reducer.synchronise
+            # what other ranks wait for next is this rank's backward, or inside no_sync() the last one of this step
+            self.reducer.arrivals.awaited = module.training
 
     def _broadcast_buffers(self, module: torch.nn.Module | None) -> None:
         if not self.schedule.traits.sends_buffers and (job := self._buffers.broadcast(module)) is not None:

@@ -14,7 +14,7 @@ from gradwire.integrations.catch_up import Means
 from gradwire.integrations.elastic_auto import ElasticAuto
 from gradwire.integrations.members import Members
 from gradwire.integrations.optimizer_turns import OptimizerTurns
-from gradwire.integrations.trained import TrainedParameters
+from gradwire.integrations.trained import StepWatch, TrainedParameters
 
 __all__ = ["GradientMeans"]
 
@@ -54,6 +54,7 @@ class GradientMeans:
         for name, parameter in parameters.items():
             arrived = ModelHook(self, lambda self, parameter, name=name: self._arrived(name, parameter))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
+        self._hooks.append(StepWatch.of_members(self.trained, optimizers))
         self._hooks += [each.register_step_pre_hook(ModelHook(self, act._before_step)) for each in optimizers]
         self._hooks += [each.register_step_post_hook(ModelHook(self, act._after_step)) for each in optimizers]
 

@@ -23,7 +23,7 @@ from gradwire.engine import REGISTRY, ModelHook, leave_hooks_behind
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
-from gradwire.integrations.trained import TrainedParameters
+from gradwire.integrations.trained import StepWatch, TrainedParameters
 
 __all__ = ["Islands", "islands", "owners_of", "shard_of", "share_inside"]
 
@@ -90,7 +90,9 @@ class Islands:
         self.exchange = Exchange(tensors, plan, self._between) if tensors else None
         """The exchange with the same place of the other islands; None on a rank without a tensor."""
         self._model, self.trained = weakref.ref(model), TrainedParameters(model)
-        self._hooks = [optimizer.register_step_pre_hook(ModelHook(self, Islands._before_step))]
+        counts, cure = "islands count the steps of what gw.islands got", "call detach(), and gw.islands again, on all ranks"
+        self._hooks: list[Any] = [StepWatch(self.trained, [optimizer], counts, cure)]
+        self._hooks.append(optimizer.register_step_pre_hook(ModelHook(self, Islands._before_step)))
         self._hooks.append(optimizer.register_step_post_hook(ModelHook(self, Islands._after_step)))
 
     def global_weights(self) -> AbstractContextManager[None]:

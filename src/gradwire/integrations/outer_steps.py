@@ -15,7 +15,7 @@ from gradwire.errors import PlanError
 from gradwire.exchange import Exchange
 from gradwire.integrations.handover import MemberState
 from gradwire.integrations.members import Members
-from gradwire.integrations.trained import TrainedParameters
+from gradwire.integrations.trained import StepWatch, TrainedParameters
 
 __all__ = ["LocalRounds", "OuterSteps", "check_rounds"]
 
@@ -106,6 +106,7 @@ class LocalRounds:
         self.trained = TrainedParameters(model)
         leave_hooks_behind(model)
         self._hooks: list[Any] = [model.register_forward_pre_hook(ModelHook(self, LocalRounds._before_forward), prepend=True)]
+        self._hooks.append(StepWatch.of_members(self.trained, optimizers))
         self._hooks += [each.register_step_pre_hook(ModelHook(self, LocalRounds._before_step)) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(ModelHook(self, LocalRounds._after_step)))
 

@@ -1,13 +1,15 @@
-"""The parameters that a job trains: those that were trainable at its start."""
+"""The parameters that a job trains: those that were trainable at its start. And the optimizers that step them."""
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from gradwire.engine import PassedOptimizers, hear, hear_no_more
 from gradwire.errors import StepStateError
 
-__all__ = ["TrainedParameters"]
+__all__ = ["StepWatch", "TrainedParameters"]
 
 
 class TrainedParameters:
@@ -38,3 +40,28 @@ class TrainedParameters:
 
     def _is_new(self, parameter: torch.Tensor | None) -> bool:
         return parameter is not None and parameter.requires_grad and id(parameter) not in self._ids
+
+
+class StepWatch:
+    """Refuses steps of these parameters by other optimizers than those that the job was given."""
+
+    def __init__(self, trained: TrainedParameters, optimizers: Iterable[torch.optim.Optimizer], counts: str, cure: str) -> None:
+        """counts: who counts steps, and where optimizers were passed. cure: what to do for a new optimizer."""
+        self._names = {id(each): name for name, each in trained.parameters.items()}
+        self._passed, self._counts, self._cure = PassedOptimizers(optimizers), counts, cure
+        hear(self)
+
+    @classmethod
+    def of_members(cls, trained: TrainedParameters, optimizers: Iterable[torch.optim.Optimizer]) -> "StepWatch":
+        """The watch of a job of members that come and go."""
+        counts = "the job counts the steps of those that gw.elastic got"
+        return cls(trained, optimizers, counts, "end the job on all members, and begin another one")
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The script asks for a step of any optimizer of the process."""
+        stepped = (self._names.get(id(each)) for group in optimizer.param_groups for each in group["params"])
+        self._passed.check(optimizer, next(filter(None, stepped), ""), self._counts, self._cure)
+
+    def remove(self) -> None:
+        """Refuse nothing any more."""
+        hear_no_more(self)

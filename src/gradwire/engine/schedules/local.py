@@ -365,12 +365,15 @@ class LocalSchedule:
     def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         assert self._outer is not None
         self._weights.computing, self._arrived = False, None
-        last = self._begins_after(saved.step - 1)
-        self._local_steps = last if saved.local_steps is None else saved.local_steps
-        lands = self._due_to_land(saved.step)
-        self._lands_after = lands if saved.own and lands > self._local_steps and not saved.landed else None
+        last, lands = self._begins_after(saved.step - 1), self._due_to_land(saved.step)
+        made = last if saved.local_steps is None else saved.local_steps
+        lands_later = lands > made and not saved.landed
+        # other ranks may have counted other steps, or in a schedule of another period: all begin a period then
+        self._local_steps = made if saved.own else last
+        self._lands_after = lands if saved.own and lands_later else None
         self._landing = [index for bucket in self._fragment(saved.step - 1) for index in bucket]
-        self._weights.take_local(by_tensor(state, LOCAL), saved.weights)
+        # without the end of an exchange that had begun L would miss its W, and take it back with the next one
+        self._weights.take_local(by_tensor(state, LOCAL) if saved.own or not lands_later else {}, saved.weights)
         self._outer.take(by_tensor(state if saved.own else saved.memory[-1], OUTER))
 
 

@@ -75,7 +75,7 @@ class Arrivals:
         self.heard: set[int] = set()
         """Gradients among `last_ones` whose nodes called their hook."""
         self.awaited = False
-        """Whether a training forward began whose backward would send, and no step began since."""
+        """Whether a training forward began whose gradients are to be sent, then or with later ones, and no step began since."""
         self._run_of: dict[int, int] = {}
         self._sizes: list[int] = []
 

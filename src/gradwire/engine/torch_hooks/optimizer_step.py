@@ -3,7 +3,7 @@
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,34 @@ def own_steps() -> Iterator[None]:
         yield
     finally:
         _own.inside = before
+
+
+class PassedOptimizers:
+    """The optimizers whose steps a schedule counts, and where others step the model: a schedule that trains ranks apart would
+    exchange nothing then, without a word."""
+
+    _MOST = 10
+    """Steps of another optimizer while none of these steps. A GradScaler may leave some of theirs out; and a wrapper may step
+    one of them, or be one of them and step another."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._passed = weakref.WeakSet(optimizers)
+        self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def check(self, optimizer: torch.optim.Optimizer, name: str, counts: str, cure: str) -> None:
+        """It is about to step the parameter of this name, or none if that is ''. Raises StepStateError if it is another one, and
+        none of those passed steps any more. counts: who counts their steps, and where they were passed."""
+        if optimizer in self._passed:
+            self._others.clear()
+            return
+        if not name:
+            return
+        self._others[optimizer] = steps = self._others.get(optimizer, 0) + 1
+        if steps >= self._MOST or not self._passed:
+            raise StepStateError(
+                f"{type(optimizer).__name__} steps {name!r}, and no optimizer steps that was passed: {counts}. So ranks train "
+                f"apart, and nothing is averaged any more. Pass all optimizers that step the model. For a new one {cure}."
+            )
 
 
 Groups = list[dict[str, Any]]
