@@ -117,19 +117,19 @@ def run_phase(transfers: Sequence[Transfer]) -> None:
             work.run(streams, None)
 
 
-def run_scheme(kernels: Any, scheme: str, ranks: int, spec: gw.Spec, exempt_vectors: bool) -> dict[str, torch.Tensor]:
+def run_scheme(kernels: Any, scheme: str, nodes: int, local: int, spec: gw.Spec, exempt_vectors: bool) -> dict[str, torch.Tensor]:
     """Two steps of all ranks: the means, and what is remembered in the end."""
-    shapes = {"u": (2, 150), "v": (70,), "w": (3, 100)}
+    shapes, ranks = {"u": (2, 150), "v": (70,), "w": (3, 100)}, nodes * local
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     policy = gw.Policy(default=spec, scheme=scheme, exempt_vectors=exempt_vectors, edge_bytes=2**20)
-    plan = policy.plan([TensorInfo(name, shape, "float32") for name, shape in shapes.items()], ranks)
+    plan = policy.plan([TensorInfo(name, shape, "float32") for name, shape in shapes.items()], ranks, local)
     found = dict[str, torch.Tensor]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "launches", lambda device: True)
         patch.setattr(all_kernels, "kernels_for", lambda device: kernels)
         of_ranks: list[Any] = []
         for rank in range(ranks):
-            group = Group(None, rank, tuple(range(ranks)), timedelta(seconds=1), Grid.even(1, ranks, rank))  # type: ignore[arg-type]
+            group = Group(None, rank, tuple(range(ranks)), timedelta(seconds=1), Grid.even(nodes, local, rank))  # type: ignore[arg-type]
             random = layout.random_streams(plan, rank, torch.device("cpu"))
             (built,) = layout.build_buckets(plan, tensors, group, random, 0)
             of_ranks += built.chunks
@@ -145,18 +145,20 @@ def run_scheme(kernels: Any, scheme: str, ranks: int, spec: gw.Spec, exempt_vect
 
 
 BATCHED = [
-    ("grid", 6, gw.QSGD(bits=4), False),
-    ("grid", 4, gw.QSGD(bits=4), True),
-    ("grid", 4, gw.ErrorFeedback(gw.QSGD(bits=3, scale="minmax")), True),
-    ("alltoall", 3, gw.ErrorFeedback(gw.QSGD(bits=4)), True),
+    ("grid", 6, 1, gw.QSGD(bits=4), False),
+    ("grid", 4, 1, gw.QSGD(bits=4), True),
+    ("grid", 4, 1, gw.ErrorFeedback(gw.QSGD(bits=3, scale="minmax")), True),
+    ("alltoall", 3, 1, gw.ErrorFeedback(gw.QSGD(bits=4)), True),
+    ("hierarchical", 3, 2, gw.ErrorFeedback(gw.QSGD(bits=4)), False),
+    ("hierarchical", 2, 2, gw.QSGD(bits=4), True),
 ]
 
 
-@pytest.mark.parametrize(("scheme", "ranks", "spec", "exempt_vectors"), BATCHED)
+@pytest.mark.parametrize(("scheme", "nodes", "local", "spec", "exempt_vectors"), BATCHED)
 def test_schemes_with_batches_have_the_bits_of_single_payloads(
-    interpreter: Interpreter, scheme: str, ranks: int, spec: gw.Spec, exempt_vectors: bool
+    interpreter: Interpreter, scheme: str, nodes: int, local: int, spec: gw.Spec, exempt_vectors: bool
 ) -> None:
-    interpreter.check(run_scheme, scheme, ranks, spec, exempt_vectors)
+    interpreter.check(run_scheme, scheme, nodes, local, spec, exempt_vectors)
 
 
 def compiled(arch: int, own: bool, dtype: str) -> Compile:

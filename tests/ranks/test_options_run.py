@@ -14,11 +14,13 @@ from torch import nn
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
+from gradwire.collectives.ops import Decode, DecodeSum, Encoding
 from gradwire.core import Spec
 from gradwire.core.collectives import COLLECTIVES
 from gradwire.core.plan import RESIDUAL_DTYPES
 from gradwire.engine.prepare import prepare
 from gradwire.errors import PlanError
+from gradwire.exchange import layout
 from gradwire.exchange.host_codec import HostCodec
 from gradwire.exchange.residual_store import added_up
 from gradwire.kernels import Compressor
@@ -41,6 +43,9 @@ FOUR_ENCODES = (
 ROOTED = (
     "comp:cpu gather:intra decomp:cpu comp:cpu gather:inter decomp:cpu comp:cpu broadcast:inter decomp:cpu comp:cpu "
     "broadcast:intra decomp:cpu"
+)
+WHOLE_SUMS_GO_ON = (
+    "comp:cpu alltoall:intra decomp:cpu comp:cpu alltoall:inter decomp:cpu comp:cpu allgather:inter allgather:intra decomp:cpu"
 )
 SPEC = gw.ErrorFeedback(gw.QSGD(bits=2))
 WEIGHTED = gw.ErrorFeedback(gw.QSGD(bits=3, scale="ls", levels="lloyd"), weights=0.9)
@@ -122,6 +127,45 @@ def test_roots_rotate_over_buckets() -> None:
         most = [sum(bucket.chunks[0].bytes_to) for bucket in ranks.buckets]
         senders.append(most.index(max(most)))
     assert senders == [0, 1, 2, 3]
+
+
+BATCHED = {
+    "3 nodes of 2": ["aabbcc", TWO_ENCODES, gw.QSGD(bits=4), 4],
+    "2 nodes of 3": ["aaabbb", FOUR_ENCODES, SPEC, 8],
+    "4 nodes of 2, without feedback": ["aabbccdd", FOUR_ENCODES, gw.QSGD(bits=3, scale="minmax"), 8],
+    "ranks in another order": ["abcabc", TWO_ENCODES, SPEC, 4],
+    "a root": ["aabbcc", ROOTED, SPEC, 6],
+    "payloads of whole sums go on": ["aaabbb", WHOLE_SUMS_GO_ON, SPEC, 6],
+    "payloads of terms go on": ["aabbcc", SKIPPING, gw.QSGD(bits=4), None],
+    "the own part is encoded": ["aabbcc", TWO_ENCODES, gw.EFSignSGD(), None],
+}
+"""Nodes, tasks, spec, and the most calls of codecs that a piece has on a rank."""
+
+
+@pytest.mark.parametrize(("names", "tasks", "spec", "most"), BATCHED.values(), ids=BATCHED)
+def test_few_calls_for_many_payloads_give_the_bits_of_a_call_for_each(
+    names: str, tasks: str, spec: Spec, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device, here on CPUs."""
+    grid = [Grid.of(names, rank) for rank in range(len(names))]
+    sizes = (7003, 1, 2999)
+    plan = plan_for(tasks.split(), spec, sizes, chunk_bytes=16384)
+    each = Ranks(plan, grid, sizes)
+    monkeypatch.setattr(layout, "launches", lambda device: True)
+    together = Ranks(plan, grid, sizes)
+    for step in range(3):
+        sent = [ranks.step(step, [gradients(rank, step, sizes) for rank in range(len(names))]) for ranks in (each, together)]
+        assert all(torch.equal(one, other) for one, other in zip(each.results(), together.results(), strict=True))
+        assert [link.sent_to for link in sent[0]] == [link.sent_to for link in sent[1]]
+    states = [[memory.state for rank in ranks.buckets for memory in rank.chunks[0].memory] for ranks in (each, together)]
+    assert all(torch.equal(*pair) for one, other in zip(*states, strict=True) for pair in zip(one, other, strict=True))
+    if most is not None:
+        for rank in together.buckets:
+            transfers = [transfer for phase in rank.chunks[0].phases for transfer in phase]
+            works = [
+                work for every in transfers for works in (every.before, *every.arrivals.values(), every.after) for work in works
+            ]
+            assert sum(isinstance(work, (Encoding, Decode, DecodeSum)) for work in works) <= most
 
 
 @pytest.mark.parametrize(

@@ -4,31 +4,40 @@ A route gives tensors to the option's itinerary, by the rules of the two-phase s
 that no other rank gets is not encoded: its maker adds the values unchanged. The maker of a payload for all ranks decodes the
 payload too. Parts are decoded as they arrive; payloads that go on undecoded travel as lists (ByteComp's footnote 2). Partial
 sums have the bucket's `reduce_dtype`; a whole sum that travels uncompressed has the gradient's dtype.
+
+On a device one call encodes all payloads of an encode, and one decodes all that arrive, where the codec takes batches: either
+terms of one sum, of which the own one is not encoded, or whole sums of successive elements.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
-from gradwire.collectives.codec_state import Memory
+from gradwire.collectives.codec_state import JointMemory, Memory
 from gradwire.collectives.itinerary import Encode, Leg, Parcel, ParcelMove, ParcelRun, itinerary
 from gradwire.collectives.ops import (
+    ALIGNMENT,
     Add,
     Copy,
     Decode,
+    DecodeSum,
     Encoding,
     Transfer,
     Transfers,
     Work,
+    batch_of,
+    in_batches,
     in_c,
     joined,
     payload_buffers,
     payload_lists,
     weighted,
+    whole_of,
 )
 from gradwire.collectives.piece import Piece
-from gradwire.kernels import Compressor, KernelCall, Segments
+from gradwire.kernels import Batch, Compressor, KernelCall, Segments
 from gradwire.transport import Grid, Link, Mark, Meter, Streams
 
 
@@ -37,7 +46,9 @@ class Route(Transfers):
 
     def __init__(self, tasks: Sequence[str], codecs: Mapping[str, Compressor], piece: Piece, grid: Grid, root: int) -> None:
         """`codecs` has the codec of each device that the tasks name; `root` is the rank that rooted schemes go through."""
-        self.piece, self._packing = piece, _Packing(codecs, piece, grid)
+        used = [codecs[task.partition(":")[2]] for task in tasks if task.startswith(("comp:", "decomp:"))]
+        every = [each for codec in used for each in (codec, codec.for_sum())]
+        self.piece, self._packing = piece, _Packing(codecs, piece, grid, in_batches(every, piece))
         legs = itinerary(tasks, grid, root, piece.flat.numel(), piece.runs.cut)
         phases = [self._packing.leg(leg) for leg in legs]
         self._add_left = _AddLeft(self)
@@ -45,10 +56,9 @@ class Route(Transfers):
         phases[-1][-1].after += self._packing.into_flat()
         super().__init__(weighted(phases, piece), grid.rank, grid.world_size)
         self.aliases = [piece.flat, *self._packing.aliases]
-        used = [codecs[task.partition(":")[2]] for task in tasks if task.startswith(("comp:", "decomp:"))]
         self.remembers = used[0].state if used else ()
         like = [piece.memory(used[0], 0, 0, 0, piece.runs.between(0, 0))] if used else []  # of ranks that encode nothing, too
-        self.runs_in_c = in_c([each for codec in used for each in (codec, codec.for_sum())], piece, like)
+        self.runs_in_c = in_c(every, piece, like)
         self.voices = self._packing.voices
         """For each encode of this rank the lowest rank that encodes the same values: both use the random numbers of that rank."""
         self.of_gradient = self._packing.own
@@ -105,8 +115,9 @@ class _AddLeft(Work):
 class _Packing:
     """Makes the tensors and works of an itinerary, leg by leg. Its state is what the rank holds after the last leg."""
 
-    def __init__(self, codecs: Mapping[str, Compressor], piece: Piece, grid: Grid) -> None:
-        self.codecs, self.piece, self.grid = codecs, piece, grid
+    def __init__(self, codecs: Mapping[str, Compressor], piece: Piece, grid: Grid, batched: bool) -> None:
+        """batched: whether one call encodes or decodes several payloads."""
+        self.codecs, self.piece, self.grid, self._batched = codecs, piece, grid, batched
         self.values, self.start = piece.flat, 0
         self.payloads: dict[Parcel, torch.Tensor] = {}
         self.kept: dict[Parcel, torch.Tensor] = {}
@@ -149,23 +160,41 @@ class _Packing:
         codec = self._codec(encode.number, encode.device, encode.ranks)
         if encode.start < encode.end:
             self.voices[encode.number] = encode.voice
-        copy = encode.voice != self.grid.rank
-        memory = {
-            parcel: self.piece.memory(codec, encode.number, parcel.start, parcel.end, self._segments(parcel), copy)
-            for parcel in encode.parcels
-        }
-        self.memory += memory.values()
+        copy, context = encode.voice != self.grid.rank, self.piece.contexts[encode.number]
         made = [parcel for parcel in encode.parcels if parcel not in encode.kept or codec.encodes_own_part]
+        shared = None
+        if self._batched and len(made) > 1:
+            shared = JointMemory(codec.state, encode.end - encode.start, self.piece.flat.device)
+        memory = {
+            parcel: self.piece.memory(
+                codec, encode.number, parcel.start, parcel.end, self._segments(parcel), copy,
+                None if shared is None else shared.part(parcel.start - encode.start, parcel.end - encode.start),
+            )
+            for parcel in encode.parcels
+        }  # fmt: skip
+        self.memory += memory.values()
         if len(encode.ranks) == 1 and encode.number == 0:
             self.own = [memory[parcel] for parcel in made]
         self.kept = {parcel: self._part(parcel.start, parcel.end) for parcel in encode.parcels if parcel not in made}
-        buffers = payload_buffers([self._bytes_of(parcel) for parcel in made], self.piece.flat.device)
-        self.payloads = dict(zip(made, buffers, strict=True))
-        context = self.piece.contexts[encode.number]
+        sizes = [0 if parcel in self.kept else self._bytes_of(parcel) for parcel in encode.parcels]
+        buffers = payload_buffers(sizes, self.piece.flat.device)
+        self.payloads = {
+            parcel: payload for parcel, payload in zip(encode.parcels, buffers, strict=True) if parcel not in self.kept
+        }
+        if shared is not None:
+            batch = self._batch(codec, encode.parcels, sizes)
+            whole = self._part(encode.start, encode.end)
+            return [Encoding(codec, whole, shared, batch, context, whole_of(buffers, batch))]
         return [
             Encoding(codec, self._part(each.start, each.end), memory[each], self._segments(each), context, payload)
             for each, payload in self.payloads.items()
         ]
+
+    def _batch(self, codec: Compressor, parcels: Sequence[Parcel], sizes: Sequence[int]) -> Batch:
+        """The payloads of parcels of successive elements, which lie as in `payload_buffers`. sizes: see `batch_of`."""
+        bounds = [parcel.start for parcel in parcels] + [parcels[-1].end]
+        segments = [self._segments(parcel) for parcel in parcels]
+        return batch_of(codec, self._dtype_of(parcels[0]), segments, [edge - bounds[0] for edge in bounds], sizes)
 
     def _codec(self, encode: int, device: str, ranks: Collection[int]) -> Compressor:
         """`ranks`: those whose gradients are in the sum."""
@@ -212,6 +241,9 @@ class _Packing:
                     before += copies
                 transfer.sent[target] = lists[parcels]
         arriving = {source: [item for item in items if isinstance(item, Parcel)] for source, items in move.received.items()}
+        if self._at_once([parcel for parcels in arriving.values() for parcel in parcels], decode):
+            self._decode_at_once(move, arriving, decode, transfer)
+            return transfer
         here = {parcel: self.payloads[parcel] for parcel in arriving.pop(self.grid.rank, ()) if parcel in self.payloads}
         sizes = [[self._bytes_of(parcel) for parcel in parcels] for parcels in arriving.values()]
         for source, buffers in zip(arriving, payload_lists(sizes, self.piece.flat.device), strict=True):
@@ -223,6 +255,49 @@ class _Packing:
         else:
             transfer.arrivals = {source: [] for source in move.received}
         return transfer
+
+    def _at_once(self, parcels: Sequence[Parcel], device: str) -> bool:
+        """Whether one call decodes these: the terms of a sum, of which this rank keeps one, or whole sums."""
+        if not (device and self._batched and len(parcels) > 1):
+            return False
+        alike = {(each.encode, self._codec(each.encode, device, each.ranks), self._dtype_of(each)) for each in parcels}
+        if len(alike) > 1:
+            return False
+        keeps = sum(parcel in self.kept for parcel in parcels)
+        if len({(parcel.start, parcel.end) for parcel in parcels}) == 1:
+            ((_, codec, _),) = alike
+            return keeps == 1 and codec.adds_payloads(self._segments(parcels[0])) and self._bytes_of(parcels[0]) > 0
+        return not keeps and all(one.end == other.start for one, other in pairwise(parcels))
+
+    def _decode_at_once(
+        self, move: ParcelMove, arriving: Mapping[int, Sequence[Parcel]], device: str, transfer: Transfer
+    ) -> None:
+        """Decode all parcels in one call. They arrive in one allocation, with a place for those of this rank."""
+        parcels = [parcel for of_source in arriving.values() for parcel in of_source]
+        nothing, own = transfer.received[self.grid.rank], list[Work]()
+        lists = payload_lists([[self._bytes_of(each) for each in of_source] for of_source in arriving.values()], nothing.device)
+        place = next((at for at, parcel in enumerate(parcels) if parcel in self.kept), None)
+        for (source, of_source), payloads in zip(arriving.items(), lists, strict=True):
+            if source != self.grid.rank:
+                transfer.received[source] = joined(payloads, nothing)[0]
+            elif of_source and place is None:
+                made, own = joined([self.payloads[parcel] for parcel in of_source], nothing)
+                own.append(Copy(joined(payloads, nothing)[0], made))
+        payloads = [payload for of_source in lists for payload in of_source]
+        self.payloads, kept = dict(zip(parcels, payloads, strict=True)), self.kept
+        self._decode(move, device, transfer)
+        terms = [work for works in transfer.arrivals.values() for work in works]
+        transfer.arrivals = {source: own if source == self.grid.rank else [] for source in arriving}
+        first = parcels[0]
+        codec, dtype = self._codec(first.encode, device, first.ranks), self._dtype_of(first)
+        if place is not None:
+            stride = -(-payloads[0].numel() // ALIGNMENT) * ALIGNMENT
+            memory, after = joined(payloads, nothing)[0], len(parcels) - 1 - place
+            transfer.after = [DecodeSum(terms, codec, memory, stride, place, after, kept[parcels[place]])]
+        else:
+            batch = self._batch(codec, parcels, [payload.numel() for payload in payloads])
+            into, context = self._part(first.start, parcels[-1].end), self.piece.contexts[first.encode]
+            transfer.after = [Decode(codec, whole_of(payloads, batch), batch, dtype, False, into, context)]
 
     def _decode(self, move: ParcelMove, device: str, transfer: Transfer) -> None:
         """Add up what arrives, part by part."""

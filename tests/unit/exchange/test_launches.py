@@ -119,9 +119,9 @@ def step_of(buffers: BucketBuffers, link: Any) -> None:
                 link.streams.mark()
 
 
-def launches(spec: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], CountingLink, float]:
+def launches(spec: Any, size: int, monkeypatch: pytest.MonkeyPatch, local: int = 1) -> tuple[Counter[str], CountingLink, float]:
     """One step of one rank: the calls of kernels by name, and the copies of gradients; the link; the processor time in ms of the
-    lane's thread without those calls."""
+    lane's thread without those calls. local: the ranks of a node."""
     counted: Counter[str] = Counter()
 
     def count(calls: Iterable[Any]) -> None:
@@ -130,9 +130,10 @@ def launches(spec: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Cou
     monkeypatch.setattr(ops, "run_calls", count)
     shapes = {f"t{number}": shape for number, shape in enumerate(bert_large())}
     rank, nobody = size - 1, Any
-    plan = gw.Policy(default=spec).plan([TensorInfo(name, shape, "float32", "gpu") for name, shape in shapes.items()], size)
+    infos = [TensorInfo(name, shape, "float32", "gpu") for name, shape in shapes.items()]
+    plan = gw.Policy(default=spec).plan(infos, size, local)
     tensors = {name: torch.empty(shape, device=META) for name, shape in shapes.items()}
-    group = Group(nobody, rank, tuple(range(size)), timedelta(seconds=1), Grid.even(1, size, rank))  # type: ignore[arg-type]
+    group = Group(nobody, rank, tuple(range(size)), timedelta(seconds=1), Grid.even(size // local, local, rank))  # type: ignore[arg-type]
     built = build_buckets(plan, tensors, group, random_streams(plan, rank, META), 0)
     ms: list[float] = []
     for _ in range(5):
@@ -169,6 +170,20 @@ def test_the_launches_of_a_grid_do_not_grow_with_the_ranks(size: int, spec: Any,
     sums_term_by_term = 2 * pieces - counted["decode_sum"]
     assert counted["qsgd_decode"] <= pieces + sums_term_by_term * (columns - 1) and sums_term_by_term <= pieces
     assert counted.total() <= 1200
+
+
+@pytest.mark.parametrize("spec", [gw.QSGD(bits=4), gw.ErrorFeedback(gw.QSGD(bits=2))], ids=repr)
+@pytest.mark.parametrize(("nodes", "local"), [(2, 8), (4, 8), (16, 8)])
+def test_the_launches_of_nodes_do_not_grow_with_the_nodes(
+    nodes: int, local: int, spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece has two encodes, a sum and a decode between nodes. Inside nodes gradients of all its ranks are added."""
+    counted, link, _ = launches(spec, nodes * local, monkeypatch, local)
+    pieces = counted["qsgd_encode"] // 2
+    assert 4 * pieces <= link.exchanges <= 4 * pieces + 8 and counted["qsgd_encode"] == 2 * pieces
+    sums_term_by_term = pieces - counted["decode_sum"]
+    assert counted["qsgd_decode"] <= pieces + sums_term_by_term * (nodes - 1) and sums_term_by_term <= pieces // 4
+    assert counted.total() <= 1000
 
 
 # ---- the host's time
