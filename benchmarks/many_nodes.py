@@ -30,7 +30,7 @@ from gradwire.core.files import write_whole
 FOLDER = RESULTS / "many_nodes"
 PAGE = Path(__file__).parents[1] / "docs" / "many_nodes.md"
 NODES, LINKS, JOBS = (4, 8, 16, 32), ("100mbit", "500mbit", UNLIMITED), ("transformer", "bert")
-MOST_DECIDING_STEPS = 40
+MOST_DECIDING_STEPS = 70
 FLOOR, DDP, EXACT, BITS, AUTO = "no communication", "DDP", "auto, exact", "4 bits", "auto"
 WEIGHTED = "gradwire:ErrorFeedback(QSGD(bits={}, scale='ls', levels='lloyd'), weights=0.98, warm_up_steps=20)"
 COPIES = 4
