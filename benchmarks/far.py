@@ -27,7 +27,7 @@ from gradwire.core.files import write_whole
 
 FOLDER = RESULTS / "far"
 PAGE = Path(__file__).parents[1] / "docs" / "far_links.md"
-JOB, SITES, MOST_DECIDING_STEPS = "transformer", 2, 40
+JOB, SITES, MOST_DECIDING_STEPS = "transformer", 2, 70
 TURN_STEPS = 5
 """Steps of a turn: a disturbance of some seconds falls on several methods. The first step of a pipelined turn has no gathers
 before it, so a turn has several."""

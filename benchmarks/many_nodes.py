@@ -34,7 +34,7 @@ SIZES = {
     "transformer": "the bench's transformer has 6.09 million parameters",
     "bert": "the one with BERT-medium's layers 25.4 million",
 }
-MOST_DECIDING_STEPS = 40
+MOST_DECIDING_STEPS = 70
 FLOOR, DDP, EXACT, BITS, AUTO = "no communication", "DDP", "auto, exact", "4 bits", "auto"
 WEIGHTED = "gradwire:ErrorFeedback(QSGD(bits={}, scale='ls', levels='lloyd'), weights=0.98, warm_up_steps=20)"
 COPIES = 4

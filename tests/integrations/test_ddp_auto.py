@@ -57,7 +57,7 @@ def test_ranks_decide_and_end_alike(worlds: Worlds, ranks: int, ddp: dict[str, A
     assert len({weights for weights, _, _ in ends}) == 1
     assert len({line for _, line, _ in ends}) == 1
     line, stats = ends[0][1:]
-    assert line.startswith("plan='auto' runs ") and stats.steps == DECIDED
+    assert line.startswith("plan='auto' ") and stats.steps == DECIDED
 
 
 def exact_or_ddp(hooked: bool) -> str:

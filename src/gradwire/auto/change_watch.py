@@ -6,7 +6,7 @@ times, and measure the links again before a change of links counts.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -58,6 +58,8 @@ class ChangeWatch:
         """The usual size of inputs in these steps."""
         self.measured_step = -1
         """The last step after which links were measured."""
+        self.read: tuple[Sequence[float], Sequence[float]] | None = None
+        """The times of steps and of their computation on the slowest rank, if a window was read after the last step."""
         self._signs = ChangeSigns()
         self._wait = _FIRST_WAIT
         self._spent_us = self._ran_us = 0.0
@@ -69,18 +71,30 @@ class ChangeWatch:
         self._wait = 2 * self._wait if same else _FIRST_WAIT
         self._not_before, self._compute_us = live.step + self._wait, compute_us
         self._signs.begin(compute_us)
+        self.runs(plan)
+
+    def runs(self, plan: Plan, judged: bool = True) -> None:
+        """Read windows of this plan from now on, and compare them with the same values as before. Not judged: windows of a plan
+        that is only being tried are read, and say nothing about changes."""
+        self._judged = judged
         self._cycle: deque[tuple[float, float]] = deque(maxlen=plan.schedule.exchanges)
         """Times of the steps of a cycle. Their mean counts, because steps with a correction take longer than others."""
         self._window: list[tuple[float, float, float, float]] = []
         self._waiting: Callable[[], MergedValues | None] | None = None
         """Returns the merged values of the window that ended one step before."""
 
+    @property
+    def sees_change(self) -> bool:
+        """Whether the last window had a sign of a change, which need not have counted yet."""
+        return self._signs.seen
+
     def step(self, live: Live, us: float) -> DecisionRequest | None:
         """Add the time of a step on this rank. Returns a request if a new decision is due. All ranks return the same."""
         self._cycle.append((us, live.link_us))
         step_us, link_us = (fmean(column) for column in zip(*self._cycle, strict=True))
         self._window.append((step_us, link_us, max(0.0, step_us - live.exposed_us), live.inputs))
-        asked = None
+        asked: DecisionRequest | None = None
+        self.read = None
         if self._waiting is not None and (merged := self._waiting()) is not None:
             self._waiting = None
             asked = self._read(live, merged)
@@ -94,7 +108,10 @@ class ChangeWatch:
     def _read(self, live: Live, merged: MergedValues) -> DecisionRequest | None:
         """Evaluate one window."""
         steps_us, links_us, computes_us = (merged.most[at : at + WINDOW] for at in range(0, 3 * WINDOW, WINDOW))
+        self.read = steps_us, computes_us
         self._ran_us += sum(steps_us)
+        if not self._judged:
+            return None
         # of links that of the rank that waited least for others
         change = self._signs.window(steps_us, [-us for us in links_us], computes_us, merged.sums)
         if change is None:

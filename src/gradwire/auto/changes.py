@@ -58,6 +58,11 @@ class ChangeSigns:
         self._in_a_row = 0
         """Number of windows in a row in which computation took far longer, or far shorter."""
 
+    @property
+    def seen(self) -> bool:
+        """Whether the last window had a sign, whether it counts already or not."""
+        return any(self._before)
+
     def window(
         self, steps_us: Sequence[float], links_us: Sequence[float], computes_us: Sequence[float], inputs: Sequence[float]
     ) -> Change | None:

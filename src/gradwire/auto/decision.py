@@ -34,6 +34,18 @@ class Tried:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """The two plans of a second look at a decision, with their times in it."""
+
+    before: Tried
+    """The plan that ran before, which was slower than predicted."""
+    rival: Tried
+    """The candidate that seemed to be faster."""
+    swapped: bool
+    """Whether the rival runs from now on."""
+
+
+@dataclass(frozen=True)
 class AutoDecision:
     """The plan from `step` on, and the reasons for it."""
 
@@ -60,9 +72,13 @@ class AutoDecision:
     batch_share: tuple[float, ...] = ()
     """The proposed part of all samples for each rank, by its measured speed: with it all ranks compute equally long. The parts
     sum to 1. Empty if speeds are unknown. `gw.LocalSteps.with_shares` makes numbers of local steps of it."""
+    second_look: Compared | None = None
+    """The result of a second look at the decision before; None if plans were tried as at the start."""
 
     def __str__(self) -> str:
         chosen, plain = self.chosen, self.plain
+        if self.second_look is not None:
+            return self._of_second_look(self.second_look)
         if self.instead_of is not None:
             return self._of_local_steps(self.instead_of)
         if chosen.measured_us is None:
@@ -97,6 +113,20 @@ class AutoDecision:
             f"as on the bench's transformer: the same loss needs about {self.chosen.steps_for_one:.2f} times as many steps. "
             f"Decided in {self.took_steps} steps ({self.why}). Each rank trains alone from one exchange to the next, so compare "
             "the held-out loss; without 'local' in schedules= auto does not do it." + self._ending
+        )
+
+    def _of_second_look(self, look: Compared) -> str:
+        before, rival = look.before, look.rival
+        before_ms, rival_ms = ((each.measured_us or 0.0) / 1e3 for each in (before, rival))
+        slow = f"{before_ms:.1f} ms a step, where {before.predicted_us / 1e3:.1f} were predicted"
+        if look.swapped:
+            return (
+                f"plan='auto' runs {rival.name} from now on: {rival_ms:.1f} ms a step (predicted "
+                f"{rival.predicted_us / 1e3:.1f}); {before.name}, which ran before, took {slow}."
+            )
+        return (
+            f"plan='auto' goes on with {before.name}: it takes {slow}; {rival.name} was tried for {self.took_steps} steps, "
+            f"and took {rival_ms:.1f}. That cost {self.cost_us / 1e6:.2f} s."
         )
 
     def recorded(self) -> Recorded:

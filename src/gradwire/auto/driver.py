@@ -10,7 +10,7 @@ turns. Specs with a warm-up are tried without it, since its steps send more byte
 
 4. watch: the chosen plan runs. Every few steps ranks exchange the times of these steps, and read the answer one step
 later, without waiting. If exchanges take longer or shorter, links are measured. If the links or the batch have changed,
-rank 0 makes new offers.
+rank 0 makes new offers. If the plan is slower than predicted, a `SecondLook` compares it with its best rival.
 
 All ranks do the same in the same step: every decision follows from numbers that all ranks have. Steps in which a rank
 had no batch (`handle.join()`) do not count on any rank. `StepPace` times the steps; in the `delayed` schedule a step
@@ -25,7 +25,8 @@ counts nowhere. If a rank's device cannot be timed, the first policy runs, and a
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -46,7 +47,7 @@ from gradwire.auto.accuracy import (
 )
 from gradwire.auto.change_watch import ChangeWatch, seconds_for
 from gradwire.auto.changes import StepPace
-from gradwire.auto.decision import AutoDecision, Tried, say
+from gradwire.auto.decision import AutoDecision, Compared, Tried, say
 from gradwire.auto.live import DrivenJob, Live, Stepped
 from gradwire.auto.local import EXPOSED, local_offer, worth
 from gradwire.auto.measuring import (
@@ -60,6 +61,7 @@ from gradwire.auto.measuring import (
     scaled,
 )
 from gradwire.auto.planning import Offer, Seen, foreseen, offers, on_trial, words_of
+from gradwire.auto.second_look import PART_STEPS, SecondLook
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Backward, Costs, Document, Identity, LocalSteps, Plan, Profile, Spec, TensorInfo
 from gradwire.engine import Driver
@@ -96,6 +98,8 @@ class Auto(Driver):
         """Start of the current step, in seconds of `clock`."""
         self._stepped: Stepped | None = None
         self._phase: _Phase = self._settle
+        self._second: SecondLook | None = None
+        """The second look at the last decision, until it ends."""
         self._current: Plan | None = None
         """The chosen plan."""
         self._profile: Profile | None = None
@@ -115,6 +119,15 @@ class Auto(Driver):
 
     @property
     def searching(self) -> bool:
+        return self._deciding or (self._second is not None and self._second.tries)
+
+    @property
+    def looks_again(self) -> bool:
+        """Whether a second look at the last decision is likely to run another plan, and has not ended."""
+        return self._second is not None and self._second.expected
+
+    @property
+    def _deciding(self) -> bool:
         return self._phase not in (self._watching, self._settle_resumed, self._fixed)
 
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
@@ -127,7 +140,7 @@ class Auto(Driver):
             return self.decisions[-1].recorded()
         if self._unmeasured:
             return Recorded(by="plan='auto', which could not measure times", words=(self._unmeasured,))
-        if self.searching:
+        if self._deciding:
             words = "auto had not decided yet: deciding takes up to 15 steps."
             return Recorded(by="plan='auto', which had not decided yet", words=(words,))
         words = "auto kept a saved plan, or plain all-reduce because it could not plan or has one rank."
@@ -173,7 +186,7 @@ class Auto(Driver):
         live = Live(session)
         if live.infos is not self._infos:  # the model changed
             self._begin(live)
-        live.settled = live.queues and not self.searching
+        live.settled = live.queues and not self._deciding
         if not live.settled:
             live.wait()
         now = self.clock()
@@ -221,7 +234,7 @@ class Auto(Driver):
         self._phase = self._settle
         self._steps, self._spent_us, self._took = 0, 0.0, 0
         self._why = "at the start"
-        self._current = self._profile = self._costs = None
+        self._current = self._profile = self._costs = self._second = None
         self._speeds, self._unmeasured = (), ""
 
     def _settle(self, live: Live, us: float) -> None:
@@ -261,7 +274,7 @@ class Auto(Driver):
 
     def _offer(self, live: Live, step_us: float, seen: Seen | None = None) -> None:
         """Let rank 0 make offers, and begin the trial. step_us: the time of a step, equal on all ranks."""
-        began = self.clock()
+        began, self._second = self.clock(), None
         self._pace.forget()
         self._refused = self._find_refused(live)
         instead = "plain all-reduce runs on all ranks" if self._current is None else "the plan chosen before goes on"
@@ -407,6 +420,8 @@ class Auto(Driver):
         if live.group.rank == 0:
             say(str(decision))
         self._watch_from_now(live, plan)
+        if instead_of is None and self._profile is not None:
+            self._second = SecondLook(trial, index, [_kind(offer.plan) for offer in self._offers], self._profile.compute_us)
 
     def _runs_too(self, live: Live, plan: Plan) -> bool:
         """Change to a plan that was not tried. Returns whether the engine can run the plan, equally on all ranks."""
@@ -452,6 +467,50 @@ class Auto(Driver):
         if asked is not None:
             self._why = asked.why
             self._again(live, asked.step_us, asked.compute)
+        elif (look := self._second) is not None and self._watch.read is not None:
+            runs = look.window(*self._watch.read, self._watch.sees_change)
+            if runs is not None:
+                self._swap(live, look, runs)
+            if look.over:
+                self._second = None
+                if look.rival in look.parts:
+                    self._decide_again(live, look)
+
+    def _swap(self, live: Live, look: SecondLook, runs: int) -> None:
+        """Run a plan of the second look from the next step on."""
+        plan = self._offers[runs].plan
+        try:
+            self._change_to(live, runs, plan)
+        except (PlanError, FormatError):  # the engine does not run an option of the rival, on any rank
+            look.leave_out()
+        else:
+            self._watch.runs(plan, judged=not look.tries)
+
+    def _decide_again(self, live: Live, look: SecondLook) -> None:
+        """Keep the faster one of two plans after the second look."""
+        first, rival = self.decisions[-1], look.rival
+        assert rival is not None
+        tried = list(first.tried)
+        for place, parts in look.parts.items():
+            tried[place] = replace(tried[place], measured_us=look.best(place).us, steps=PART_STEPS * len(parts))
+        best = look.best(look.runs)
+        decision = replace(
+            first,
+            step=live.step,
+            why=f"a second look at the decision in step {first.step}",
+            chosen=tried[look.runs],
+            plain=tried[first.tried.index(first.plain)],
+            tried=tuple(tried),
+            took_steps=PART_STEPS,
+            cost_us=PART_STEPS * max(0.0, look.best(rival).us - best.us),
+            exposed_us=best.exposed_us,
+            second_look=Compared(tried[look.before], tried[rival], look.runs == rival),
+        )
+        self.decide(decision)
+        if live.group.rank == 0:
+            say(str(decision))
+        if look.runs == rival:
+            self._watch_from_now(live, self._offers[rival].plan)
 
     def _warn_of_codecs(self, live: Live) -> None:
         """Warn once, on rank 0, of a codec that distorts gradients. The class "aggressive" accepts such codecs."""
@@ -481,6 +540,12 @@ def _beyond(plan: Plan, specs: Sequence[Spec]) -> list[str]:
     allowed = with_embeddings(specs_under(plan.schedule, specs))
     own = {bucket.spec_of(name) for bucket in plan.buckets for name in bucket.tensors}
     return sorted(map(repr, own - {Identity(), *allowed, *(spec.settled for spec in allowed)}))
+
+
+def _kind(plan: Plan) -> Hashable:
+    """Return what plans have in common that differ in their buckets alone."""
+    options, specs = {bucket.option for bucket in plan.buckets}, {spec for bucket in plan.buckets for spec in bucket.specs}
+    return frozenset(options), frozenset(map(repr, specs)), repr(plan.schedule)
 
 
 def _foreseen(candidate: Candidate) -> Tried:

@@ -230,7 +230,9 @@ class Gradwire(Method):
 
     @property
     def deciding(self) -> bool:
-        return self._decides and not self.handle.decisions
+        driver = self.handle.session.driver
+        again = isinstance(driver, Auto) and driver.looks_again
+        return self._decides and (not self.handle.decisions or again)
 
     @property
     def warm_up_steps(self) -> int:

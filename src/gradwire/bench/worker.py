@@ -3,8 +3,8 @@
 Executed once per rank as `python -m gradwire.bench.worker ORDER.json`, with torchrun's variables in the environment.
 
 1. Load the data and warm up the process. Build every method, in the same order on all ranks, each with its own process group.
-2. Let each deciding method take steps until its decision, at most `deciding_steps`. Then warm up every method, and, for at most
-   as many steps, the codecs that begin with more bits.
+2. Let each deciding method take steps until its decision, and until the end of a second look at it, at most `deciding_steps`.
+   Then warm up every method, and, for at most as many steps, the codecs that begin with more bits.
 3. Measure in rounds of turns. The order rotates from round to round, so a drift of the machine affects all methods
    alike. The ranks synchronise between turns, outside of the measured time.
 4. Measure the kernels of each method's plan alone.
