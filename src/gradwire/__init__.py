@@ -3,6 +3,7 @@
 The names resolve when they are first used, so `import gradwire` loads no torch.
 """
 
+import gc
 import importlib
 from typing import TYPE_CHECKING
 
@@ -83,8 +84,14 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
-    homes = (importlib.import_module(f"gradwire.{home}") for home in _HOMES)
-    value: object = next(getattr(home, name) for home in homes if hasattr(home, name))
+    collects = gc.isenabled()
+    gc.disable()  # what modules define stays, and the collector would look at it, and at all of torch, again and again
+    try:
+        homes = (importlib.import_module(f"gradwire.{home}") for home in _HOMES)
+        value: object = next(getattr(home, name) for home in homes if hasattr(home, name))
+    finally:
+        if collects:
+            gc.enable()
     globals()[name] = value
     return value
 

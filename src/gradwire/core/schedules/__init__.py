@@ -285,8 +285,9 @@ def as_schedule(value: object) -> Schedule:
     if isinstance(value, Schedule):
         return value
     kind = value.get("kind") if isinstance(value, Mapping) else value
-    kinds = schedule_kinds()
-    if not isinstance(kind, str) or kind not in kinds:
+    # to list other packages takes milliseconds, in every process
+    if not isinstance(kind, str) or (kind not in _BY_WORD and kind not in schedule_kinds()):
+        kinds = schedule_kinds()
         raise FormatError(
             f"schedule is {show(value)}: it must be Backward(), Pipelined(), Delayed(...) or LocalSteps(...), one of the words "
             f'{", ".join(kinds)}{near(kind, kinds)}, or in JSON an object such as {{"kind": "backward"}}.'
