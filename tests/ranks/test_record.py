@@ -225,3 +225,29 @@ def test_an_exchange_that_began_in_the_step_before_is_shown_from_the_beginning_o
         ("alltoall", 320_000, 480_000, -1),
         ("alltoall", 620_000, 780_000, 0),
     ]
+
+
+class ReturnsAParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(inputs), self.scale
+
+
+def hooks_left(folder: str, watch: str) -> int:
+    model = ReturnsAParameter()
+    handle = gw.parallelize(model, plan=gw.Identity())
+    with handle.record(folder) if watch == "record" else handle.profile(folder, steps=2):
+        for number in range(7):
+            outputs, scale = model(torch.randn(8, 4, generator=seeded(number)))
+            (outputs * scale).square().mean().backward()
+            model.zero_grad()
+    handle.detach()
+    return len(model.scale._backward_hooks or ())
+
+
+@pytest.mark.parametrize("watch", ["record", "profile"])
+def test_no_hook_stays_on_a_parameter_that_the_model_returns(worlds: Worlds, tmp_path: Path, watch: str) -> None:
+    assert worlds.run(1, hooks_left, str(tmp_path), watch) == [0]

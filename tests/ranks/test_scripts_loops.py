@@ -348,6 +348,35 @@ def two_forwards_of_which_one_sends(library: Library) -> Ends:
     return everything(model)
 
 
+class Policy(nn.Module):
+    """Returns an activation and one of its parameters, as policies with a scale of their own do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.log_scale = plain(), nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.mean(inputs), self.log_scale
+
+
+def a_parameter_returned(library: Library) -> Ends:
+    """Gradients of three batches are added up before each step."""
+    model = Policy()
+    run, optimizer = library.parallelize(model), sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        for part in range(3):
+            with library.no_sync(run) if part < 2 else nullcontext():
+                mean, log_scale = run(batch(3 * step + part))
+                (mean.square() * (-log_scale).exp() + log_scale).mean().backward()
+            yield from (each.grad for each in model.parameters())
+        optimizer.step()
+    if library.kind == "gradwire":
+        assert all(handle.session.step == 4 for handle in library._handles.values())
+    assert len(model.log_scale._backward_hooks or ()) == 0, "a hook stays on the parameter for each forward"
+    yield from everything(model)
+
+
 def in_a_thread(library: Library) -> Ends:
     """Not the main one, under anomaly detection."""
     model = plain()
@@ -376,6 +405,7 @@ def in_a_thread(library: Library) -> Ends:
         no_sync_around_some_forwards,
         no_sync_around_both,
         two_forwards_of_which_one_sends,
+        a_parameter_returned,
         in_a_thread,
     ],
     ids=name_of,

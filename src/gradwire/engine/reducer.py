@@ -257,8 +257,8 @@ class Reducer:
     # ---- events of a backward
 
     def expect_graph(self, outputs: list[torch.Tensor]) -> None:
-        """A forward returned these. As in DDP the place of the forward decides whether its backward sends; a backward of several
-        forwards does if one of them decided so."""
+        """A forward made and returned these. As in DDP the place of the forward decides whether its backward sends; a backward of
+        several forwards does if one of them decided so."""
         schedule = self.schedule
         decide = ModelHook(self, Reducer._sends_now if self.synchronise else Reducer._only_accumulates)
         for output in outputs if schedule.traits.sends_in_backward else ():

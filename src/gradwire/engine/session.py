@@ -638,7 +638,8 @@ class Session(Observer):
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if module is self._model() and torch.is_grad_enabled():
-            leaves = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            # a hook on what a forward made goes with its graph; on a parameter that the model returns it would stay
+            made = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
             if self.reducer.synchronise:
-                self.first_gradient.expect(leaves)
-            self.reducer.expect_graph(leaves)
+                self.first_gradient.expect(made)
+            self.reducer.expect_graph(made)

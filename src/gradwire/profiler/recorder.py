@@ -146,7 +146,7 @@ class Recorder(Observer, LanesObserver):
                 step.backward, step.in_backward = self.clock.mark(), True
 
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # on a parameter the hook would stay
                 tensor.register_hook(begin)
 
     def _ready(self, index: int, parameter: torch.nn.Parameter, accumulated: torch.Tensor | None) -> None:

@@ -300,7 +300,7 @@ class Recording(Observer, LanesObserver):
                 self._in_backward = time.perf_counter()
 
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # on a parameter the hook would stay
                 tensor.register_hook(begin)
 
     def coming(self, index: int, gradient: torch.Tensor | None) -> None:
