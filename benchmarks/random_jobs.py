@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from gradwire.core import QSGD, Cast, Cluster, CodecCosts, Costs, Link, Profile, TensorProfile, TopK
+from gradwire.costs import DECODE_CALLS
 from gradwire.errors import PlanError
 from gradwire.plan.schemes import RESTRICTED
 from gradwire.planner.bytecomp import Moved
@@ -127,7 +128,7 @@ def _rules(rng: random.Random, device: str) -> Rules:
         codec_on=rng.choice(["compute", "compute", "own thread"]),
         decode=rng.choice(decodes),
         cpu_workers=rng.choice([1, 1, 2]),
-        decode_calls=rng.choice(["each", "one"]),
+        decode_calls=rng.choice(DECODE_CALLS),
         routing=rng.choice(["direct", "direct", "ring"]),
         offload_lanes=rng.choice([0, 1, 2]) if lanes and device == "gpu" else 0,
     )

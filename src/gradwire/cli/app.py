@@ -67,7 +67,10 @@ Specs = Annotated[list[str] | None, typer.Option(help="A compressor, such as QSG
 ClusterFile = Annotated[Path, typer.Option(help="Cluster file: nodes, ranks and links.")]
 CostsFile = Annotated[Path | None, typer.Option(help="Costs file: codec times. Needed only with compression.")]
 DecodeCalls = Annotated[
-    str | None, typer.Option(help="How payloads that came together are decoded: one (call), each (one by one). Default: each.")
+    str | None,
+    typer.Option(
+        help="How payloads that came together are decoded: one (call), each (one by one), engine (as gradwire's, the default)."
+    ),
 ]
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from gradwire.core import Spec
 from gradwire.kernels import (
-    BATCHED,
     Compressor,
     Context,
     KernelCall,
@@ -98,8 +97,7 @@ class KernelCompressor(ListCompressor):
 
     @property
     def batches(self) -> bool:
-        kernels = self.kernels
-        return {kernels.encode[0], kernels.decode[0]} <= BATCHED and not (kernels.joined or kernels.typed)
+        return self.spec.batches
 
     def _seen(self, segments: Segments) -> Segments:
         return segments.joined if self.kernels.joined else segments

@@ -34,9 +34,10 @@ from gradwire.costs.collectives import Line, longest, longest_us
 from gradwire.costs.steps import Step, steps_of
 from gradwire.errors import PlanError
 
-DECODE_CALLS = ("each", "one")
-"""The calls of a Decomp that decodes several payloads of the same elements. each: one call for each payload, as in the engine.
-one: one call for all bytes; published codec times on GPUs seem to mean this."""
+DECODE_CALLS = ("engine", "each", "one")
+"""The calls of a Decomp that decodes several payloads of the same elements. engine: one call for a sum with an own part on a GPU,
+by specs that take batches; else one for each payload. each: one for each payload. one: one call for all bytes; published codec
+times on GPUs seem to mean this."""
 _SMALLEST_POWER, _LARGEST_POWER = 4, 17
 """Folded curves have a point at each of these powers of 4, in elements: from 1 KB to 17 GB."""
 _LARGE = 64 * 2**20
@@ -147,7 +148,7 @@ class Prices:
         cluster: Cluster,
         costs: Costs,
         routing: str = "ring",
-        decode_calls: str = "each",
+        decode_calls: str = "engine",
         launch_us: float | None = None,
     ) -> None:
         self.launch_us = launch_us
@@ -283,12 +284,17 @@ class Prices:
         what, _, device = step.task.partition(":")
         if not step.parts or not step.share:
             return 0.0  # one rank alone decodes no payload of others
-        calls = 1 if self.decode_calls == "one" else step.parts
-        size = nbytes * step.share * step.parts / calls
         us = 0.0
         for spec, share in shares:
-            us += share * time_at(self.points(spec, device, "encode" if what == "comp" else "decode"), size)
-        return calls * us * (self.cluster.ranks_per_processor if device == "cpu" else 1.0)
+            calls = self.calls(step, spec)
+            points = self.points(spec, device, "encode" if what == "comp" else "decode")
+            us += calls * share * time_at(points, nbytes * step.share * step.parts / calls)
+        return us * (self.cluster.ranks_per_processor if device == "cpu" else 1.0)
+
+    def calls(self, step: Step, spec: Spec) -> int:
+        """The calls of a codec in a step that has elements."""
+        together = step.sums and step.task.endswith(":gpu") and spec.batches and self.decode_calls == "engine"
+        return 1 if together or self.decode_calls == "one" else step.parts
 
     def _lines(self, step: Step) -> tuple[Line, ...]:
         assert step.traffic is not None
@@ -417,7 +423,7 @@ def fold(option: tuple[str, ...], spec: Spec, prices: Prices) -> FoldedCosts:
         what, _, device = step.task.partition(":")
         if step.traffic is None and step.share and step.parts:
             measured = prices.points(spec, device, "encode" if what == "comp" else "decode")
-            per_byte = step.share * (step.parts if prices.decode_calls == "one" else 1)
+            per_byte = step.share * step.parts / prices.calls(step, spec)
             sizes |= {4 * round(nbytes / per_byte / 4) for nbytes, _ in measured}
             sizes |= {nbytes for nbytes, _ in prices.points(spec, device, "weigh")}
         if step.large is not None:

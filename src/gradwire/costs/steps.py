@@ -33,6 +33,8 @@ class Step(NamedTuple):
     """Whether the task belongs to the gather phase, which begins with the first second step of a scheme."""
     large: Traffic | None = None
     """The traffic of pieces that go around a ring (`gradwire.core.goes_around`); None: `traffic`, as for other pieces."""
+    sums: bool = False
+    """Whether a decode adds payloads of others to the own part: one launch on a GPU where the spec takes batches."""
 
 
 @lru_cache(maxsize=20_000)
@@ -104,7 +106,7 @@ class _Walk:
         if not self.coded:
             raise self._refusal(index, "data that are not encoded")
         # the owner of a part adds its own gradient without encoding
-        step = Step(self.option[index], 1 / self.cut, self.parts - self.own_apart, 0, None, self.gathering)
+        step = Step(self.option[index], 1 / self.cut, self.parts - self.own_apart, 0, None, self.gathering, sums=self.own_apart)
         self.coded, self.own_apart, self.parts = False, False, 1
         return step
 
@@ -131,7 +133,7 @@ class _Walk:
             traffic = flat_traffic(word, self.nodes, self.local, self.routing)
         else:
             traffic = group_traffic(word, ranks, link, self.routing, 1 if link == "intra" else self.holders)
-        step = Step(task, 1 / self.cut, self.parts, self.payload * self.coded, traffic, self.gathering, large)
+        step = Step(task, 1 / self.cut, self.parts, self.payload * self.coded, traffic, self.gathering, large=large)
         if second:
             del self.opened[link]
             self.cut //= ranks if word == "allgather" else 1
@@ -207,7 +209,8 @@ def grid_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing
         (part, 1, 2, gathers[1]),
         (1.0, 1, 0, None),
     )
-    return tuple(Step(task, *each, number > 5) for number, (task, each) in enumerate(zip(option, steps, strict=True)))
+    tasks = enumerate(zip(option, steps, strict=True))
+    return tuple(Step(task, *each, number > 5, sums=number in (2, 5)) for number, (task, each) in tasks)
 
 
 def _group_traffic(group_of: Sequence[int], ranks_per_node: int, size: int, each: float) -> Traffic:

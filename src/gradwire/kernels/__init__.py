@@ -21,20 +21,10 @@ from gradwire.kernels.scattered import Addresses, Scattered
 from gradwire.kernels.segments import Batch, BatchPart, Segment, Segments, tensor_key
 
 __all__ = [
-    "BATCHED", "Addresses", "Batch", "BatchPart", "Compressor", "Context", "KernelCall", "LocalUpdate", "Program", "Scattered",
+    "Addresses", "Batch", "BatchPart", "Compressor", "Context", "KernelCall", "LocalUpdate", "Program", "Scattered",
     "Segment", "Segments", "WrappingCompressor", "crc32c", "is_float", "kernels_for", "refused", "run_calls", "runs_of",
     "tensor_key",
 ]  # fmt: skip
-
-
-BATCHED = frozenset(
-    {
-        *("exponential_decode", "exponential_encode", "fitted_decode", "fitted_encode", "fp8_decode", "fp8_encode"),
-        *("natural_decode", "natural_encode", "qsgd_decode", "qsgd_encode", "terngrad_encode", "threshold_decode"),
-        "threshold_encode",
-    }
-)
-"""The kernels whose calls may have a `Batch` in place of segments. Triton's encode or decode a batch in one launch."""
 
 
 @functools.cache

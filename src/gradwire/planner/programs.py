@@ -90,7 +90,7 @@ class Pricer:
             if step.traffic is not None:
                 us += self.prices.exchange_us(step, size[step.payload] * step.share * step.parts)
             elif step.share and step.parts and not (what == "decomp" and self.rules.decode == "none"):
-                calls = 1 if self.rules.decode_calls == "one" else step.parts
+                calls = self.prices.calls(step, spec)
                 points = self._floor.get((spec, what, device), ((0, 0.0),))
                 coded_us = calls * time_at(points, size.coded * step.share * step.parts / calls)
                 us += coded_us / (spec.rounds or 1) if what == "comp" else coded_us

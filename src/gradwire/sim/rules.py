@@ -35,8 +35,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Number of further lanes for the offloaded buckets of a GPU, so that codecs on CPUs block no other bucket. Needs lanes."""
     cpu_workers: int = 1
     """Codec tasks that the CPU pool does at the same time."""
-    decode_calls: str = "each"
-    """Calls of a decode of several payloads: each or one; see gradwire.costs.prices.DECODE_CALLS."""
+    decode_calls: str = "engine"
+    """Calls of a decode of several payloads: engine, each or one; see gradwire.costs.prices.DECODE_CALLS."""
     routing: str = "direct"
     """Routes of sums and gathers: ring; direct, as the engine's on GPUs; or wires, as the engine's on CPUs. See
     gradwire.costs.collectives.ROUTINGS."""

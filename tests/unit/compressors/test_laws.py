@@ -113,6 +113,14 @@ def test_every_registered_spec_is_measured() -> None:
     assert {spec.law.kind for spec in SPECS} == {"exact", "unbiased", "contractive", "none"}
 
 
+def test_specs_take_batches_where_their_compressors_do() -> None:
+    """Prices ask specs, collectives ask compressors. Elements with weights have no batches (`collectives.ops.in_batches`)."""
+    alike = [spec for spec in [*SPECS, *FEEDBACK] if spec.element_weights is None]
+    assert [spec.batches for spec in alike] == [compressor_for(spec).batches for spec in alike]
+    assert not any(spec.batches for spec in [*SPECS, *FEEDBACK] if spec.element_weights is not None)
+    assert {spec.batches for spec in alike} == {True, False}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.law.kind == "exact"], ids=repr)
 def test_exact(spec: Spec, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.core import (
+    COLLECTIVES,
     DGC,
     QSGD,
     Bucket,
@@ -18,6 +19,7 @@ from gradwire.core import (
     Cluster,
     CodecCosts,
     Costs,
+    EFSignSGD,
     ErrorFeedback,
     Identity,
     Link,
@@ -242,7 +244,33 @@ class TestPrices:
             ours = Prices([TensorInfo("w", (1000,), "float32")], cluster(4), Costs(codecs=[times]), decode_calls=calls)
             assert ours.of(bucket).tasks[-1].us == pytest.approx(us)
 
-    @pytest.mark.parametrize("calls", ["each", "one"])
+    @pytest.mark.parametrize(
+        ("option", "spec", "device", "at"),
+        [
+            ("alltoall", QSGD(), "gpu", {2}),
+            ("grid", QSGD(), "gpu", {2, 5}),
+            ("alltoall", ErrorFeedback(QSGD()), "gpu", {2}),
+            ("allgather", QSGD(), "gpu", set()),  # all payloads are decoded, the own one too
+            ("alltoall", TopK(0.01), "gpu", set()),
+            ("alltoall", EFSignSGD(), "gpu", set()),
+            ("alltoall", QSGD(), "cpu", set()),
+        ],
+    )
+    def test_the_engine_adds_payloads_to_the_own_part_in_one_call_on_a_gpu(self, option, spec, device, at):
+        """As `gradwire.collectives` does for specs that take batches."""
+        times = CodecCosts(spec=spec, device=device, encode=[(0, 0.0)], decode=[(1, 10.0), (2**30, 10.0)])
+        tensors, tasks = [TensorInfo("w", (2**20,), "float32")], COLLECTIVES[option].on(device)
+        bucket = Bucket(tensors=("w",), spec=spec, option=tasks)
+        engine, each = (
+            Prices(tensors, cluster(16), Costs(codecs=[times]), decode_calls=calls).of(bucket) for calls in ("engine", "each")
+        )
+        ours = [(task.us, other.us) for task, other in zip(engine.tasks, each.tasks, strict=True) if "decomp" in task.task]
+        steps = [step for step in steps_of(tasks, 16, 1) if "decomp" in step.task]
+        where = [number for number, task in enumerate(tasks) if "decomp" in task]
+        for number, step, (us, us_each) in zip(where, steps, ours, strict=True):
+            assert (us, us_each) == (10.0 if number in at else 10.0 * step.parts, 10.0 * step.parts)
+
+    @pytest.mark.parametrize("calls", ["engine", "each", "one"])
     def test_one_rank_alone_exchanges_nothing(self, calls):
         ours = Prices([TensorInfo("w", (1000,), "float32")], cluster(1), constant(Cast(), 5.0, 5.0), decode_calls=calls)
         bucket = Bucket(tensors=("w",), spec=Cast(), option=TWO_PHASE)

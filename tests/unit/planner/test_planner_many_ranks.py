@@ -1,5 +1,7 @@
 """Plans for many ranks: messages that do not shrink, and options that cost too much for so many."""
 
+from collections import Counter
+
 import pytest
 
 from benchmarks.growth_simulated import bert_large
@@ -43,9 +45,11 @@ def test_a_fixed_spec_is_near_the_joint_plan(nodes: int, ranks_per_node: int) ->
 
 
 def test_with_many_ranks_the_search_takes_the_grid() -> None:
-    planning = job(512)
-    options = {part.choice.option for part in joint(planning).parts}
-    assert GRID in options and TWO_PHASES not in options
+    """Single buckets may go directly, where other links are free meanwhile."""
+    planning, tensors = job(512), Counter[tuple[str, ...]]()
+    for part in joint(planning).parts:
+        tensors[part.choice.option] += len(part.tensors)
+    assert tensors[GRID] > tensors.total() / 2
 
 
 @pytest.mark.parametrize(("nodes", "kept"), [(4, True), (512, False)])

@@ -6,6 +6,7 @@ import pytest
 from test_planner_joint import job_of
 from test_planner_select import SPEC, case, options_of, tables_of
 
+from gradwire.costs import DECODE_CALLS
 from gradwire.costs.prices import bytes_of
 from gradwire.planner.bytecomp import published
 from gradwire.planner.joint import joint
@@ -61,7 +62,7 @@ def test_steps_are_the_same_to_the_femtosecond(seed):
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("looks", [None, 2])
 def test_selections_are_the_same(seed, looks):
-    rules = Rules(decode_calls=["one", "each"][seed % 2], codec_on=["compute", "own thread"][seed % 3 == 0])
+    rules = Rules(decode_calls=DECODE_CALLS[seed // 2 % 3], codec_on=["compute", "own thread"][seed % 3 == 0])
     rng, simulator, pricer, line = case(seed, rules, most=12)
     options = sorted(options_of(simulator, devices=["gpu"]), key=lambda option: option.compresses)
     kept = sorted(rng.sample(range(len(options)), min(25, len(options))))

@@ -18,6 +18,7 @@ from gradwire.core import (
     TensorProfile,
     fingerprint,
 )
+from gradwire.costs import DECODE_CALLS
 from gradwire.costs.prices import bytes_of
 from gradwire.plan.options import select
 from gradwire.planner.offload import offload, on_cpu
@@ -77,7 +78,7 @@ def test_a_replayed_step_is_the_simulated_one(seed):
     rng = random.Random(seed)
     rules = Rules(
         decode=rng.choice(["at once", "after backward", "with encode"]),
-        decode_calls=rng.choice(["each", "one"]),
+        decode_calls=rng.choice(DECODE_CALLS),
         codec_on=rng.choice(["compute", "own thread"]),
         cpu_workers=rng.choice([1, 2]),
         routing=rng.choice(["ring", "direct"]),

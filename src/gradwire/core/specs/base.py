@@ -20,6 +20,16 @@ _DEEPEST = 8
 """The most specs in one, itself counted."""
 
 
+_BATCHED = frozenset(
+    {
+        *("exponential_decode", "exponential_encode", "fitted_decode", "fitted_encode", "fp8_decode", "fp8_encode"),
+        *("natural_decode", "natural_encode", "qsgd_decode", "qsgd_encode", "terngrad_encode", "threshold_decode"),
+        "threshold_encode",
+    }
+)
+"""The kernels whose calls may have several payloads. Triton's encode or decode these in one launch."""
+
+
 class ElementRun(NamedTuple):
     """Elements of one tensor that are encoded together with others. Payload sizes depend on these."""
 
@@ -109,6 +119,14 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The kernels of encode and decode; None for a method that takes more than one kernel. `part`: what gradients were
         multiplied by, for methods that compare with a fixed magnitude."""
         return None
+
+    @property
+    def batches(self) -> bool:
+        """Whether one launch on a GPU encodes several payloads, decodes them, or adds up those of several ranks."""
+        kernels = self.kernels()
+        if kernels is None or self.compressor is not None or kernels.joined or kernels.typed:
+            return False
+        return {kernels.encode[0], kernels.decode[0]} <= _BATCHED
 
     @property
     def random_seed(self) -> int:

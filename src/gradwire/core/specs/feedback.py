@@ -88,6 +88,10 @@ class ErrorFeedback(Spec, frozen=True):
         inner = self.inner
         return ElementWeights(self.weights, self.floor, inner.block) if self.weights and isinstance(inner, QSGD) else None
 
+    @property
+    def batches(self) -> bool:
+        return self.inner.batches and self.decay == 1 and not self.weights
+
     schemes = of_part("inner", "schemes")
     keeps_zeros = of_part("inner", "keeps_zeros")
     random_seed = of_part("inner", "random_seed")

@@ -45,4 +45,4 @@ from gradwire.kernels.triton.weights import learn_energy, weigh_elements
 __all__ = reference.__all__
 
 TAKES_BATCHES = True
-"""Kernels in `BATCHED` take a `Batch`, and there is a `decode_sum`."""
+"""Kernels of specs with `batches` take a `Batch`, and there is a `decode_sum`."""
