@@ -246,7 +246,7 @@ class _Receive(_HubTransfer):
         super().__init__(hub)
         self._into, self._source = into, source
         self.bytes = memoryview(b"")
-        """What came, where there is no tensor for it."""
+        """The bytes that came, where there is no tensor for them."""
 
     def waits_for(self) -> list[int]:
         return [self._source]

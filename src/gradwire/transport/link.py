@@ -72,7 +72,7 @@ class PendingBytes(Pending, Protocol):
     """Bytes that a backend has begun to receive."""
 
     bytes: memoryview
-    """What came; all of it after `wait`."""
+    """The bytes that came; all of them after `wait`."""
 
 
 class Backend(Protocol):
