@@ -439,8 +439,8 @@ def test_a_step_that_some_ranks_weigh_is_void_on_all(threads: Threads, schedule:
     assert end == other
 
 
-def left(schedule: Any) -> list[torch.Tensor]:
-    """Rank 0 has an exception in step 1, after it gave its batch a weight."""
+def left(schedule: Any, at: int) -> list[torch.Tensor]:
+    """Rank 0 has an exception in this step, after it gave its batch a weight."""
     model = make_model()
     optimizer = plain_sgd(model.parameters())
     handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=schedule), process_group=here.group)
@@ -449,7 +449,7 @@ def left(schedule: Any) -> list[torch.Tensor]:
         handle.weight(len(inputs))
         try:
             loss = loss_of(model, inputs, targets)
-            if step == 1 and here.rank == 0:
+            if step == at and here.rank == 0:
                 raise RuntimeError
             loss.backward()
             optimizer.step()
@@ -461,23 +461,24 @@ def left(schedule: Any) -> list[torch.Tensor]:
     return weights
 
 
-def test_a_batch_that_was_left_does_not_count(threads: Threads) -> None:
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_batch_that_was_left_does_not_count(threads: Threads, at: int) -> None:
     model = make_model()
     optimizer = plain_sgd(model.parameters())
-    for step in (0, 2, 3, 4):
+    for step in (each for each in range(STEPS) if each != at):
         loss_of(model, *samples(step, 16)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for found in threads.run(2, left, "backward"):
+    for found in threads.run(2, left, "backward", at):
         assert_close(found, list(model.state_dict().values()))
     model = make_model()
     optimizer = plain_sgd(model.parameters())
     for step in range(STEPS):
-        inputs, targets = parts(step, (4, 12))[1] if step == 1 else samples(step, 16)
+        inputs, targets = parts(step, (4, 12))[1] if step == at else samples(step, 16)
         loss_of(model, inputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for found in threads.run(2, left, gw.LocalSteps(every=1)):
+    for found in threads.run(2, left, gw.LocalSteps(every=1), at):
         assert_close(found, list(model.state_dict().values()))
 
 

@@ -78,12 +78,14 @@ class BatchWeights:
         whether scripts may give weights in this schedule."""
         self._by_some = False
         self.running = self._parts[part] if self._parts else self._batch
+        learns = self._first is not None  # this rank left the first step, and the others know u since then
         if weighs and exchange.step == 0:
             own = 0.0 if self.running == NOT_WEIGHED else self.running
             self._first = exchange.lanes.control.submit(partial(_mean_over_ranks, own=own, tag=exchange.lanes.first_tag))
-            if self.running != NOT_WEIGHED:
-                with exchange.lanes.told("the weights of all ranks' first batches", exchange.step):
-                    self._learn_usual()
+            learns = self.running != NOT_WEIGHED
+        if learns:
+            with exchange.lanes.told("the weights of all ranks' first batches", exchange.step):
+                self._learn_usual()
         if self._units != self.usual:
             exchange.residuals.scale(self._units / self.usual)
             self._units = self.usual
