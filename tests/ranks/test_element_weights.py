@@ -129,9 +129,9 @@ def test_small_elements_of_a_block_do_not_wait_for_the_large_ones(threads: Threa
 # ---- energies stay over changes
 
 
-def energies_in(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def energies_in(state: dict[str, torch.Tensor], encode: str = "0") -> dict[str, torch.Tensor]:
     """The energies of a state, by tensor."""
-    return {key.split("/", 3)[3]: value for key, value in state.items() if "/energy/0/" in key}
+    return {key.split("/", 3)[3]: value for key, value in state.items() if f"/energy/{encode}/" in key}
 
 
 def over_a_save(first_ranks_states: list[dict[str, torch.Tensor]] | None, own: bool) -> tuple[dict, list[dict]]:
@@ -218,6 +218,53 @@ def test_energies_follow_a_change_of_buckets_and_of_the_scheme(threads: Threads)
         for each, others in zip(found, both[0], strict=True):
             assert all(torch.equal(each[name], others[name]) for name in each)
         assert not torch.equal(found[1]["one.weight"], found[2]["one.weight"])
+
+
+def over_a_plan_without_weights(saves: bool) -> list[dict[str, torch.Tensor]]:
+    """A step with weights, a step without them, and the change back. Returns the energies after the first, those that are kept
+    in the second, and the last ones. saves: the second plan's state goes to another handle first."""
+    plain, weighted = gw.Policy(default=gw.QSGD(bits=4), scheme="alltoall"), gw.Policy(default=SPEC, scheme="alltoall")
+    handle, model = prepared(weighted)
+    backward(model, 0)
+    found = [energies_in(handle.state_dict())]
+    handle.session.change_to(handle.session.plan_of(plain))
+    backward(model, 1)
+    state = handle.state_dict()
+    assert handle.stats().memory.residual_bytes >= sum(value.nbytes for value in found[0].values())
+    if saves:
+        handle.detach()
+        handle, model = prepared(plain)
+        handle.load_state_dict(state)
+    handle.session.change_to(handle.session.plan_of(weighted))
+    found += [energies_in(state, "left"), energies_in(handle.state_dict())]
+    handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_energies_outlive_a_plan_without_weights(threads: Threads, saves: bool) -> None:
+    for first, kept, back in threads.run(2, over_a_plan_without_weights, saves):
+        assert first.keys() == kept.keys() == back.keys() == {"one.weight", "two.weight"}
+        assert all(bool(value.any()) and torch.equal(value, kept[name]) for name, value in first.items())
+        assert all(torch.equal(value, back[name]) for name, value in first.items())
+
+
+def over_a_new_scale() -> list[torch.Tensor]:
+    """The energies that a plan without weights keeps, before and after all that was not sent takes up a scale of 4."""
+    exchange = gw.Exchange(gradients(0, 0), gw.Uniform(SPEC, scheme="alltoall"), here.group)
+    exchange.average_(gradients(0, here.rank))
+    tensors = [gw.core.TensorInfo(name, (numel,), "float32") for name, numel in NUMELS.items()]
+    exchange.change_to(gw.Uniform(gw.QSGD(bits=4)).plan(tensors, 2))
+    found = [exchange.residuals.carried()["energy/c"]]
+    exchange.residuals.scale(4.0)
+    found.append(exchange.residuals.carried()["energy/c"])
+    exchange.close()
+    return found
+
+
+def test_energies_that_a_plan_without_weights_keeps_follow_the_scale(threads: Threads) -> None:
+    for before, after in threads.run(2, over_a_new_scale):
+        assert bool(before.any()) and torch.equal(16 * before, after)
 
 
 def over_steps_that_do_not_count(schedule: str, scheme: str) -> list[dict[str, torch.Tensor]]:

@@ -35,6 +35,8 @@ class Slot:
     device: torch.device
     owed: torch.Tensor | None = None
     """A residual of another plan, flat, where this plan keeps no residuals. It is added to each gradient until a step counts."""
+    energy: torch.Tensor | None = None
+    """Energies of another plan, flat, where elements have no weights in this plan. A later plan may take them up."""
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is of the place's kind, its elements in the same order."""

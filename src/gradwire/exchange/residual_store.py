@@ -10,7 +10,8 @@ Keys are `{what}/{encode}/{tensor}`. Two kinds of key are special:
 - `{what}_copy` is a residual that several ranks keep alike, since one rank of each node encodes the same sum. The lowest rank's
   is the original. A resumed run needs the copies; a sum over ranks leaves them out.
 
-Plans without error feedback keep no residuals. A residual of another plan is then kept by the tensor's slot, and saved as 'left'.
+Plans without error feedback keep no residuals, and plans without weights of elements no energies. Those of another plan are then
+kept by the tensor's slot, and saved as 'left': a residual until it is sent, energies until a plan with weights takes them up.
 Shared values (PowerSGD's factors) are the same on all ranks, and of another size than the tensor. Energies, which the weights of
 elements follow from, are the same on all ranks too.
 """
@@ -77,7 +78,7 @@ class Remembered:
 
     def _taken_sizes(self) -> dict[str, int]:
         """The keys that `take_over` accepts, with their numbers of elements."""
-        return self._carried_sizes() | {_carried(key): slot.view.numel() for key, slot in self._owing()}
+        return self._carried_sizes() | {_carried(key): slot.view.numel() for key, slot, _ in self._left()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """`{what}/{encode}/{tensor}`: one-dimensional float32, element by element whatever the tensor's strides are, zero where
@@ -91,19 +92,27 @@ class Remembered:
             state[run.key][run.first : run.first + run.part.numel()] = run.part
         slots = self._slots(state)
         state = {key: slots[key].by_element(value) if key in slots else value for key, value in state.items()}
-        return state | {key: slot.by_element(slot.owed).clone() for key, slot in self._owing() if slot.owed is not None}
+        return state | self._kept_by_slots()
 
     def _slots(self, keys: Iterable[str]) -> dict[str, Slot]:
         """The slot of each key that stands for the elements of a tensor."""
         by_name = {slot.name: slot for buffers in self._buckets for slot in buffers.slots}
         return {key: by_name[key.split("/", 2)[2]] for key in keys if not key.startswith(f"{SHARED}/")}
 
-    def _owing(self) -> Iterator[tuple[str, Slot]]:
-        """The slots of tensors without residuals, with their keys."""
+    def _left(self) -> Iterator[tuple[str, Slot, str]]:
+        """All that the schemes of a tensor do not take: its key, the tensor's slot, and the field of the slot that keeps it."""
         for buffers in self._buckets:
-            keeps = any("residual" in chunk.remembers for chunk in buffers.chunks)
-            having = {slot.name for slot in buffers.compressed} if keeps else set()
-            yield from ((f"residual/{LEFT}/{slot.name}", slot) for slot in buffers.slots if slot.name not in having)
+            compressed = {slot.name for slot in buffers.compressed}
+            residuals = any("residual" in chunk.remembers for chunk in buffers.chunks)
+            for slot in buffers.slots:
+                for what, field, taken in (("residual", "owed", residuals), (ENERGY, "energy", buffers.energies is not None)):
+                    if not taken or slot.name not in compressed:
+                        yield f"{what}/{LEFT}/{slot.name}", slot, field
+
+    def _kept_by_slots(self) -> dict[str, torch.Tensor]:
+        """Copies of what slots keep, by key."""
+        kept = ((key, slot, getattr(slot, field)) for key, slot, field in self._left())
+        return {key: slot.by_element(own).clone() for key, slot, own in kept if own is not None}
 
     def check(self, state: State) -> None:
         """Raises ValueError unless `state` has exactly what `load` takes."""
@@ -142,8 +151,7 @@ class Remembered:
         for name, value in total.items():
             if not name.startswith(f"{SHARED}/"):
                 total[name] = slots[name.partition("/")[2]].by_element(value)
-        owed = {_carried(key): slot.by_element(slot.owed).clone() for key, slot in self._owing() if slot.owed is not None}
-        return total | owed
+        return total | {_carried(key): value for key, value in self._kept_by_slots().items()}
 
     def names(self) -> list[str]:
         """The tensors that have a memory."""
@@ -185,10 +193,10 @@ class Remembered:
 
     def _give(self, carried: State) -> None:
         """Give each scheme the residuals of its elements; narrow ones in one call, so that they are rounded once. The slots keep
-        the residuals that no scheme takes."""
-        for key, slot in self._owing():
-            owed = carried.get(_carried(key))
-            slot.owed = slot.in_memory(owed) if owed is not None else None
+        what no scheme takes."""
+        for key, slot, field in self._left():
+            own = carried.get(_carried(key))
+            setattr(slot, field, slot.in_memory(own) if own is not None else None)
         for buffers in self._buckets:
             for chunk, (start, end) in zip(buffers.chunks, pairwise(buffers.bounds), strict=True):
                 for what in chunk.remembers:
@@ -202,9 +210,9 @@ class Remembered:
         """Multiply all that was not sent yet."""
         for run in self._runs(change=True):
             _scale(run.key, run.part, factor)
-        for _, slot in self._owing():
-            if slot.owed is not None:
-                slot.owed.mul_(factor)
+        for key, slot, field in self._left():
+            if (kept := getattr(slot, field)) is not None:
+                setattr(slot, field, scaled({key: kept}, factor)[key])
 
     def held(self) -> Iterator[torch.Tensor]:
         """The memory itself."""

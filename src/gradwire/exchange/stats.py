@@ -169,6 +169,8 @@ def memory_of(buckets: Iterable[BucketBuffers]) -> MemoryRecord:
     flat = _sizes(each.flat for each in buckets)
     remembered = [tensor for chunk in chunks for memory in chunk.memory for tensor in memory.held]
     remembered += [each.energies.energy for each in buckets if each.energies is not None]
+    slots = [slot for each in buckets for slot in each.slots]
+    remembered += [kept for slot in slots for kept in (slot.owed, slot.energy) if kept is not None]
     held = _sizes([*remembered, *(tensor for chunk in chunks for tensor in chunk.shared.values())])
     others = _sizes(tensor for tensor in _tensors_in(chunks, set()) if tensor.dtype is not torch.int64)
     return MemoryRecord(
