@@ -131,7 +131,7 @@ def test_values_ride_with_the_reports_of_a_step(threads: Threads) -> None:
 
 def test_samples_of_all_ranks_are_added_and_used_parameters_are_any_ranks() -> None:
     merged = MergedValues(bytes([0b101, 0]), (), (6.0,))
-    own = control.RankReport(3, control.BackwardState.DONE, 1, 2, False, 0, True, 2.0, control.COMPLETE, 1)
+    own = control.RankReport(3, control.BackwardState.DONE, 1, 2, False, False, 0, True, 2.0, control.COMPLETE, 1)
     reports = control.RankReports([own] * 3, merged, True)
     assert reports.used == {0, 2} and reports.mean_samples == 2.0 and reports.watched is None
     assert reports.ranks_in(control.BackwardState.DONE) == [0, 1, 2] and reports.ranks_in(control.BackwardState.LEFT) == []

@@ -119,3 +119,30 @@ def test_a_spec_with_a_magnitude_of_its_own_refuses_a_loss_scale(worlds: Worlds,
 def test_a_loss_scale_of_one_is_no_scale(worlds: Worlds) -> None:
     for words, mean in worlds.run(2, refusal, gw.SignSGD(), 1.0):
         assert (words, mean) == ("", 1.0)
+
+
+def energies_after(counts: tuple[int, int], schedule: str) -> list[torch.Tensor]:
+    """The energies after loops of different lengths. The scale changes while a rank is without a batch."""
+    model = built(0, lambda: Given([(40, 50), (30, 20)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    spec = gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls"), weights=0.9)
+    plan = gw.Policy(default=spec, scheme="alltoall", schedule=schedule)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with handle.join():
+        for step in range(counts[here.rank]):
+            if step:
+                scaler.update(2.0 ** (10 + step % 3))
+            optimizer.zero_grad()
+            scaler.scale(model(model.random_gradients(here.rank, step))).backward()
+            scaler.step(optimizer)
+    handle.flush()
+    state = handle.state_dict()
+    handle.detach()
+    return [state[f"rank{here.rank}/energy/0/p{number}"] for number in range(2)]
+
+
+@pytest.mark.parametrize("schedule", ["backward", "pipelined"])
+def test_a_rank_without_a_batch_in_join_takes_up_the_scale(threads: Threads, schedule: str) -> None:
+    first, second = threads.run(2, energies_after, (6, 2), schedule)
+    assert all(bool(energy.any()) and torch.equal(energy, other) for energy, other in zip(first, second, strict=True))

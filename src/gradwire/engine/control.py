@@ -19,8 +19,8 @@ from gradwire.errors import DisagreementError
 from gradwire.exchange import Abandoned
 from gradwire.transport import COMPLETE, Group, Lanes, Link, MergedValues, gather_over_ranks, merge_over_ranks
 
-_HEADER = struct.Struct("<qqQq?Q?dq")
-_ALIKE = struct.Struct("<qqQ?Q??q")
+_HEADER = struct.Struct("<qqQq??Q?dq")
+_ALIKE = struct.Struct("<qqQ??Q??q")
 NOT_WEIGHED = -1.0
 """The samples of a rank whose script gives no weights."""
 _PIECE = 2**20
@@ -53,6 +53,8 @@ class RankReport(NamedTuple):
     """Gradients that came in this backward."""
     joining: bool
     """Whether the rank is inside `handle.join()`."""
+    scaled: bool
+    """Whether it knows of a scale of the loss."""
     weights: int
     """A checksum of the weights, in the steps that compare them; 0 in others."""
     stepped: bool
@@ -113,6 +115,8 @@ class ControlExchange:
         """The first 8 bytes of the digest of the plan that runs."""
         self.joining = False
         """Whether the rank is inside `handle.join()`."""
+        self.scaled, self._some_scaled = False, False
+        """Whether this rank knows of a scale of the loss; whether in the last step all ranks were joining, and one knew it."""
         self.samples = NOT_WEIGHED
         """This rank's weight in the mean of the step that runs."""
         self.stepped = True
@@ -126,6 +130,11 @@ class ControlExchange:
         self._rides, self._watched = values, None
         return lambda: self._watched
 
+    @property
+    def tells_scale(self) -> bool:
+        """Whether ranks tell each other the scale of the loss before a step, since some may be without a batch."""
+        return self.joining and self._some_scaled
+
     def watch(self, names: Sequence[str], weights: "Sequence[weakref.ref[torch.nn.Parameter]]") -> None:
         """Tell of these parameters from now on."""
         self._names, self._weights = names, weights
@@ -134,7 +143,7 @@ class ControlExchange:
         """The report of this rank. `used`: the indices of parameters."""
         bits = "".join("1" if index in used else "0" for index in reversed(range(len(self._names))))
         plan, joining, stepped, samples = self.plan, self.joining, self.stepped, self.samples
-        return RankReport(step, state, plan, came, joining, weights, stepped, samples, COMPLETE, int(bits, 2))
+        return RankReport(step, state, plan, came, joining, self.scaled, weights, stepped, samples, COMPLETE, int(bits, 2))
 
     def tell(
         self, step: int, state: BackwardState, came: int, used: Collection[int], after: "Future[Any] | None" = None
@@ -174,6 +183,8 @@ class ControlExchange:
         """End a step that counts, on all ranks alike. Raises DisagreementError if ranks reported different checksums of their
         weights. Collective then."""
         self._watched = reports.watched
+        told = reports.each[:1] if reports.alike else reports.each
+        self._some_scaled = any(each.scaled for each in told) and all(each.joining for each in told)
         if reports.alike or len({reports.each[rank].weights for rank in reports.ranks_in(BackwardState.DONE)}) < 2:
             return
         lanes = self._lanes
@@ -195,7 +206,8 @@ def exchange_reports(
             raise Abandoned
 
     weighed = own.samples != NOT_WEIGHED
-    alike = _ALIKE.pack(own.step, own.state, own.plan, own.joining, own.weights, own.stepped, weighed, own.incomplete)
+    flags = own.joining, own.scaled
+    alike = _ALIKE.pack(own.step, own.state, own.plan, *flags, own.weights, own.stepped, weighed, own.incomplete)
     # ranks are alike where no bit is 1 on some of them and 0 on others
     bits = alike + bytes(255 - byte for byte in alike) + own.used.to_bytes(-(-parameters // 8), "little")
     most, sums = (rides.most, rides.sums) if rides is not None else ((), ())

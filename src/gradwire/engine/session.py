@@ -121,12 +121,14 @@ class ScriptWatch:
         return name
 
     def begins(self, exchange: Exchange, settle: Callable[[], None]) -> None:
-        """A backward begins. What was not sent yet of a loss of another scale takes up the new one. Raises StepStateError, on all
-        ranks, if what a spec sends does not follow the scale."""
+        """A backward begins, or a step of a rank without a batch. What was not sent yet of a loss of another scale takes up the
+        new one. Raises StepStateError, on all ranks, if what a spec sends does not follow the scale."""
+        control = self._reducer.control
         try:
-            factor = self.loss_scale.change(exchange.plan.specs)
+            factor = self.loss_scale.change(exchange.plan.specs, exchange if control.tells_scale else None)
         except StepStateError as error:
             raise scaled_too_far(self._reducer, str(error)) from None
+        control.scaled = self.loss_scale.known
         if factor != 1:
             settle()
             exchange.residuals.scale(factor)
@@ -604,6 +606,8 @@ class Session(Observer):
         while self.reducer.active:
             last_active = self.reducer.active
             self._broadcast_buffers(model)
+            if self.schedule.traits.sends_in_backward:
+                self._script.begins(self.exchange, self.settle)
             self.reducer.run_out()
         if last_active != everybody:
             what = "the parameters of the rank that trained last"

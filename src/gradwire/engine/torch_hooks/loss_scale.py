@@ -69,6 +69,11 @@ class LossScale:
         before, self._last = self._last or scale, scale
         return scale / before
 
+    @property
+    def known(self) -> bool:
+        """Whether a scaler scaled a loss of this rank, or another rank sent its scale."""
+        return self._last != _NO_SCALE
+
     def forget(self) -> None:
         """The residuals are others, of the scale that comes next."""
         self._last = _NO_SCALE
