@@ -182,10 +182,12 @@ class Trainer:
         self.number += 1
 
     def take_share(self) -> bool:
-        """Take up the proposed part of the samples. Returns whether there is a proposal."""
+        """Take up the proposed part of the samples. Returns whether there is one. Raises RuntimeError where none will come."""
         assert self.handle is not None
         if self.handle.decision is None:
             return False
+        if not self.handle.decision.batch_share:
+            raise RuntimeError("auto proposes no parts of the samples: ranks share processors. Give each rank a processor.")
         parts = [round(BATCH * share) for share in self.handle.decision.batch_share]
         self.count = parts[0] if self.rank == 0 else BATCH - parts[0]
         return True

@@ -49,9 +49,10 @@ def test_other_schedules_are_refused_by_name(schedule: Any) -> None:
         gw.elastic(*linear(), plan=gw.Uniform(gw.Identity(), schedule=schedule), lighthouse="127.0.0.1:1")
 
 
-def test_fragments_are_refused() -> None:
-    plan = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=8, fragments=2))
-    with pytest.raises(gw.PlanError, match="fragments"):
+@pytest.mark.parametrize("field", [{"fragments": 2}, {"steps_of_ranks": (8, 4)}], ids=str)
+def test_what_no_round_does_is_refused(field: dict[str, Any]) -> None:
+    plan = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=8, **field))
+    with pytest.raises(gw.PlanError, match=f"{next(iter(field))}=.*Leave"):
         gw.elastic(*linear(), plan=plan, lighthouse="127.0.0.1:1")
 
 

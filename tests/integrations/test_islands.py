@@ -255,8 +255,9 @@ def refused() -> list[str]:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said = []
-    late = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=4, delay=1))
-    for wrong_mesh, plan in ((mesh["inside"], late), (mesh, gw.QSGD(bits=4)), (mesh, late)):
+    schedules = gw.LocalSteps(every=4, delay=1), gw.LocalSteps(every=4, steps_of_ranks=(4, 2))
+    late, uneven = (gw.Uniform(gw.Identity(), schedule=schedule) for schedule in schedules)
+    for wrong_mesh, plan in ((mesh["inside"], late), (mesh, gw.QSGD(bits=4)), (mesh, late), (mesh, uneven)):
         with pytest.raises(gw.PlanError) as error:
             gw.islands(model, optimizer, wrong_mesh, plan)
         said.append(str(error.value))
@@ -264,5 +265,6 @@ def refused() -> list[str]:
 
 
 def test_what_islands_do_not_run_is_refused(worlds: Worlds) -> None:
-    mesh, schedule, delay = worlds.run(4, refused)[0]
-    assert "1 dimensions" in mesh and "LocalSteps" in schedule and "delay" in delay
+    mesh, schedule, *fields = worlds.run(4, refused)[0]
+    assert "1 dimensions" in mesh and "LocalSteps" in schedule
+    assert "delay=1" in fields[0] and "steps_of_ranks=(4, 2)" in fields[1]

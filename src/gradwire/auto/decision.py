@@ -71,7 +71,8 @@ class AutoDecision:
     """The fastest plan of the trial, if local steps were chosen instead of it; else None."""
     batch_share: tuple[float, ...] = ()
     """The proposed part of all samples for each rank, by its measured speed: with it all ranks compute equally long. The parts
-    sum to 1. Empty if speeds are unknown. `gw.LocalSteps.with_shares` makes numbers of local steps of it."""
+    sum to 1. Empty if speeds are unknown, and where ranks share processors. `gw.LocalSteps.with_shares` makes
+    numbers of local steps of it."""
     second_look: Compared | None = None
     """The result of a second look at the decision before; None if plans were tried as at the start."""
 

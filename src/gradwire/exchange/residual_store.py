@@ -100,7 +100,7 @@ class Remembered:
         return {key: by_name[key.split("/", 2)[2]] for key in keys if not key.startswith(f"{SHARED}/")}
 
     def _left(self) -> Iterator[tuple[str, Slot, str]]:
-        """Memory that the schemes of a tensor do not take: its key, the tensor's slot, and the slot's field that keeps it."""
+        """All that the schemes of a tensor do not take: its key, the tensor's slot, and the field of the slot that keeps it."""
         for buffers in self._buckets:
             compressed = {slot.name for slot in buffers.compressed}
             residuals = any("residual" in chunk.remembers for chunk in buffers.chunks)

@@ -21,10 +21,14 @@ __all__ = ["LocalRounds", "OuterSteps", "check_rounds"]
 
 
 def check_rounds(schedule: Any) -> LocalSteps:
-    """Return the schedule. Raises PlanError unless a round exchanges the whole model before the next local step."""
+    """Return the schedule. Raises PlanError unless a round exchanges the whole model before the next local step, after as many
+    steps of each member."""
     local = cast(LocalSteps, schedule)
-    if local.fragments > 1 or local.delay:
-        raise PlanError(f"plan has {local!r}: here a round exchanges the whole model at once. Leave out fragments and delay.")
+    if local.fragments > 1 or local.delay or local.steps_of_ranks:
+        raise PlanError(
+            f"plan has {local!r}: here a round exchanges the whole model at once, after as many local steps of each member. "
+            "Leave out fragments, delay and steps_of_ranks."
+        )
     return local
 
 

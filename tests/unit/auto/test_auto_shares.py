@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from benchmarks import unequal
 from gradwire.auto import measuring
 from gradwire.auto.changes import StepPace
 from gradwire.auto.decision import AutoDecision, Tried
@@ -81,6 +83,14 @@ def test_the_line_proposes_unequal_batches_where_they_help(shares: tuple[float, 
     decision = AutoDecision(5, "at the start", plain, plain, (plain,), 5, 0.0, 0.0, batch_share=shares)
     assert ("handle.decision.batch_share" in str(decision)) == bool(words)
     assert words in str(decision)
+
+
+@pytest.mark.parametrize(("shares", "count"), [((0.75, 0.25), 12), ((), None)])
+def test_the_benchmark_of_unequal_ranks_takes_a_proposal_or_names_its_lack(shares: tuple[float, ...], count: int | None) -> None:
+    trainer: Any = SimpleNamespace(handle=SimpleNamespace(decision=SimpleNamespace(batch_share=shares)), rank=0, count=None)
+    with nullcontext() if shares else pytest.raises(RuntimeError, match="share processors"):
+        assert unequal.Trainer.take_share(trainer)
+    assert trainer.count == count
 
 
 @pytest.mark.parametrize(("processors", "shares"), [(None, (0.75, 0.25)), (2.0, (0.75, 0.25)), (1.0, ())])

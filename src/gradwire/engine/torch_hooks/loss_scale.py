@@ -71,7 +71,7 @@ class LossScale:
 
     @property
     def known(self) -> bool:
-        """Whether a scaler scaled a loss, of this rank or, as far as it was told, of another one."""
+        """Whether a scaler scaled a loss of this rank, or another rank sent its scale."""
         return self._last != _NO_SCALE
 
     def forget(self) -> None:
