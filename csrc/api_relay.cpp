@@ -16,6 +16,7 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sched.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -32,6 +33,7 @@
 #include <memory>
 #include <queue>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace gradwire {
@@ -46,7 +48,7 @@ constexpr uint8_t kGsoNone = 0, kGsoTcp4 = 1, kGsoEcn = 0x80;
 
 constexpr int kLargestFrame = 70000;  // a packet of 64 KiB with its headers
 constexpr int kFramesAtOnce = 64;     // of one site, before the others have their turn
-constexpr int kSocketBytes = 64 << 20;
+constexpr int kSocketBytes = 64 << 20;  // the kernel drops what it cannot hold before the relay reads it
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 double now_s() {
@@ -82,7 +84,8 @@ struct Later {
 
 // What is said of the relay's own work.
 struct Counts {
-  uint64_t frames = 0, lost_segments = 0, full_queue_segments = 0, blocked = 0, failed_sends = 0, late_frames = 0;
+  uint64_t frames = 0, lost_segments = 0, full_queue_segments = 0, blocked = 0, failed_sends = 0, late_frames = 0, dropped = 0,
+           wire_bytes = 0;
   double latest_s = 0;  // the longest time between a frame's moment and its sending
 };
 
@@ -190,8 +193,9 @@ class Relay {
       const int yes = 1;
       if (setsockopt(made, SOL_PACKET, PACKET_VNET_HDR, &yes, sizeof yes)) return errno;
       setsockopt(made, SOL_PACKET, PACKET_IGNORE_OUTGOING, &yes, sizeof yes);
-      setsockopt(made, SOL_SOCKET, SO_RCVBUFFORCE, &kSocketBytes, sizeof kSocketBytes);
-      setsockopt(made, SOL_SOCKET, SO_SNDBUFFORCE, &kSocketBytes, sizeof kSocketBytes);
+      for (const auto& [forced, allowed] : {std::pair{SO_RCVBUFFORCE, SO_RCVBUF}, std::pair{SO_SNDBUFFORCE, SO_SNDBUF}})
+        if (setsockopt(made, SOL_SOCKET, forced, &kSocketBytes, sizeof kSocketBytes))  // in the namespace of an ordinary user
+          setsockopt(made, SOL_SOCKET, allowed, &kSocketBytes, sizeof kSocketBytes);   // as much as the machine allows
       sockaddr_ll address{};
       address.sll_family = AF_PACKET;
       address.sll_protocol = htons(ETH_P_ALL);
@@ -250,6 +254,7 @@ class Relay {
       counts_.full_queue_segments += uint64_t(segments.count);
       return;
     }
+    counts_.wire_bytes += uint64_t(bytes);
     const double first_byte = left - bytes / sender.up_bytes_per_s;
     for (int to = 0; to < int(access_.size()); ++to) {
       if (to == from || (known != sites_of_.end() && known->second != to)) continue;
@@ -331,6 +336,15 @@ class Relay {
     return number;
   }
 
+  // Add the frames that the kernel dropped since the last call, because the relay came too late to read them.
+  void count_dropped() {
+    for (int socket : sockets_) {
+      tpacket_stats since{};
+      socklen_t size = sizeof since;
+      if (!getsockopt(socket, SOL_PACKET, PACKET_STATISTICS, &since, &size)) counts_.dropped += since.tp_drops;
+    }
+  }
+
   // Read lines: `SITE UP_BYTES_PER_S DOWN_BYTES_PER_S DELAY_S JITTER_S LOSS QUEUE_S PORT`, a rate or port of 0 being none, or
   // `counts`.
   bool read_orders() {
@@ -343,14 +357,16 @@ class Relay {
       int site, port;
       double up, down, delay, jitter, loss, queue;
       if (line == "counts") {
+        count_dropped();
         rusage used{};
         getrusage(RUSAGE_SELF, &used);
         const double cpu = double(used.ru_utime.tv_sec + used.ru_stime.tv_sec) +
                            1e-6 * double(used.ru_utime.tv_usec + used.ru_stime.tv_usec);
-        std::printf("%llu %llu %llu %llu %llu %llu %.6f %.6f\n", (unsigned long long)counts_.frames,
+        std::printf("%llu %llu %llu %llu %llu %llu %llu %llu %.6f %.6f\n", (unsigned long long)counts_.frames,
                     (unsigned long long)counts_.lost_segments, (unsigned long long)counts_.full_queue_segments,
                     (unsigned long long)counts_.blocked, (unsigned long long)counts_.failed_sends,
-                    (unsigned long long)counts_.late_frames, counts_.latest_s, cpu);
+                    (unsigned long long)counts_.late_frames, (unsigned long long)counts_.dropped,
+                    (unsigned long long)counts_.wire_bytes, counts_.latest_s, cpu);
       } else if (std::sscanf(line.c_str(), "%d %lf %lf %lf %lf %lf %lf %d", &site, &up, &down, &delay, &jitter, &loss, &queue,
                              &port) == 8 && site >= 0 && site < int(access_.size())) {
         Access& changed = access_[size_t(site)];
@@ -386,6 +402,7 @@ class Relay {
 extern "C" __attribute__((visibility("default"))) int gw_relay(int sites) {
   const sched_param priority{1};  // a relay that waits for a processor delivers late
   if (sched_setscheduler(0, SCHED_RR, &priority)) setpriority(PRIO_PROCESS, 0, -20);
+  prctl(PR_SET_TIMERSLACK, 1ul);  // else an ordinary process wakes up to 50 us after a frame's moment
   const auto relay = std::make_unique<gradwire::Relay>(sites);
   if (const int error = relay->open()) return error;
   std::printf("ready\n");

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.laboratory import Found, measured, too_far
 from gradwire.errors import TestbedError
-from gradwire.testbed import EmulatedCluster, WideArea, namespaces, parse_wide_area
+from gradwire.testbed import EmulatedCluster, RelayCounts, WideArea, namespaces, parse_wide_area
 from gradwire.testbed.network import site_of
 
 
@@ -101,6 +101,12 @@ def test_every_byte_arrives_through_loss_at_three_sites(clean: None) -> None:
         assert cluster.run([sys.executable, "-c", TALK], on_line=lambda *_: None, timeout=60.0) == 0
         with pytest.raises(TestbedError, match="site is 3"):
             cluster.set_wan("1ms", site=3)
+
+
+def test_losses_that_nobody_ordered_are_a_problem() -> None:
+    counts = RelayCounts(10_000, 70, 5, 0, 0, 20, 0.002, 1.0)
+    assert counts.problem() is None
+    assert "and 3 were dropped before the relay read them" in (counts._replace(dropped_frames=3).problem() or "")
 
 
 SUMS = """

@@ -54,15 +54,19 @@ class RelayCounts(NamedTuple):
     """The longest time by which a frame was late."""
     cpu_s: float
     """Processor seconds of the relay."""
+    dropped_frames: int = 0
+    """Frames that the kernel dropped because the relay came too late to read them: losses that nobody ordered."""
+    wire_bytes: int = 0
+    """Bytes that sites sent to each other, with the headers of all segments."""
 
     def problem(self) -> str | None:
-        """Why delays and rates were not as ordered, or None. A frame in a hundred may be late."""
-        if self.late_frames * 100 <= self.frames and not self.failed_sends:
+        """Why delays, rates and losses were not as ordered, or None. A frame in a hundred may be late."""
+        if self.late_frames * 100 <= self.frames and not self.failed_sends and not self.dropped_frames:
             return None
         return (
             f"the network between sites was not as ordered: {self.late_frames} of {self.frames} frames were late by more than "
-            f"0.5 ms, at most by {self.latest_s * 1e3:.1f} ms, and {self.failed_sends} could not be sent. The relay needs a "
-            "processor: lower the rates, or run fewer ranks."
+            f"0.5 ms, at most by {self.latest_s * 1e3:.1f} ms, {self.failed_sends} could not be sent, and {self.dropped_frames} "
+            "were dropped before the relay read them. The relay needs a processor: lower the rates, or run fewer ranks."
         )
 
 
@@ -162,8 +166,8 @@ class Relay:
     def counts(self) -> RelayCounts:
         """Return what the relay did so far."""
         *counts, latest_s, cpu_s = self._ask("counts").split()
-        frames, lost, full, blocked, failed, late = map(int, counts)
-        return RelayCounts(frames, lost, full, blocked, failed, late, float(latest_s), float(cpu_s))
+        frames, lost, full, blocked, failed, late, dropped, sent = map(int, counts)
+        return RelayCounts(frames, lost, full, blocked, failed, late, float(latest_s), float(cpu_s), dropped, sent)
 
     def close(self) -> None:
         if self._process.stdin is not None:
