@@ -245,6 +245,9 @@ def test_a_state_of_shards_that_is_kept_stays_as_it_was(threads: Threads) -> Non
     assert threads.run(2, keep_state) == [({2.0}, {6.0})] * 2
 
 
+LOOKED_AT = {"delayed": gw.Delayed(k=None), "local": gw.LocalSteps(every=1, outer=gw.Nesterov(), delay=1)}
+
+
 def look(name: str, mode: str) -> str:
     """What the last step left to do is done in an evaluation."""
 
@@ -255,13 +258,13 @@ def look(name: str, mode: str) -> str:
                 model(model.random_gradients(99))
             model.train()
 
-    plan = SCHEDULES.get(name) or gw.Uniform(EXACT, schedule=gw.Delayed(k=None))
+    plan = SCHEDULES.get(name) or gw.Uniform(EXACT, schedule=LOOKED_AT[name])
     model, _, handle = train(plan, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), after=after)
     handle.detach()
     return digest(model.parameters())
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, "delayed"])
+@pytest.mark.parametrize("name", [*SCHEDULES, *LOOKED_AT])
 def test_an_evaluation_in_inference_mode_after_the_first_step(threads: Threads, name: str) -> None:
     assert threads.run(2, look, name, "inference_mode") == threads.run(2, look, name, "no_grad")
 

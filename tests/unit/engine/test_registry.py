@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradwire.engine.registry import Registry
-from gradwire.engine.torch_hooks.hooks import leave_hooks_behind
+from gradwire.engine.torch_hooks.hooks import ModelHook, leave_hooks_behind
 
 
 class Kept:
@@ -60,3 +60,28 @@ def test_copies_have_no_handle(parametrized: bool) -> None:
     assert registry.forget(copied, copied.parameters()) is None
     if not parametrized:  # torch refuses to pickle those
         assert b"gradwire" not in pickle.dumps(model)
+
+
+def nothing(*_: object) -> None: ...
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_the_hooks_of_scripts_and_none_of_ours(copied: Any) -> None:
+    """One before `state_dict()` is there where lanes queue, as on GPUs. Torch gives numbers of hooks again in another process:
+    a number that stayed would let a hook of a script be called with arguments that it does not take."""
+    model, owner = torch.nn.Linear(2, 2), Kept()
+    leave_hooks_behind(model)
+    for hook in (ModelHook(owner, nothing), nothing):
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+        model.register_forward_hook(hook, with_kwargs=True, always_call=True)
+        model.register_state_dict_pre_hook(hook)
+    found = {name: list(kept) for name, kept in vars(copied(model)).items() if "hooks" in name and kept}
+    assert {name: len(numbers) for name, numbers in found.items()} == dict.fromkeys(
+        [
+            *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
+            *("_forward_hooks_always_called", "_state_dict_pre_hooks"),
+        ],
+        1,
+    )
+    assert found["_forward_hooks"] == found["_forward_hooks_with_kwargs"] == found["_forward_hooks_always_called"]
+    assert found["_forward_pre_hooks"] == found["_forward_pre_hooks_with_kwargs"]

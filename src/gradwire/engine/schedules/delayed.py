@@ -49,7 +49,7 @@ from gradwire.engine.schedules.weights import (
     show_for_forward,
 )
 from gradwire.engine.torch_hooks.hooks import ModelHook
-from gradwire.engine.torch_hooks.optimizer_step import Stepping, Whole, snapshot, step_later
+from gradwire.engine.torch_hooks.optimizer_step import Stepping, Whole, outside_inference, snapshot, step_later
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_at_once
 from gradwire.errors import PlanError, StepStateError
@@ -240,6 +240,7 @@ class DelayedSchedule:
     # ---- what a script sees
 
     @told_to_all
+    @outside_inference
     def settle(self) -> None:
         """The parameters hold the global weights, with all updates that the script asked for. Raises if the exchange failed,
         once: then they hold those of the last one that did not."""

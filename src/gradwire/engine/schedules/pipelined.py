@@ -31,7 +31,7 @@ from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, Missing, ScheduleEvents, TrainingJob, Traits
 from gradwire.engine.torch_hooks.hooks import ModelHook
 from gradwire.engine.torch_hooks.lazy_tensors import can_wait, is_later, looking, make_current, raise_later, use_later
-from gradwire.engine.torch_hooks.optimizer_step import Groups, Stepping, outermost, snapshot, step_only
+from gradwire.engine.torch_hooks.optimizer_step import Groups, Stepping, outermost, outside_inference, snapshot, step_only
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_whole
 from gradwire.errors import GradwireError
@@ -79,6 +79,7 @@ class Gathers:
         self.exposed_s += time.perf_counter() - start
 
     @torch.no_grad()
+    @outside_inference
     def settle_bucket(self, bucket: int) -> None:
         """Wait for one bucket, if it is under way."""
         with self.lock:

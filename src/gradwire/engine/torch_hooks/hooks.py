@@ -25,7 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 from gradwire.errors import StepStateError
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS = {
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_state_dict_pre_hooks": (),
+}
+"""Where modules keep hooks by their numbers, and what else they keep by the numbers of these."""
 
 
 class ModelHook:
@@ -222,9 +227,11 @@ class _CopyReducer:
         reduced = self._before(model) if self._before else model.__reduce_ex__(2)
         if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
             state = {name: value for name, value in reduced[2].items() if not isinstance(value, Patch)}
-            for name in _HOOKS:
-                if name in state:
-                    state[name] = OrderedDict((key, hook) for key, hook in state[name].items() if not isinstance(hook, ModelHook))
+            for name, beside in _HOOKS.items():
+                ours = {key for key, hook in state.get(name, {}).items() if isinstance(hook, ModelHook)}
+                for each in (name, *beside):
+                    if each in state:
+                        state[each] = OrderedDict((key, value) for key, value in state[each].items() if key not in ours)
             reduced = (*reduced[:2], state, *reduced[3:])
         return reduced
 
