@@ -2,7 +2,7 @@
 
 import warnings
 from collections import deque
-from itertools import product
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,7 +94,8 @@ def test_large_residuals_and_wrong_energies_are_a_problem_after_a_few_samples() 
     assert judged(8, 0.85, 0.9) == judged(8, 1.45, 0.0) == judged(5, 3.0, 3.0) == ""
 
 
-def test_the_time_of_samples_is_a_small_share_of_the_time_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def steps_of_samples(step_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], float]:
+    """The steps in which samples of 3 ms are asked for, in 1000 steps of one plan, and their part of the time."""
     now = [0.0]
     monkeypatch.setattr("gradwire.engine.witness.time.perf_counter", lambda: now[0])
     lanes = SimpleNamespace(observe=lambda *_, **__: None)
@@ -113,9 +114,20 @@ def test_the_time_of_samples_is_a_small_share_of_the_time_of_steps(monkeypatch: 
     monkeypatch.setattr(witness, "_ask", asks)
     monkeypatch.setattr(witness, "_measure", measures)
     for job.step in range(1, 1001):
-        now[0] += 0.01
+        now[0] += step_s
         witness.finished(0.0)
-    assert samples[0] == 5 and len(samples) > 10 and spent_s <= 0.006 * now[0]
+    return samples, spent_s / now[0]
+
+
+def test_the_time_of_samples_is_a_small_share_of_the_time_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, part = steps_of_samples(0.01, monkeypatch)
+    assert samples[0] == 5 and len(samples) > 10 and part <= 0.006
+
+
+def test_samples_are_rarer_after_the_first_ones_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, _ = steps_of_samples(1.0, monkeypatch)
+    assert {after - before for before, after in pairwise(samples[:24])} == {5}
+    assert {after - before for before, after in pairwise(samples[23:])} == {20}
 
 
 def test_auto_warns_once_with_the_cure_and_never_in_the_aggressive_class() -> None:

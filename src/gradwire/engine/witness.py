@@ -37,8 +37,9 @@ MOST_RESIDUAL = 1.0
 """The largest usual norm of residuals, over that of gradients. Residuals that grow without end pass it."""
 SHARE = 0.005
 """The most time that measuring takes, as a share of the time of the steps."""
-_EVERY = 5
-"""The fewest steps from one sample to the next."""
+_FIRST, _EVERY, _LATER = 24, 5, 20
+"""The first samples of a plan, the fewest steps from one of them to the next, and from one sample to the next later: most faults
+of codecs are there from the begin, and where ranks share processors a sample takes 3 ms."""
 _RUNS, _RUN = 16, 1024
 """Runs of elements in a sample, and about how many elements a run has."""
 _KEPT = 8
@@ -149,7 +150,7 @@ class Witness(Observer, LanesObserver):
         self._sample: _Sample | None = None
         self._coming: _Squares | None = None
         self._runs: dict[Slot, list[_SampledRun]] = {}
-        self._next_step, self._spent_s = _EVERY, 0.0
+        self._next_step, self._spent_s, self._taken = _EVERY, 0.0, 0
         self._since = 0, time.perf_counter()
         """A step, and the moment of its end."""
         self.problem = ""
@@ -189,14 +190,16 @@ class Witness(Observer, LanesObserver):
         """Choose the step of the next sample, so that the time spent is a small share of the time of the steps."""
         now, (before, then) = time.perf_counter(), self._since
         step_s = (now - then) / max(1, step - before)
-        self._next_step = step + max(_EVERY, math.ceil(spent_s / (self.share * step_s))) - 1
+        self._taken += 1
+        fewest = _EVERY if self._taken < _FIRST else _LATER
+        self._next_step = step + max(fewest, math.ceil(spent_s / (self.share * step_s))) - 1
         self._since = step, now
 
     def _ask(self, exchange: Exchange) -> None:
         """Choose the blocks of the next sample: each time another bucket, and other blocks of a bucket."""
         if exchange.plan is not self._plan:
             self._squares.clear()
-            self._coming = None
+            self._coming, self._taken = None, 0
         self._plan = exchange.plan
         buckets = [each for each in exchange.encoded if each.bucket.main_spec.granularity]
         runs = []
