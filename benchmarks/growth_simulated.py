@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec.structs import replace
+
 from benchmarks.markdown import table
-from gradwire.core import COLLECTIVES, QSGD, Cluster, CodecCosts, Costs, Link, Plan, Profile, TensorProfile, columns_of
+from gradwire.core import COLLECTIVES, QSGD, Cluster, CodecCosts, Costs, Link, Plan, Profile, TensorProfile, peers_of, rows_of
 from gradwire.plan import Policy
 from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import joint
@@ -16,13 +18,14 @@ __all__ = ["COLUMNS", "OTHERS", "RANKS", "bert_large", "point", "section"]
 
 RANKS = tuple(2**power for power in range(1, 11))
 OTHERS = ((64, 8), (256, 8), (1024, 8), (127, 1), (1021, 1))
-"""Ranks, and ranks of a node: nodes of eight, and prime numbers, which have no grid."""
+"""Ranks, and ranks of a node: nodes of eight, and prime numbers."""
 SPEC = QSGD(bits=4)
 WIDTH = 1024
 LAYER = [*((WIDTH, WIDTH),) * 4, (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH), *((WIDTH,),) * 9, (4 * WIDTH,)]
 COLUMNS = {
     "ddp_ms": "DDP, ms",
     "fixed_ms": "4 bits, ms",
+    "quick_ms": "4 bits, 8 us a message, ms",
     "joint_ms": "joint, ms",
     "messages": "messages",
     "peers": "peers",
@@ -30,7 +33,7 @@ COLUMNS = {
     "policy_ms": "the policy's plan, CPU ms",
     "planning_ms": "the joint plan, CPU ms",
 }
-INTER, INTRA = Link(30.0, 25.0), Link(5.0, 400.0)
+INTER, QUICK, INTRA = Link(30.0, 25.0), Link(30.0, 25.0, message_us=8.0), Link(5.0, 400.0)
 _TIMES = [(1024, 15.0), (2**26, 15.0 + 1e-5 * 2**26)]
 
 TEXT = """
@@ -38,12 +41,13 @@ TEXT = """
 
 A step of BERT-large's shapes, {tensors} tensors and {millions:.0f} million elements, in the simulator: one rank on a node,
 {gbps:g} Gb/s and {alpha:g} us between nodes, codecs and prices of GPUs. Forward and backward take 300 ms. Messages, peers and
-bytes are those that a rank sends in a step with the fixed plan of 4 bits.
+bytes are those that a rank sends in a step with the fixed plan of 4 bits. Each message takes the {alpha:g} us, except in one
+column: there messages that do not wait for others take {quick:g} us each, as on links that were measured.
 
 """
 TEXT_OF_OTHERS = """
-With eight ranks on a node each exchanges with all other nodes, and a prime number of ranks has no grid: peers and messages grow
-with the nodes.
+With eight ranks on a node each exchanges with all other nodes: peers and messages grow with the nodes. A prime number of up
+to 128 ranks exchanges directly, and a larger one has a grid with a shorter last row.
 
 """
 
@@ -74,13 +78,16 @@ def point(profile: Profile, ranks: int, ranks_per_node: int = 1) -> dict[str, An
     draft = joint(job)
     planned = time.process_time()
     fixed = Policy(default=SPEC).plan(profile.tensor_infos("gpu"), ranks, ranks_per_node)
+    made = time.process_time()
+    quick = PlanningJob(profile, replace(cluster, inter=QUICK), costs, [SPEC]).simulator
     return {
         "ranks": ranks,
         "ranks_per_node": ranks_per_node,
         "ddp_ms": job.simulator.step_us(job.light(ddp_draft(job))) / 1e3,
         "fixed_ms": job.simulator.step_us(fixed) / 1e3,
+        "quick_ms": quick.step_us(fixed) / 1e3,
         "joint_ms": job.simulator.step_us(job.light(draft)) / 1e3,
-        "policy_ms": 1e3 * (time.process_time() - planned),
+        "policy_ms": 1e3 * (made - planned),
         "planning_ms": 1e3 * (planned - began),
         **_sent(job, fixed),
     }
@@ -89,7 +96,7 @@ def point(profile: Profile, ranks: int, ranks_per_node: int = 1) -> dict[str, An
 def _sent(job: PlanningJob, plan: Plan) -> dict[str, float]:
     """Messages and megabytes that a rank sends in a step, and the number of ranks to which it sends."""
     prices, messages, sent = job.simulator.prices, 0.0, 0.0
-    ranks, grid, peers, columns = job.cluster.world_size, COLLECTIVES["grid"].on("gpu"), 0, columns_of(job.cluster.world_size)
+    ranks, grid, peers = job.cluster.world_size, COLLECTIVES["grid"].on("gpu"), 0
     nested = job.cluster.nodes - 1 + job.cluster.ranks_per_node - 1
     for bucket in plan.buckets:
         priced = prices.of(bucket)
@@ -97,7 +104,7 @@ def _sent(job: PlanningJob, plan: Plan) -> dict[str, float]:
         loads = [load for step in steps if step.traffic is not None for load in (step.traffic.intra, step.traffic.inter)]
         messages += priced.pieces * sum(load.messages for load in loads)
         sent += priced.pieces * sum(price.sent_bytes for price in priced.tasks)
-        flat = columns + ranks // columns - 2 if bucket.option == grid else ranks - 1
+        flat = peers_of(rows_of(ranks)) if bucket.option == grid else ranks - 1
         peers = max(peers, nested if any(task.endswith(":intra") for task in bucket.option) else flat)
     return {"messages": round(messages), "peers": peers, "sent_mb": sent / 1e6}
 
@@ -110,7 +117,8 @@ def section(
     others: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The section of docs/growth.md. `others`: rows of `OTHERS`."""
-    text = TEXT.format(most=points[-1]["ranks"], tensors=tensors, millions=elements / 1e6, gbps=INTER.gbps, alpha=INTER.alpha_us)
+    sizes = {"most": points[-1]["ranks"], "tensors": tensors, "millions": elements / 1e6}
+    text = TEXT.format(**sizes, gbps=INTER.gbps, alpha=INTER.alpha_us, quick=QUICK.message_us)
     rows = [[f"{row['ranks']:,}", *(_number(row[name]) for name in COLUMNS)] for row in points]
     rows.append(["slope", *("-" if (power := slopes[name]) is None else f"{power:.2f}" for name in COLUMNS)])
     text += "\n".join(table(["ranks", *COLUMNS.values()], rows, left=0)) + "\n"

@@ -71,6 +71,7 @@ def most(size: int) -> float:
 
 PLANS = {
     "grid": gw.QSGD(bits=4),
+    "uneven grid": gw.Policy(default=gw.QSGD(bits=4), scheme="grid"),
     "ring": gw.Policy(default=gw.Cast("bfloat16"), scheme="ring", exempt_vectors=False),
     "tree": gw.Policy(default=gw.Cast("bfloat16"), scheme="tree", exempt_vectors=False),
     "exact": gw.Identity(),
@@ -93,7 +94,7 @@ def connections_of(plan: Any, group: Group) -> tuple[str, list[int]]:
     return digest([values]), counts
 
 
-@pytest.mark.parametrize(("size", "scheme"), [(24, "grid"), (20, "ring"), (18, "tree"), (18, "exact")])
+@pytest.mark.parametrize(("size", "scheme"), [(24, "grid"), (23, "uneven grid"), (20, "ring"), (18, "tree"), (18, "exact")])
 def test_many_ranks_have_few_connections(many_descriptors: None, size: int, scheme: str) -> None:
     found = together(size, lambda group: connections_of(PLANS[scheme], group))
     assert len({means for means, _ in found}) == 1

@@ -3,8 +3,12 @@
 Rank i * columns + j is in row i and column j. A piece has a part for each column, and a part has a shard for each row. The sums
 go through rows first, where parts are long, and then through columns. Grids of ranks for averages are in Ryabinin et al. 2021
 (Moshpit SGD), section 3.
+
+A shorter last row cuts the piece into as many parts as it has ranks. These own no shards: each sends the sum of its part, shard
+by shard, to the shards' owners, which add it last, and gets the means of its part from them.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -31,7 +35,7 @@ from gradwire.collectives.ops import (
     whole_of,
 )
 from gradwire.collectives.piece import Piece
-from gradwire.core import columns_of
+from gradwire.core import rows_of
 from gradwire.kernels import Batch, Compressor, Segments
 from gradwire.transport import Group
 
@@ -46,30 +50,51 @@ class VirtualGrid(Transfers):
     """
 
     def __init__(self, codec: Compressor, piece: Piece, group: Group, root: int = 0) -> None:
-        self.piece, self.world_size, size = piece, group.world_size, group.world_size
-        self.columns = columns_of(size)
-        self.rows = size // self.columns
+        self.piece, self.world_size, size, self._own = piece, group.world_size, group.world_size, group.rank
+        rows = rows_of(size)
+        self.columns, self.rows = rows[0], rows.count(rows[0])
         self.row, self.column = divmod(group.rank, self.columns)
         self.codecs = (codec, codec.for_sum().summing(self.columns, size), codec.for_sum().summing(size, size))
         self._batched = in_batches(self.codecs, piece)
-        self.parts = piece.runs.cut(0, piece.flat.numel(), self.columns)
-        self.shards = [piece.runs.cut(self.parts[j], self.parts[j + 1], self.rows) for j in range(self.columns)]
-        """The edges of the parts, and of the shards of each part."""
+        self.edges, whole, short = self._cut(rows[-1])
+        """The edges of the shards. Shard j * rows + i belongs to row i and column j."""
+        self.runs = whole if self.row < self.rows else short
+        """The numbers of shards at which the parts of the own row begin, and the end."""
+        own = range(self.runs[self.column], self.runs[self.column + 1])
+        self.owners = [self._rank(shard % self.rows, shard // self.rows) for shard in own]
+        """The ranks that own the shards of the own part."""
+        self.senders: list[int] = []
+        """The ranks that send their rows' sums of the own shard. Ranks of a short row own none."""
+        if self.row < self.rows:
+            self.senders += self.owners
+            if rows[-1] < self.columns:
+                self.senders.append(self._rank(self.rows, bisect_right(short, own[self.row]) - 1))
         self.aliases = [piece.flat]
         self.memory: list[Memory] = []
         self._known: dict[tuple[int, int], Segments] = {}
         self._nothing = torch.empty(0, dtype=torch.uint8, device=piece.flat.device)
-        start, end = self.parts[self.column], self.parts[self.column + 1]
-        self._of_row, self._first = self._sum(start, end), start
-        shard, end = self.shards[self.column][self.row], self.shards[self.column][self.row + 1]
-        self._of_all = self._sum(shard, end)
-        self.start, self.end = shard, end
+        self._of_row = self._sum(self.edges[own.start], self.edges[own.stop])
+        self.start, self.end = (self.edges[own[self.row] + at] for at in (0, 1)) if self.senders else (0, 0)
         """The own shard, from the piece's start."""
+        self._of_all = self._sum(self.start, self.end)
         reduces = [self._along_row(), self._along_column()]
         phases = [[each] for each in [*reduces, *self._gathers()]]
         super().__init__(weighted(phases, piece), group.rank, size)
         self.remembers = codec.state
         self.runs_in_c = in_c(self.codecs, piece, self.memory)
+
+    def _cut(self, last: int) -> tuple[list[int], list[int], list[int]]:
+        """The edges of the shards, the runs of a whole row, and those of the last row, which has so many ranks. Its parts end at
+        edges of shards, too: so shards may be of two sizes."""
+        cut, edges = self.piece.runs.cut, [0]
+        meets = cut(0, self.piece.flat.numel(), last)
+        for start, end in pairwise(cut(0, self.piece.flat.numel(), self.columns)):
+            at = next((edge for edge in meets if start < edge < end), end)
+            near = self.rows if at == end else min(max(1, round(self.rows * (at - start) / (end - start))), self.rows - 1)
+            edges += cut(start, at, near)[1:]
+            edges += cut(at, end, self.rows - near)[1:] if at < end else ()
+        end = len(edges) - 1
+        return edges, list(range(0, end + 1, self.rows)), [*(bisect_left(edges, edge) for edge in meets[:-1]), end]
 
     def _sum(self, start: int, end: int) -> torch.Tensor:
         return torch.empty(end - start, dtype=self.piece.reduce_dtype, device=self.piece.flat.device)
@@ -109,38 +134,41 @@ class VirtualGrid(Transfers):
         return Decode(self.codecs[encode], payload, segments, self._dtype(encode), add, into, self.piece.contexts[encode])
 
     def _along_row(self) -> Transfer:
-        """Send each part to its column, and add up the own one."""
-        ranks = [self._rank(self.row, column) for column in range(self.columns)]
-        sources = [self._flat(start, end) for start, end in pairwise(self.parts)]
-        return self._adding(0, ranks, self.column, self.parts, self.piece.flat, sources, self._of_row)
+        """Send each part to its rank of the row, and add up the own one."""
+        ranks = [self._rank(self.row, column) for column in range(len(self.runs) - 1)]
+        edges = [self.edges[shard] for shard in self.runs]
+        sources = [self._flat(start, end) for start, end in pairwise(edges)]
+        return self._adding(0, ranks, ranks, edges, self.piece.flat, sources, self._of_row)
 
     def _along_column(self) -> Transfer:
-        """Send each shard of the row's sum to its row, and add up the own one."""
-        ranks = [self._rank(row, self.column) for row in range(self.rows)]
-        edges = self.shards[self.column]
-        sources = [self._of_row[a - self._first : b - self._first] for a, b in pairwise(edges)]
-        return self._adding(1, ranks, self.row, edges, self._of_row, sources, self._of_all)
+        """Send each shard of the row's sum to its owner, and add up the own one."""
+        edges = self.edges[self.runs[self.column] : self.runs[self.column + 1] + 1]
+        sources = [self._of_row[a - edges[0] : b - edges[0]] for a, b in pairwise(edges)]
+        return self._adding(1, self.owners, self.senders, edges, self._of_row, sources, self._of_all)
 
     def _adding(
         self,
         encode: int,
-        ranks: Sequence[int],
-        place: int,
+        owners: Sequence[int],
+        senders: Sequence[int],
         edges: Sequence[int],
         whole: torch.Tensor,
         sources: Sequence[torch.Tensor],
         total: torch.Tensor,
     ) -> Transfer:
-        """Ranks that send each other the part of each place; every rank adds those of its own place, in the order of ranks.
-        `sources`: the parts, which are one after another in `whole`."""
+        """Send each part to its owner, and add up the own part of all senders, in their order. The own rank has the same place
+        among owners and senders, or is not among them. `sources`: the parts, which are one after another in `whole`."""
         transfer = Transfer.empty([], self.world_size, self._nothing)
         own_is_coded = self.codecs[encode].encodes_own_part
-        transfer.before = self._encodes(encode, ranks, place, edges, whole, sources, transfer.sent)
+        place = senders.index(self._own) if senders else -1
+        transfer.before = self._encodes(encode, owners, place, edges, whole, sources, transfer.sent)
+        if not senders:
+            return transfer
         start, end = edges[place], edges[place + 1]
         size, works = self._bytes(encode, start, end), list[Work]()
         stride = -(-size // ALIGNMENT) * ALIGNMENT
-        arriving = torch.empty(len(ranks) * stride, dtype=torch.uint8, device=total.device)
-        for number, source in enumerate(ranks):
+        arriving = torch.empty(len(senders) * stride, dtype=torch.uint8, device=total.device)
+        for number, source in enumerate(senders):
             if number == place and not own_is_coded:
                 works.append(Add(total, sources[place]) if number else Copy(total, sources[place]))
             else:
@@ -148,12 +176,12 @@ class VirtualGrid(Transfers):
                 transfer.received[source] = payload
                 works.append(self._decode(encode, payload, start, end, number > 0, total))
         adds = self._batched and self.codecs[encode].adds_payloads(self._segments(start, end))
-        if adds and not own_is_coded and size and len(ranks) > 1:
-            after = len(ranks) - 1 - place
-            transfer.arrivals = {source: [] for source in ranks}
+        if adds and not own_is_coded and size and len(senders) > 1:
+            after = len(senders) - 1 - place
+            transfer.arrivals = {source: [] for source in senders}
             transfer.after = [DecodeSum(works, self.codecs[encode], arriving, stride, place, after, sources[place])]
         else:
-            transfer.arrivals = {source: [work] for source, work in zip(ranks, works, strict=True)}
+            transfer.arrivals = {source: [work] for source, work in zip(senders, works, strict=True)}
         return transfer
 
     def _encodes(
@@ -189,28 +217,29 @@ class VirtualGrid(Transfers):
         return [Encoding(codec, whole, shared, batch, self.piece.contexts[encode], whole_of(payloads, batch))]
 
     def _gathers(self) -> list[Transfer]:
-        """Send the own shard's sum along the column, and the column's sums along the row."""
+        """Send the own shard's sum to those who sent terms of it, and the sums of the own part along the row."""
         column, row = (Transfer.empty([], self.world_size, self._nothing) for _ in range(2))
-        sizes = [[self._bytes(2, start, end) for start, end in pairwise(edges)] for edges in self.shards]
+        parts = [self.edges[first : end + 1] for first, end in pairwise(self.runs)]
+        sizes = [[self._bytes(2, start, end) for start, end in pairwise(edges)] for edges in parts]
         held = payload_lists(sizes, self.piece.flat.device)
         own = held[self.column]
-        column.before.append(self._encoding(2, self._of_all, self._memory(2, self.start, self.end), own[self.row]))
-        for number, payload in enumerate(own):
-            rank = self._rank(number, self.column)
-            column.sent[rank], column.received[rank], column.arrivals[rank] = own[self.row], payload, []
+        for rank, payload in zip(self.owners, own, strict=True):
+            column.received[rank], column.arrivals[rank] = payload, []
+        if self.senders:
+            column.before.append(self._encoding(2, self._of_all, self._memory(2, self.start, self.end), own[self.row]))
+            column.sent = [own[self.row] if rank in self.senders else self._nothing for rank in range(self.world_size)]
         together = [joined(payloads, self._nothing)[0] for payloads in held]
-        for number, payloads in enumerate(held):
-            rank, edges = self._rank(self.row, number), self.shards[number]
+        for number, (edges, payloads) in enumerate(zip(parts, held, strict=True)):
+            rank = self._rank(self.row, number)
             row.sent[rank], row.received[rank] = together[self.column], together[number]
             row.arrivals[rank] = [
                 self._decode(2, payload, start, end, False, self._flat(start, end))
                 for payload, (start, end) in zip(payloads, pairwise(edges), strict=True)
             ]
-        every = [size for of_column in sizes for size in of_column]
+        every = [size for of_part in sizes for size in of_part]
         if self._batched and any(every):
-            edges = [edge for of_column in self.shards for edge in of_column[:-1]]
-            batch = self._batch(2, [*edges, self.parts[-1]], every)
             row.arrivals = {rank: [] for rank in row.arrivals}
+            batch = self._batch(2, self.edges, every)
             row.after = [self._decode_of(2, whole_of(held[0], batch), batch, False, self.piece.flat)]
         return [column, row]
 
@@ -221,7 +250,8 @@ class VirtualGrid(Transfers):
 
     def take_back(self, start: int, end: int) -> None:
         self.piece.forget(start, end)
-        self.memory[-1].add("residual", start, self.piece.values(start, end))
+        if self.senders:  # the owners
+            self.memory[-1].add("residual", start, self.piece.values(start, end))
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
         # a later encode takes what the earlier ones leave unencoded: the own part, and the own shard of it

@@ -1,5 +1,7 @@
 """Shapes of exchanges that follow from the number of ranks: `gradwire.collectives` runs them and `gradwire.costs` prices them."""
 
+from collections.abc import Sequence
+from functools import lru_cache
 from math import isqrt
 
 _SHARD_BYTES = 2**16
@@ -44,10 +46,30 @@ def primes_of(number: int) -> list[int]:
     return found
 
 
-def columns_of(ranks: int) -> int:
-    """The columns of the grid of so many ranks: the least divisor that is not below the square root.
+@lru_cache(maxsize=64)
+def rows_of(ranks: int) -> tuple[int, ...]:
+    """The lengths of the rows of the grid of so many ranks. All are alike, with as many columns as the least divisor that is not
+    below the square root; but where a shorter last row leaves a rank at most half the peers, there is one.
 
-    >>> columns_of(12), columns_of(16), columns_of(7)
-    (4, 4, 7)
+    >>> rows_of(12), rows_of(16), rows_of(17), rows_of(7)
+    ((4, 4, 4), (4, 4, 4, 4), (6, 6, 5), (7,))
     """
+    even = (columns_of(ranks),) * (ranks // columns_of(ranks))
+    shapes = [((columns,) * (ranks // columns), ranks % columns) for columns in range(2, min(2 * isqrt(ranks), ranks // 2) + 1)]
+    uneven = min([(*whole, last) for whole, last in shapes if last], key=peers_of, default=even)
+    return uneven if 2 * peers_of(uneven) <= peers_of(even) else even
+
+
+def columns_of(ranks: int) -> int:
+    """The least divisor that is not below the square root."""
     return ranks // next(rows for rows in range(isqrt(ranks), 0, -1) if ranks % rows == 0)
+
+
+def peers_of(rows: Sequence[int]) -> int:
+    """The most ranks to which a rank of the grid with these rows sends.
+
+    >>> peers_of((4, 4, 4)), peers_of((6, 6, 5))
+    (5, 7)
+    """
+    columns, last, whole = rows[0], rows[-1], rows.count(rows[0])
+    return max(columns + len(rows) - 2, last - 1 - -columns * whole // last if last < columns else 0)

@@ -7,11 +7,13 @@ CGX's ring and tree add payloads by decoding and encoding again at every hop (do
 encodes of the busiest rank count at the first task and all decodes at the last.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
-from gradwire.core import ALL_REDUCE, COLLECTIVES, ROUTINES, collective_of, columns_of, named
+from gradwire.core import ALL_REDUCE, COLLECTIVES, ROUTINES, collective_of, named, rows_of
 from gradwire.costs.collectives import Flows, Load, Traffic, flat_traffic, group_traffic, sum_traffic
 from gradwire.errors import PlanError
 
@@ -189,42 +191,66 @@ def tree_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing
 
 
 def grid_steps(option: tuple[str, ...], nodes: int, ranks_per_node: int, routing: str) -> tuple[Step, ...]:
-    """The steps of a grid: all-to-all of parts in each row and of shards in each column, and all-gather of both."""
-    ranks = nodes * ranks_per_node
-    columns = columns_of(ranks)
-    rows = ranks // columns
-    row, column = ([(rank // columns, rank % columns)[by] for rank in range(ranks)] for by in (0, 1))
-    scatters = [_group_traffic(row, ranks_per_node, columns, 1 / columns), _group_traffic(column, ranks_per_node, rows, 1 / rows)]
-    gathers = [_group_traffic(column, ranks_per_node, rows, 1.0), _group_traffic(row, ranks_per_node, columns, 1.0)]
-    part = 1 / columns
+    """The steps of a grid: parts go along rows and shards to their owners, and sums go back. The ranks of a shorter last row hold
+    larger parts and own no shards. The parts of a row count as equal."""
+    rows = rows_of(nodes * ranks_per_node)
+    columns, whole, last = rows[0], rows.count(rows[0]), rows[-1]
+    shards, short, held = columns * whole, last < columns, 1 / last  # held by the busiest rank between the steps along rows
+    along_row = [
+        ((range(at * columns, at * columns + length),), 1 / length) for at, length in enumerate(rows) for _ in range(length)
+    ]
+    of_columns = [range(column, shards, columns) for column in range(columns)]
+    along_column: list[_Sends] = []
+    if short:
+        edges = [shards * at // last for at in range(last + 1)]
+        owned = [
+            (shard % whole * columns + shard // whole, shards + at) for at in range(last) for shard in range(*edges[at : at + 2])
+        ]
+        sender = dict(owned)
+        along_column += [((of_columns[rank % columns], (sender[rank],)), 1 / shards) for rank in range(shards)]
+        for at, (first, end) in enumerate(pairwise(edges)):
+            owners = sorted(owner for owner, _ in owned[first:end])
+            along_column.append((((*owners, shards + at),), held / len(owners)))
+    else:
+        along_column += [((of_columns[rank % columns],), 1 / shards) for rank in range(shards)]
     steps = (
-        (1 - part, 1, 0, None),
-        (1.0, 1, 1, scatters[0]),
-        (part, columns - 1, 0, None),
-        (part * (1 - 1 / rows), 1, 0, None),
-        (part, 1, 2, scatters[1]),
-        (1 / ranks, rows - 1, 0, None),
-        (1 / ranks, 1, 0, None),
-        (1 / ranks, 1, 2, gathers[0]),
-        (part, 1, 2, gathers[1]),
+        (1 - 1 / columns, 1, 0, None),
+        (1.0, 1, 1, _direct_traffic(along_row, ranks_per_node, 1.0)),
+        (1 / columns, columns - 1, 0, None),
+        (held if short else held * (1 - 1 / whole), 1, 0, None),
+        (held, 1, 2, _direct_traffic(along_column, ranks_per_node, held)),
+        (1 / shards, len(rows) - 1, 0, None),
+        (1 / shards, 1, 0, None),
+        (1 / shards, 1, 2, _direct_traffic(along_column, ranks_per_node, 1 / shards)),
+        (held, 1, 2, _direct_traffic(along_row, ranks_per_node, held)),
         (1.0, 1, 0, None),
     )
     tasks = enumerate(zip(option, steps, strict=True))
     return tuple(Step(task, *each, number > 5, sums=number in (2, 5)) for number, (task, each) in tasks)
 
 
-def _group_traffic(group_of: Sequence[int], ranks_per_node: int, size: int, each: float) -> Traffic:
-    """Traffic of groups of `size` ranks in which every pair exchanges directly. group_of: the group of each rank, in rank order.
-    each: bytes from a rank to another one, as a multiple of what the rank holds."""
-    inside, between, of_node = [], [], [0] * (len(group_of) // ranks_per_node)
-    for rank, group in enumerate(group_of):
-        first = rank - rank % ranks_per_node
-        inside.append(group_of[first : first + ranks_per_node].count(group) - 1)
-        between.append(size - 1 - inside[-1])
-        of_node[rank // ranks_per_node] += between[-1]
-    if ranks_per_node == len(group_of):
-        return Traffic(Load(size - 1, (size - 1) * each), Load(0, 0.0), (size - 1) * each, sum(inside) * each, rounds=(1, 0))
-    flows = Flows(max(of_node) * each, max(of_node))
-    intra, inter = Load(max(inside), max(inside) * each), Load(max(between), flows.factor)
-    rounds = min(1, intra.messages), min(1, inter.messages)
-    return Traffic(intra, inter, (size - 1) * each, ranks_per_node * intra.factor, flows, flows, rounds=rounds)
+_Sends = tuple[tuple[Sequence[int], ...], float]
+"""The ranks to which a rank sends, itself among them, in sorted sequences; the part of the bucket that goes to each."""
+
+
+def _direct_traffic(sends: Sequence[_Sends], ranks_per_node: int, held: float) -> Traffic:
+    """Traffic in which ranks exchange directly. held: the part of the bucket that a rank holds."""
+    loads, of_node = list[tuple[int, int, float]](), list[tuple[float, int]]()
+    within = 0.0
+    for first in range(0, len(sends), ranks_per_node):
+        end, own = first + ranks_per_node, list[tuple[int, int, float]]()
+        for peers, part in sends[first:end]:
+            inside = 0
+            if ranks_per_node > 1:
+                inside = sum(bisect_left(each, end) - bisect_left(each, first) for each in peers) - 1
+            own.append((inside, sum(map(len, peers)) - 1 - inside, part / held))
+        loads += own
+        of_node.append((sum(outside * part for _, outside, part in own), sum(outside for _, outside, _ in own)))
+        within = max(within, sum(inside * part for inside, _, part in own))
+    near, far = (max(load[way] for load in loads) for way in (0, 1))
+    intra = Load(near, max(inside * part for inside, _, part in loads))
+    sent = max((inside + outside) * part for inside, outside, part in loads)
+    if ranks_per_node == len(sends):
+        return Traffic(intra, Load(0, 0.0), sent, within, rounds=(1, 0))
+    flows = Flows(*max(of_node))
+    return Traffic(intra, Load(far, flows.factor), sent, within, flows, flows, rounds=(min(1, near), min(1, far)))

@@ -70,6 +70,9 @@ _FEW_RANKS = 4
 ranks vectors have all-reduces of their own."""
 _MOST_DIRECT = 16
 """Most ranks that exchange payloads directly by default. With more ranks a chunk of 8 MiB at 4 bits has messages below 64 KB."""
+_MOST_UNEVEN_DIRECT = 128
+"""Most ranks that exchange payloads directly by default where their number is prime. A grid with a shorter last row encodes once
+more, and its phases are a few percent longer."""
 _BYTES_FOR_EACH_RANK, _CHUNK_BYTES = 2**20, 8 * 2**20
 _LEAST_LARGE_BUCKETS = 8
 """A model has at least so many buckets, before buckets get larger than `_CHUNK_BYTES`."""
@@ -257,11 +260,12 @@ class Policy(_Default, frozen=True, kw_only=True):
 
     def _flat_scheme(self, ranks: int) -> str:
         """The grid for many ranks, if all specs that encode can travel by it as by all-to-all."""
+        many = ranks > (_MOST_DIRECT if columns_of(ranks) < ranks else _MOST_UNEVEN_DIRECT)
         grid = COLLECTIVES["grid"]
         specs = [self.default, *(spec for _, spec in self.rules), getattr(as_schedule(self.schedule), "correction", None)]
         encoding = [spec for spec in specs if spec is not None and spec.encodes]
         fits = all(spec.schemes[0] == "alltoall" and grid.carries(spec) for spec in encoding)
-        return grid.name if encoding and fits and ranks > _MOST_DIRECT and columns_of(ranks) < ranks else FLAT
+        return grid.name if encoding and fits and many else FLAT
 
     def _assign(self, tensors: Sequence[TensorInfo]) -> dict[str, Spec]:
         specs: dict[str, Spec] = {}

@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from gradwire._version import __version__
-from gradwire.core import columns_of
+from gradwire.core import peers_of, rows_of
 from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.kernels.cpu import available
 from gradwire.transport.adapters import adapter_gbps
@@ -237,11 +237,10 @@ class Rendezvous(GroupMeeting):
 
     def _usual(self, name: str) -> int:
         """How many connections a mesh has with most plans: with the ranks at the same place of all nodes and those of its own, or
-        with a row and a column of the grid. Other plans may need fewer, so a grid of one row does not count."""
+        with a row and a column of the grid."""
         if name in (CONTROL, HEARTBEATS) or self._world_size <= AT_ONCE:
             return len(self._first(name))
-        on_nodes, columns = Counter(self.nodes).values(), columns_of(self._world_size)
-        usual = min(columns + self._world_size // columns - 2, 4 * math.isqrt(self._world_size))
+        on_nodes, usual = Counter(self.nodes).values(), peers_of(rows_of(self._world_size))
         if 1 < len(on_nodes) < self._world_size:
             usual = len(on_nodes) + max(on_nodes) - 2
         return max(usual, 8 + 2 * (self._world_size - 1).bit_length())

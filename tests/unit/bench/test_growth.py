@@ -91,9 +91,10 @@ def test_simulated_steps_grow_far_less_than_those_of_all_reduce():
     slopes = {name: slope([each["ranks"] for each in found], [each[name] for each in found]) for name in COLUMNS}
     assert slopes["fixed_ms"] < 0.05 < slopes["ddp_ms"] and slopes["joint_ms"] < 0.05
     assert [each["peers"] for each in found] == [15, 14, 30], "beyond 16 ranks a grid"
+    assert all(each["quick_ms"] <= each["fixed_ms"] for each in found), "most messages cost less than the first one"
     assert slopes["sent_mb"] < 0.05 and slopes["messages"] < 0.5
-    others = [point(bert_large(), 128, 8), point(bert_large(), 67)]
-    assert [each["peers"] for each in others] == [15 + 7, 66], "between nodes, and without a grid"
+    others = [point(bert_large(), 128, 8), point(bert_large(), 67), point(bert_large(), 131)]
+    assert [each["peers"] for each in others] == [15 + 7, 66, 21], "between nodes, directly, and with a shorter last row"
     text = section(found, slopes, 389, 334_000_000, others)
     assert "\n| 128 | 8 |" in text and "\n| 67 | 1 |" in text
     assert "to 256 ranks" in text and text.count("\n| 64 |") == 1

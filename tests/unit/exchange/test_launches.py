@@ -21,7 +21,7 @@ import torch
 
 import gradwire as gw
 from gradwire.collectives import ops
-from gradwire.core import TensorInfo, columns_of
+from gradwire.core import TensorInfo, rows_of
 from gradwire.engine.gradients import _cut
 from gradwire.exchange.layout import BucketBuffers, build_buckets, random_streams
 from gradwire.transport import Grid, Group, Meter
@@ -165,10 +165,19 @@ def test_the_launches_of_a_grid_do_not_grow_with_the_ranks(size: int, spec: Any,
     """A piece has three encodes, two sums and one decode, however many payloads. Vectors that travel uncompressed take more, as
     do the sums of shards with vectors."""
     counted, link, _ = launches(spec, size, monkeypatch)
-    pieces, columns = counted["qsgd_encode"] // 3, columns_of(size)
+    pieces, columns = counted["qsgd_encode"] // 3, rows_of(size)[0]
     assert link.exchanges == 4 * pieces and counted["qsgd_encode"] == 3 * pieces
     sums_term_by_term = 2 * pieces - counted["decode_sum"]
     assert counted["qsgd_decode"] <= pieces + sums_term_by_term * (columns - 1) and sums_term_by_term <= pieces
+    assert counted.total() <= 1200
+
+
+def test_a_rank_of_a_shorter_last_row_has_no_more_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It owns no shard: it encodes no whole sum, and adds up no row's sums."""
+    counted, link, _ = launches(gw.QSGD(bits=4), 131, monkeypatch)
+    pieces = counted["qsgd_encode"] // 2
+    assert link.exchanges == 4 * pieces and counted["qsgd_encode"] == 2 * pieces and counted["decode_sum"] <= pieces
+    assert counted["qsgd_decode"] <= pieces + (pieces - counted["decode_sum"]) * rows_of(131)[-1]
     assert counted.total() <= 1200
 
 

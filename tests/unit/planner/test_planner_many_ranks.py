@@ -88,7 +88,9 @@ def test_no_plan_is_shorter_than_the_bound() -> None:
     ("ranks", "per_node", "spec", "scheme"),
     [
         (16, 1, BITS, TWO_PHASES),
-        (17, 1, BITS, TWO_PHASES),  # prime: one row
+        (17, 1, BITS, TWO_PHASES),  # prime: no even grid
+        (127, 1, BITS, TWO_PHASES),
+        (131, 1, BITS, GRID),
         (18, 1, BITS, GRID),
         (64, 64, BITS, GRID),
         (64, 1, TopK(0.01), COLLECTIVES["allgather"].on("gpu")),
