@@ -146,3 +146,35 @@ def energies_after(counts: tuple[int, int], schedule: str) -> list[torch.Tensor]
 def test_a_rank_without_a_batch_in_join_takes_up_the_scale(threads: Threads, schedule: str) -> None:
     first, second = threads.run(2, energies_after, (6, 2), schedule)
     assert all(bool(energy.any()) and torch.equal(energy, other) for energy, other in zip(first, second, strict=True))
+
+
+def steps_with_one_that_raised(raised_on: int) -> tuple[list[str], str]:
+    """The words of what raised in the third step of `handle.join()`, where this rank ends before its backward, and the weights
+    after a reset and another step."""
+    model, words = built(0, lambda: Given([(40, 50), (30, 20)])), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plan = gw.Policy(default=gw.ErrorFeedback(gw.QSGD(bits=2)))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with handle.join():
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = scaler.scale(model(model.random_gradients(here.rank, step)))
+            try:
+                if step == 2 and here.rank == raised_on:
+                    raise ValueError("no batch")
+                loss.backward()
+                scaler.step(optimizer)
+                scaler.update()
+            except (ValueError, gw.GradwireError) as error:
+                words.append(str(error))
+                handle.reset()
+    weights = digest(model.parameters())
+    handle.detach()
+    return words, weights
+
+
+def test_a_forward_that_raises_in_join_with_a_scaler_is_mended(threads: Threads) -> None:
+    (first, weights), (second, other) = threads.run(2, steps_with_one_that_raised, 1)
+    assert second == ["no batch"] and weights == other
+    assert len(first) == 1 and "rank 1 left it after 0 of 2 gradients" in first[0]

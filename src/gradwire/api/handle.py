@@ -209,12 +209,13 @@ class Handle:
                 "count as 1 in it. Give all ranks the same number of batches, or use a spec with magnitudes, such as "
                 "gw.EFSignSGD()."
             )
-        reducer.control.joining, reducer.active = True, list(range(session.group.world_size))
+        reducer.control.join(True)
+        reducer.active = list(range(session.group.world_size))
         try:
             yield
             session.join_the_others()
         finally:
-            reducer.control.joining = False
+            reducer.control.join(False)
 
     def attach(self) -> None:
         """Adopt changes of the model's parameters: added layers, thawed or converted parameters (`model.to(dtype)`), or

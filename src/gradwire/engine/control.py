@@ -130,6 +130,10 @@ class ControlExchange:
         self._rides, self._watched = values, None
         return lambda: self._watched
 
+    def join(self, joining: bool) -> None:
+        """The rank enters or leaves `handle.join()`."""
+        self.joining, self._some_scaled = joining, False
+
     @property
     def tells_scale(self) -> bool:
         """Whether ranks tell each other the scale of the loss before a step, since some may be without a batch."""

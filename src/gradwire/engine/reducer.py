@@ -345,8 +345,7 @@ class Reducer:
         if torch._C._current_graph_task_id() == -1:
             raise StepStateError("this backward is compiled autograd, whose end gradwire cannot see. Switch it off.")
         self._outer_task = torch._C._current_graph_task_id()
-        self.observers.begins()
-        self.begin_by_schedule()
+        self.begin_beside()
         self.arrivals.task = NO_BACKWARD if self._deferred else self._outer_task
         Variable._execution_engine.queue_callback(partial(self._end, BackwardState.DONE))
 
@@ -357,14 +356,19 @@ class Reducer:
             raise reentrant_refusal(self.names[index])
         self._deferred = self._began_inside = True
         self._outer_task = self._outermost_task
-        self.observers.begins()
-        self.begin_by_schedule()
+        self.begin_beside()
 
     def _end_outermost(self) -> None:
         self._outermost_task = NO_BACKWARD
         if self._began_inside:
             self._began_inside = False
             self._end(BackwardState.DONE)
+
+    def begin_beside(self) -> None:
+        """Begin a step as all ranks do: first they tell each other what a step needs, whether they have a backward or not."""
+        if self.schedule.traits.sends_in_backward:
+            self.observers.begins()
+        self.begin_by_schedule()
 
     def begin_by_schedule(self) -> None:
         """Let the schedule begin a step. Raises StepStateError if it does not."""
@@ -504,7 +508,7 @@ class Reducer:
         if isinstance(schedule, Launches):
             schedule.send_nothing(BackwardState.OUT)
             return
-        self.begin_by_schedule()
+        self.begin_beside()
         self._end(BackwardState.OUT)
 
     @told_to_all
@@ -616,7 +620,7 @@ def taken_in_backward(reducer: Reducer, name: str, optimizer: str) -> GradwireEr
         return StepStateError(words)
     reducer.lanes.check()
     if not reducer.in_hand:
-        reducer.begin_by_schedule()
+        reducer.begin_beside()
     return leave(reducer, words)
 
 
@@ -653,7 +657,7 @@ def announce_change(reducer: Reducer) -> None:
         if parameter is not None and parameter.grad is not None and parameter.grad is gradient.handed:
             parameter.grad = parameter.grad.clone()  # what was accumulated, before the slot is zeroed
         gradient.take_over(None)
-    reducer.begin_by_schedule()
+    reducer.begin_beside()
     for index in range(len(reducer.slots)):
         reducer.put(index, None)
         reducer.send(index)
@@ -673,7 +677,7 @@ def reset(reducer: Reducer) -> bool:
     if reducer.lanes.failure is None:
         # a forward or a backward that raised before its first gradient: other ranks run the step that this rank leaves
         if reducer.arrivals.awaited and not reducer.in_hand and schedule.traits.sends_in_backward:
-            reducer.begin_by_schedule()
+            reducer.begin_beside()
         if reducer.in_hand:
             was_left(reducer, "reset() was called")
     if (failure := reducer.lanes.failure) is not None:

@@ -619,8 +619,6 @@ class Session(Observer):
         while self.reducer.active:
             last_active = self.reducer.active
             self._broadcast_buffers(model)
-            if self.schedule.traits.sends_in_backward:
-                self._script.begins(self.exchange, self.settle)
             self.reducer.run_out()
         if last_active != everybody:
             what = "the parameters of the rank that trained last"
