@@ -42,7 +42,7 @@ METHODS = {
     AUTO: f"{GRADWIRE_PREFIX}auto",
 }
 """The methods by their names in tables. 4 bits are the policy that AdaptiveBits begins with: vectors stay uncompressed."""
-DECIDING_STEPS = 15
+DECIDING_STEPS = 70
 LAST = 10
 """Steps at the end of which the loss is the mean."""
 WANTED = 1.15

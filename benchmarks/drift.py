@@ -102,11 +102,15 @@ def _rank(name: str, links: list[str]) -> None:
     handle = gw.parallelize(model, optimizer)
     step = 0
 
+    def decisions() -> list[gw.AutoDecision]:
+        """Those that changed something, or answered a change. A second look may end with the plan of before."""
+        return [each for each in handle.decisions if each.second_look is None or each.second_look.swapped]
+
     def train(steps: int, until_decisions: int | None = None) -> int | None:
         """So many steps; fewer if there are so many decisions before. How many steps that took, None if they did not come."""
         nonlocal step
         for taken in range(steps):
-            if until_decisions is not None and len(handle.decisions) >= until_decisions:
+            if until_decisions is not None and len(decisions()) >= until_decisions:
                 return taken
             job.loss(model, job.batch(ranks.rank, ranks.world_size, step)).backward()
             optimizer.step()
@@ -123,13 +127,13 @@ def _rank(name: str, links: list[str]) -> None:
         finally:
             if burner is not None:
                 burner.terminate()
-        told = {"steps": BUSY_STEPS, "seconds": time.monotonic() - began, "decisions": [str(d) for d in handle.decisions]}
+        told = {"steps": BUSY_STEPS, "seconds": time.monotonic() - began, "decisions": [str(d) for d in decisions()]}
         if ranks.rank == 0:
             print(json.dumps({"job": name} | told), flush=True)
     answers = []
     for link in links:
         train(SETTLED_STEPS)
-        before = len(handle.decisions)
+        before = len(decisions())
         if ranks.rank == 0:
             print(CHANGE + link, flush=True)
         steps = train(MOST_STEPS, until_decisions=before + 1)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from benchmarks.campaigns.matrix_cells import AGGRESSIVE, CANDIDATES, EXACT, METHODS, POWERSGD, RIVALS, SAFE, WINDOW, MatrixCell
 from benchmarks.campaigns.matrix_first import JUDGED_STEPS
-from gradwire.auto.trial import MOST_STEPS
 from gradwire.bench.names import UNLIMITED, check_job
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.results import BenchRun
@@ -35,8 +34,8 @@ WARMUP_STEPS = 3
 MOST_TURN_STEPS = 4
 TURN_S = 1.5
 """A turn of plain DDP takes about so long, and has at least one step and at most `MOST_TURN_STEPS`."""
-DECIDING_STEPS = MOST_STEPS + 3
-"""A deciding method takes these steps in one turn: the most that it may need, and a few under its choice."""
+DECIDING_STEPS = 70
+"""A deciding method takes these steps in one turn at most: a trial, a second look at the choice, and a few under its choice."""
 LEARNERS = (SAFE, AGGRESSIVE, POWERSGD)
 """Methods that learn otherwise than DDP. They train until they have DDP's loss."""
 LEARNERS_STEPS = 1.2

@@ -460,6 +460,9 @@ class Auto(Driver):
     def _watching(self, live: Live, us: float) -> None:
         if live.warms_up:
             return  # these steps send more bytes than later ones
+        if live.is_compared and not self.searching:
+            self._watch.runs(live.plan)
+            return  # some of these steps are held back, and none may run another plan
         self._warn_of_codecs(live)
         asked = self._watch.step(live, us)
         if live.step == self._watch.measured_step:
@@ -481,10 +484,9 @@ class Auto(Driver):
         plan = self._offers[runs].plan
         try:
             self._change_to(live, runs, plan)
-        except (PlanError, FormatError):  # the engine does not run an option of the rival, on any rank
-            look.leave_out()
-        else:
-            self._watch.runs(plan, judged=not look.tries)
+        except (PlanError, FormatError):  # the engine does not run the plan, on any rank
+            look.leave_out(runs)
+        self._watch.runs(live.plan, judged=not look.tries)
 
     def _decide_again(self, live: Live, look: SecondLook) -> None:
         """Keep the faster one of two plans after the second look."""

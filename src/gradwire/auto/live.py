@@ -227,6 +227,11 @@ class Live(AllRanks):
         return self.job.exchange.warms_up(max(0, self.step - 1))
 
     @property
+    def is_compared(self) -> bool:
+        """Whether an observer compares steps, as `handle.profile()` does."""
+        return any(each.compares for each in self.lanes.observers)
+
+    @property
     def codec_problem(self) -> str:
         """The fault of the codecs that run, in a few words; '' if there is none."""
         return self.job.witness.problem

@@ -106,9 +106,11 @@ class SecondLook:
             self._find_rival(us, compute_us)
         return self.rival
 
-    def leave_out(self) -> None:
-        """The rival cannot run on some rank: the chosen plan goes on."""
-        self.runs, self.over = self.before, True
+    def leave_out(self, index: int) -> None:
+        """This plan cannot run on some rank any more: the other one goes on."""
+        self.over = True
+        if self.rival is not None:
+            self.runs = self.before if index == self.rival else self.rival
 
     def _is_slow(self, us: float) -> bool:
         return us >= SLOWER * self._candidates[self.before].predicted_us

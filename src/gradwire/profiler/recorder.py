@@ -43,6 +43,8 @@ class _RecordedStep:
 class Recorder(Observer, LanesObserver):
     """Records the steps of a parallelized model until `remove`, or until `wanted` steps have ended."""
 
+    compares = True
+
     def __init__(self, session: Session, steps: int) -> None:
         model, parameters = session.model, session.parameters
         assert model is not None

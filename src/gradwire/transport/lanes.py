@@ -143,6 +143,8 @@ class LanesObserver:
 
     holds = False
     """Whether lanes get no bucket before all buckets of the step are ready, so that nothing is encoded or sent in backward."""
+    compares = False
+    """Whether steps are compared with each other, so that all must run the same plan."""
     times_device = False
     """Whether steps are timed on the device, where lanes only queue their work (`Exchange.device_times`)."""
 

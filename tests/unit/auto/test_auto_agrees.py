@@ -64,6 +64,8 @@ class MadeUpJob:
         self.later_us: dict[str, float] = {}
         """What plans take after step 6, by digest, where that is another time."""
         self.exposed_part = 0.0
+        self.compares = False
+        """Whether an observer compares all steps."""
 
     def offers(self) -> list[Offer]:
         made = []
@@ -83,6 +85,7 @@ class MadeUpLive:
         self.group = SimpleNamespace(rank=rank, world_size=2)
         self.session = SimpleNamespace(optimizers=[], parameters={})
         self.codec_problem, self.warms_up, self.queues = "", False, False
+        self.is_compared = job.compares
         self.inputs, self.bytes_between_nodes = 64, [(1 - rank) * 10**6 * job.long] * 4  # rank 1 sends inside its node alone
         self.exposed_us = self.link_us = 0.0
         self.began_s: float | None = None
@@ -284,6 +287,17 @@ def test_both_ranks_swap_a_plan_that_is_slower_than_predicted_for_a_faster_rival
         (kept,) = [each.name for each in second.recorded().alternatives if each.kept]
         assert kept == second.chosen.name and str(second) == "; ".join(second.recorded().words)
     assert repr(decisions[0]) == repr(decisions[1])
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_no_rival_runs_while_steps_are_compared(made_up: None, compares: bool) -> None:
+    plain, chosen, rival = PLANS[0], PLANS[2], PLANS[4]
+    foretold = {plain.digest(): 5e5, chosen.digest(): 1e5, rival.digest(): 1.2e5}
+    real = {"real_us": dict.fromkeys(foretold, 1e5) | {PLANS[-1].digest(): 2e5}, "noise": 0.02, "drop": 1.0, "exposed_part": 0.5}
+    later = {chosen.digest(): 1.4e5, rival.digest(): 1.2e5}
+    plans, decisions, _ = run(1, plans=[plain, chosen, rival], foretold=foretold, later_us=later, compares=compares, **real)
+    assert len(decisions[0]) == (1 if compares else 2)
+    assert plans[0][-1] == (chosen if compares else rival).digest()
 
 
 def test_a_rival_that_no_rank_can_run_is_left_out(made_up: None) -> None:

@@ -123,8 +123,16 @@ def test_steps_with_a_sign_of_a_change_do_not_count() -> None:
 def test_a_rival_that_cannot_run_ends_the_look() -> None:
     look = looked(FORETOLD, {"A": 115.0})
     assert look.window([140.0] * PART_STEPS, [COMPUTE_US] * PART_STEPS) == 1 and look.tries
-    look.leave_out()
+    look.leave_out(1)
     assert look.over and look.runs == 0 and not look.tries and 1 not in look.parts
+
+
+def test_a_chosen_plan_that_cannot_come_back_leaves_the_rival() -> None:
+    look = looked(FORETOLD, {"A": 115.0})
+    look.window([140.0] * PART_STEPS, [COMPUTE_US] * PART_STEPS)
+    assert look.window([120.0] * PART_STEPS, [COMPUTE_US] * PART_STEPS) == 0
+    look.leave_out(0)
+    assert look.over and look.runs == 1 and not look.tries
 
 
 def test_without_a_measured_choice_or_a_rival_there_is_no_look() -> None:
