@@ -15,6 +15,8 @@ from worlds import Given, digest
 
 import gradwire as gw
 from gradwire.auto.trial import MOST_STEPS
+from gradwire.core import COLLECTIVES
+from gradwire.plan import between_nodes
 from gradwire.transport import lanes
 
 
@@ -132,6 +134,21 @@ def test_leaders_of_uneven_nodes_give_the_mean_of_all(threads: Threads, spec: gw
             error = (value.double() - mean).norm() / mean.norm()
             assert torch.equal(value, first) and error < {0: 1e-6, 8: 0.02, 4: 0.3}[getattr(spec, "bits", 0)]
     assert sum(sent for _, sent in led) < 0.55 * sum(sent for _, sent in flat)
+
+
+@pytest.mark.parametrize("names", ["ab", "aabb", "aaabb"])
+def test_two_nodes_give_each_other_whole_payloads(threads: Threads, names: str) -> None:
+    """As many bytes cross as in two phases. All ranks decode the same payloads, each of which was encoded once."""
+    ranks, spec, option = len(names), gw.QSGD(bits=4), COLLECTIVES["allgather"].on("cpu")
+    own = option if ranks == 2 else between_nodes(option, leaders=names == "aaabb")
+    one, two = (threads.run(ranks, summed, names, spec, scheme) for scheme in (" ".join(own), None))
+    true = list(Given([(300, 128), 7, (40, 128)], seed=0).mean_of(lambda rank: gradients_of(rank), ranks))
+    lost = []
+    for ends in (one, two):
+        assert all(torch.equal(value, first) for values, _ in ends for value, first in zip(values, ends[0][0], strict=True))
+        lost.append(max((value.double() - mean).norm() / mean.norm() for value, mean in zip(ends[0][0], true, strict=True)))
+    assert lost[0] < 0.9 * lost[1]
+    assert sum(sent for _, sent in one) == pytest.approx(sum(sent for _, sent in two), rel=0.02)
 
 
 def gradients_of(rank: int) -> list[torch.Tensor]:

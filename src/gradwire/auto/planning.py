@@ -9,9 +9,21 @@ import msgspec
 
 from gradwire.auto.accuracy import policy_of, specs_under, steps_for_one
 from gradwire.auto.trial import Candidate
-from gradwire.core import Backward, Cluster, Costs, Identity, Plan, Profile, Schedule, Spec
+from gradwire.core import (
+    COLLECTIVES,
+    Backward,
+    Bucket,
+    Cluster,
+    Costs,
+    Identity,
+    Plan,
+    Profile,
+    Schedule,
+    Spec,
+    as_schedule,
+)
 from gradwire.errors import PlanError
-from gradwire.plan import FLAT, Policy, Uniform, codes_own_gradient, launch_of
+from gradwire.plan import FLAT, Policy, Uniform, between_nodes, carries, codes_own_gradient, launch_of
 from gradwire.planner import EVALUATIONS, PlanningJob, ddp_draft, joint
 from gradwire.transport import merge_rounds
 
@@ -27,6 +39,8 @@ _PLAIN = (Uniform(Identity(), scheme=FLAT), Uniform(Identity(), scheme=FLAT, buc
 _FEWEST_EVALUATIONS = 20
 _FAR_BUCKETS = 3, 1
 """How many buckets to look at over a far link, where each waits long for messages that carry little."""
+_FEW_NODES = 4
+"""The most nodes that may give each other whole payloads."""
 
 
 class Offer(NamedTuple):
@@ -172,9 +186,24 @@ class _Plans:
         return policy.plan(self.infos, self.ranks, self.per_node)
 
     def _ways(self, policy: Policy) -> list[Policy]:
-        """Return the policy, and its flat twin if ranks share nodes and the policy does not name a scheme."""
-        flat = [msgspec.structs.replace(policy, scheme=FLAT)] if self.shared and policy.scheme is None else []
-        return [policy, *flat]
+        """Return the policy. If it names no scheme, also its flat twin where ranks share nodes, and its twin of one phase."""
+        schemes = [] if policy.scheme is not None else [FLAT] * self.shared + self._one_phase(policy)
+        return [policy, *(msgspec.structs.replace(policy, scheme=scheme) for scheme in schemes)]
+
+    def _one_phase(self, policy: Policy) -> list[str]:
+        """Return the scheme by which a few far nodes give each other whole payloads, if all specs can travel so.
+
+        Two phases wait for the distance twice. Between two nodes one phase sends as many bytes: a half of each is one whole.
+        Between more each payload crosses several times, which pays where links are fast."""
+        cluster, schedule, device = self.job.cluster, as_schedule(policy.schedule), self.infos[0].device
+        if not (2 <= cluster.nodes <= _FEW_NODES and cluster.is_far) or schedule.gathers_in_forward or not policy.default.encodes:
+            return []
+        option = COLLECTIVES["allgather"].on(device)
+        if cluster.ranks_per_node > 1:
+            option = between_nodes(option, leaders=cluster.uneven)
+        specs = [policy.default, *(spec for _, spec in policy.rules), *([schedule.correction] if schedule.correction else [])]
+        fits = all(carries(option, spec, device) for spec in specs if spec.encodes)
+        return [" ".join(option)] * fits
 
     def add(self, *plans: Plan) -> None:
         for plan in plans:
@@ -269,7 +298,17 @@ def words_of(plan: Plan) -> str:
     if inside:
         words += ", hierarchical"
         words += " and compressed inside nodes too" * any(codes_own_gradient(option) for option in inside)
+    if any(_is_one_phase(bucket) for bucket in plan.buckets):
+        words += ", in one phase"
     schedule = plan.schedule
     if schedule == Backward():
         return words
     return f"{words}, {repr(schedule) if schedule.costs_accuracy else schedule.word}"
+
+
+def _is_one_phase(bucket: Bucket) -> bool:
+    """Whether nodes give each other whole payloads, where by default each part has an owner who adds it up."""
+    option, spec = bucket.option, bucket.main_spec
+    across = [task for task in option if task.endswith(":inter")]
+    exact_inside = len(option) == 3 or not codes_own_gradient(option)
+    return across == ["allgather:inter"] and exact_inside and spec.encodes and spec.schemes[0] != "allgather"

@@ -7,6 +7,7 @@ from gradwire.plan.policy import EMBEDDINGS, Policy, Uniform, Where, launch_of
 from gradwire.plan.schemes import (
     FLAT,
     RESTRICTED,
+    between_nodes,
     carries,
     check_known,
     codes_own_gradient,
@@ -19,6 +20,6 @@ from gradwire.plan.schemes import (
 
 __all__ = [
     "DEVICES", "EMBEDDINGS", "FLAT", "RESTRICTED", "AdaptiveBits", "Option", "Policy", "Tuned", "Uniform", "Where",
-    "carries", "check_known", "codes_own_gradient", "correction_plan", "encodes_again", "launch_of", "names_of", "option_of",
-    "select", "tasks_of", "tree", "with_buckets",
+    "between_nodes", "carries", "check_known", "codes_own_gradient", "correction_plan", "encodes_again", "launch_of", "names_of",
+    "option_of", "select", "tasks_of", "tree", "with_buckets",
 ]  # fmt: skip

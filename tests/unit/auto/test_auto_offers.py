@@ -27,7 +27,7 @@ from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, on_trial,
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.costs import CodecCosts
 from gradwire.core.schedules import Backward, Delayed, Pipelined
-from gradwire.core.specs import Spec
+from gradwire.core.specs import DGC, PowerSGD, Spec
 from gradwire.errors import PlanError
 from gradwire.plan import AdaptiveBits, Policy, Uniform
 from gradwire.planner import PlanningJob
@@ -92,21 +92,60 @@ def test_a_far_backward_waits_for_the_reports_of_ranks(alpha_us: float, ranks: i
 
 @pytest.mark.parametrize("spec", [QSGD(bits=4), WEIGHTED], ids=repr)
 def test_over_a_far_link_a_spec_is_offered_in_few_buckets(spec: Spec) -> None:
-    """Each bucket waits for the latency twice. No search is made in no time, so policies alone are offered."""
+    """Each bucket waits for the latency four times. No search is made in no time, so policies alone are offered."""
     tensors = [
         TensorProfile(name=f"w{index}", shape=(500, 500), dtype="float32", backward_us=8000.0, forward_us=4000.0)
         for index in range(24)
     ]
     job = Profile(model="made up", batch=1, device="cpu", optimizer_us=10_000.0, tensors=tensors)
     best: dict[float, Any] = {}
-    for alpha_us in (100.0, 50_000.0):
+    for alpha_us in (100.0, 100_000.0):
         link = Link(alpha_us, 0.1, message_us=100.0)
-        two = Cluster(nodes=2, ranks_per_node=1, intra=link, inter=link)
-        made = offers(job, two, costs((spec,)), (spec,), seconds=0.0)
+        many = Cluster(nodes=20, ranks_per_node=1, intra=link, inter=link)
+        made = offers(job, many, costs((spec,)), (spec,), seconds=0.0)
         best[alpha_us] = next(offer for offer in made if not offer.candidate.plain)
     near, far = (best[alpha_us] for alpha_us in best)
     assert len(far.plan.buckets) <= 3 < len(near.plan.buckets)
     assert not any(bucket.chunk_bytes for bucket in far.plan.buckets), "none is cut"
+
+
+ONE_PHASE = {
+    (1, False): ("comp:cpu", "allgather:inter", "decomp:cpu"),
+    (2, False): ("reducescatter:intra", "comp:cpu", "allgather:inter", "decomp:cpu", "allgather:intra"),
+    (2, True): ("reduce:intra", "comp:cpu", "allgather:inter", "broadcast:intra", "decomp:cpu"),
+}
+
+
+@pytest.mark.parametrize(("per_node", "uneven"), ONE_PHASE)
+@pytest.mark.parametrize(
+    ("nodes", "alpha_us", "gbps", "is_faster"),
+    [(2, 25_000.0, 0.1, True), (2, 1_000.0, 0.1, False), (3, 50_000.0, 1.0, True), (5, 50_000.0, 1.0, False)],
+)
+def test_few_far_nodes_give_each_other_whole_payloads(
+    per_node: int, uneven: bool, nodes: int, alpha_us: float, gbps: float, is_faster: bool
+) -> None:
+    """They wait for the distance once. Of more nodes each would send its payload many times, and near ones do not wait long."""
+    link = Link(alpha_us, gbps, message_us=40.0)
+    shape = Cluster(nodes=nodes, ranks_per_node=per_node, intra=Link(50.0, 10.0), inter=link, uneven=uneven)
+    specs, schedules = specs_of("safe", TENSORS, 4), schedules_of("aggressive", ("pipelined", "delayed"), 2)
+    every = costs((*specs, ErrorFeedback(QSGD(bits=4)), QSGD(bits=8)))
+    made = offers(profile(), shape, every, specs, seconds=0.0, schedules=schedules)
+    options = {each.candidate.name: {bucket.option for bucket in each.plan.buckets} for each in made}
+    one = [name for name, found in options.items() if ONE_PHASE[per_node, uneven] in found]
+    assert bool(one) == is_faster
+    assert one == [name for name in options if "in one phase" in name]
+    assert not any("pipelined" in name for name in one), "nothing is left to gather in the next forward"
+    for schedule in ("backward", "delayed") if is_faster else ():
+        own = [each.candidate for each in made if each.plan.schedule.word == schedule and not each.candidate.plain]
+        assert not own or min(own, key=lambda each: each.predicted_us).name in one
+
+
+def test_what_cannot_travel_in_one_phase_keeps_two() -> None:
+    """Sums of PowerSGD are made on the wire, and DGC remembers a rank's own gradient, not the sum of a node."""
+    far = shared_nodes(Link(50.0, 10.0), Link(25_000.0, 0.1, message_us=40.0))
+    for spec in (PowerSGD(rank=4), DGC(0.1)):
+        made = offers(profile(), far, costs((spec,)), (spec,), seconds=0.0)
+        assert not any("in one phase" in offer.candidate.name for offer in made)
 
 
 @pytest.mark.parametrize(("gbps", "lossy"), [(0.0001, True), (1.0, False)])
