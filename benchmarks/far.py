@@ -9,6 +9,7 @@ is there is not measured again, unless --again. The tables go to docs/far_links.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +20,11 @@ from rich.console import Console
 
 from benchmarks.common import RESULTS, write
 from benchmarks.markdown import table
-from benchmarks.sleeping_cells import failures, found_by, is_whole, milliseconds, ratio
+from benchmarks.sleeping_cells import failures, found_by, is_whole, milliseconds, predicted_ms, ratio
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
+from gradwire.bench.statistics import wire_us
 from gradwire.core.files import write_whole
 
 FOLDER = RESULTS / "far"
@@ -52,6 +54,11 @@ How long a step takes between two sites, by their distance. The bench's transfor
 - **Emulated**, and measured by `python -m benchmarks far`. Computation is a timed sleep. Median steps of rank means, in ms.
 - A delay is a round trip. A rate is that of one site, in each direction, and its machines share it.
 - **4 bits** is `gw.QSGD(bits=4)` with the schedule [`backward`](schedules.md). **delayed** makes no corrections.
+- **possible** is the largest of three, for the plan of **auto**. All computation, and then the last gradient's way: half a round
+  trip for each phase of its exchange, and one for the ranks' reports. Forward, the bytes between sites at the site's rate, and
+  half a round trip for the last ones and for reports. The processor time of all ranks and of the relay, over the machine's
+  processors. **of possible** is that over auto's step. "-": the row lacks what this needs.
+- **predicted** is auto's own prediction over its step. **predicted, all** is the same with all schedules.
 - **hiding** says how many times shorter the better one of pipelined and delayed is than 4 bits alone.
 - **auto** uses `backward`, as by default. With all schedules it may use `pipelined` too. It cannot take `delayed` here:
   `delayed` works with torch's own optimizers only, and this job has another one. Specs with
@@ -99,7 +106,14 @@ def run(arguments: list[str]) -> int:
         done = run_bench(request, None, ProgressView(Console(stderr=True)))
         found = {name: found_by(done.cell(JOB, UNLIMITED, method)) for name, method in METHODS.items()}
         failed += failures(path.stem, found)
-        about = {"nodes": options.nodes, "mbps": options.rate, "delay_ms": delay, "steps": options.steps}
+        processors = len(os.sched_getaffinity(0))
+        about = {
+            "nodes": options.nodes,
+            "mbps": options.rate,
+            "delay_ms": delay,
+            "steps": options.steps,
+            "processors": processors,
+        }
         between = None if done.between_sites is None else msgspec.structs.asdict(done.between_sites)
         write(path, about | {"between_sites": between, "methods": found}, quiet=True)
         for note in done.notes:
@@ -121,9 +135,39 @@ def tables_of(results: list[dict[str, Any]]) -> list[str]:
         for result in results:
             if (result["mbps"], result["nodes"]) == (mbps, nodes):
                 times = (milliseconds(result["methods"][name]["step_ms"]) for name in METHODS)
-                rows.append([f"{result['delay_ms']} ms{old_mark(result)}", *times, ratio(*hiding(result))])
-        lines += ["", f"{SITES} sites, {nodes} machines, {mbps} Mb/s:", "", *table(("delay", *METHODS, "hiding"), rows, left=1)]
+                more = (*of_auto(result), ratio(*hiding(result)))
+                rows.append([f"{result['delay_ms']} ms{old_mark(result)}", *times, *more])
+        columns = ("delay", *METHODS, "possible", "of possible", "predicted", "predicted, all", "hiding")
+        lines += ["", f"{SITES} sites, {nodes} machines, {mbps} Mb/s:", "", *table(columns, rows, left=1)]
     return lines
+
+
+def of_auto(result: Mapping[str, Any]) -> list[str]:
+    """What could be reached with auto's plan, how near auto came, and its predictions over its steps."""
+    auto, every, bound = result["methods"]["auto"], result["methods"]["auto, all schedules"], possible_ms(result)
+    return [
+        "-" if bound is None else milliseconds(bound),
+        ratio(bound, auto["step_ms"]),
+        *(ratio(predicted_ms(each), each["step_ms"]) for each in (auto, every)),
+    ]
+
+
+def possible_ms(result: Mapping[str, Any]) -> float | None:
+    """The least time of a step with the plan that auto chose; None for results that lack a part of it."""
+    auto, alone, between = result["methods"]["auto"], result["methods"]["no communication"], result.get("between_sites") or {}
+    needed = (alone["step_ms"], auto.get("crossing_mb"), auto.get("phases"), between.get("wire_bytes"), result.get("processors"))
+    if None in needed:
+        return None
+    half_ms, crossing_bytes = result["delay_ms"] / 2, 1e6 * auto["crossing_mb"]
+    wire_ms = wire_us(crossing_bytes / SITES, result["mbps"] / 1e3) / 1e3
+    relay_ms = 1e3 * between["cpu_s"] * crossing_bytes / max(1, between["wire_bytes"])
+    return float(
+        max(
+            alone["step_ms"] + (auto["phases"] + 1) * half_ms,
+            alone["forward_ms"] + wire_ms + 2 * half_ms,
+            (result["nodes"] * auto["cpu_ms"] + relay_ms) / result["processors"],
+        )
+    )
 
 
 def old_mark(result: Mapping[str, Any]) -> str:

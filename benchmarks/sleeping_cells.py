@@ -5,7 +5,7 @@ from typing import Any
 
 from gradwire.bench.results import Cell, Decided
 
-__all__ = ["failures", "found_by", "is_whole", "milliseconds", "ratio"]
+__all__ = ["failures", "found_by", "is_whole", "milliseconds", "predicted_ms", "ratio"]
 
 
 def found_by(cell: Cell | None) -> dict[str, Any]:
@@ -21,6 +21,8 @@ def found_by(cell: Cell | None) -> dict[str, Any]:
         "cpu_ms": _ms(cell.cpu_us),
         "codec_ms": _ms(cell.codec_us),
         "planned_mb": None if cell.planned_bytes is None else round(cell.planned_bytes / 1e6, 3),
+        "crossing_mb": None if cell.crossing_bytes is None else round(cell.crossing_bytes / 1e6, 3),
+        "phases": cell.phases,
         "decided": [_decided(each) for each in cell.decided],
         "failure": cell.failure,
     }
@@ -29,6 +31,15 @@ def found_by(cell: Cell | None) -> dict[str, Any]:
 def _decided(one: Decided) -> dict[str, Any]:
     times = {"predicted_ms": _ms(one.predicted_us), "measured_ms": _ms(one.measured_us)}
     return {"step": one.step, "chosen": one.chosen, "cost_s": round(one.cost_us / 1e6, 2)} | times
+
+
+def predicted_ms(found: Mapping[str, Any]) -> float | None:
+    """The step that the last decision of a method predicted; None where it decided nothing, and in results that lack it.
+
+    >>> predicted_ms({"decided": [{"predicted_ms": 9.0}, {"predicted_ms": 8.0}]}), predicted_ms({"decided": [{}]})
+    (8.0, None)
+    """
+    return found["decided"][-1].get("predicted_ms") if found["decided"] else None
 
 
 def is_whole(result: Mapping[str, Any], names: Iterable[str]) -> bool:

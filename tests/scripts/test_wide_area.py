@@ -11,8 +11,10 @@ import pytest
 
 from benchmarks.laboratory import Found, measured, too_far
 from gradwire.errors import TestbedError
-from gradwire.testbed import EmulatedCluster, RelayCounts, WideArea, namespaces, parse_wide_area
+from gradwire.testbed import EmulatedCluster, RelayCounts, WideArea, emulate, namespaces, parse_wide_area
 from gradwire.testbed.network import site_of
+from gradwire.testbed.supervisor import ProcessEnd
+from gradwire.testbed.wide_area import Relay
 
 
 def test_what_is_written_is_read() -> None:
@@ -146,6 +148,30 @@ with EmulatedCluster(2, sites=2, wan="10ms") as cluster:
     print(cluster._relay._process.pid, flush=True)
     time.sleep(60)
 """
+
+
+@pytest.mark.network
+def test_ranks_keep_their_exit_code_where_the_relay_has_ended(
+    clean: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def supervise(cluster: EmulatedCluster, argv: list[str]) -> ProcessEnd:
+        assert cluster._relay is not None
+        cluster._relay._process.kill()
+        cluster._relay._process.wait()
+        return ProcessEnd(3, None)
+
+    monkeypatch.setattr(EmulatedCluster, "supervise", supervise)
+    assert emulate(2, 1, None, None, ["-c", "0"], sites=2, wan="1ms") == 3
+    assert "the relay between sites ended with exit code -9" in caplog.text
+
+
+def test_a_relay_that_ends_before_it_answers_has_ended() -> None:
+    relay = Relay.__new__(Relay)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    relay._process = subprocess.Popen(["sh", "-c", "read order; exit 4"], text=True, **pipes)
+    with pytest.raises(TestbedError, match="ended with exit code 4: nothing reaches"):
+        relay.counts()
+    relay.close()
 
 
 @pytest.mark.network

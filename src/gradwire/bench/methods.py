@@ -75,6 +75,17 @@ class Method(ABC):
     def bytes_planned(self) -> int | None:
         """Return the bytes of gradients that this rank plans to send in a step; None if unknown."""
 
+    @property
+    def crossing_bytes(self) -> int | None:
+        """Return the bytes of gradients that this rank plans to send to other nodes in a step, to other sites where there are
+        any; None if unknown."""
+        return None
+
+    @property
+    def phases(self) -> int | None:
+        """Return how often, one after another, the exchange of a bucket waits for other nodes or sites; None if unknown."""
+        return None
+
     def codec_seconds(self) -> float | None:
         """Return the CPU seconds of a step's encodes and decodes, measured alone; None if they cannot run alone."""
         return None
@@ -209,6 +220,15 @@ class Gradwire(Method):
     @property
     def bytes_planned(self) -> int | None:
         return self.handle.stats().wire_bytes
+
+    @property
+    def crossing_bytes(self) -> int | None:
+        return self.handle.stats().inter_bytes
+
+    @property
+    def phases(self) -> int | None:
+        crossing = ([task for task in bucket.option if task.endswith(":inter")] for bucket in self.handle.plan.buckets)
+        return max(sum(1 + task.startswith("allreduce") for task in tasks) for tasks in crossing)
 
     def codec_seconds(self) -> float | None:
         return self.handle.time_codec(CODEC_REPEATS)

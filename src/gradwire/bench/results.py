@@ -107,6 +107,8 @@ class MethodRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sent_bytes: list[list[int]]
     """Bytes that the rank's interface sent during the step, for all ranks that share the interface."""
     planned_bytes: list[int | None]
+    crossing_bytes: list[int | None] = []
+    phases: int | None = None
     codec_us: list[float | None]
     counted: tuple[int, int] | None = None
     """The range of measured steps; null: all steps after the warm-up."""
@@ -164,6 +166,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Bytes per rank and step at the interface's counter, including headers and acknowledgements."""
     planned_bytes: int | None = None
     """Planned bytes per rank and step; null if unknown."""
+    crossing_bytes: int | None = None
+    """Planned bytes of a step that go to other nodes, to other sites where there are any, of all ranks together; null if
+    unknown."""
+    phases: int | None = None
+    """How often, one after another, the exchange of a bucket waits for other nodes or sites; null if unknown."""
     counted_over_planned: float | None = None
     cpu_us: float | None = None
     codec_us: float | None = None
@@ -219,6 +226,12 @@ class BetweenSites(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The longest time by which a frame was late."""
     full_queue_segments: int
     """Segments for which a link's queue had no room, as in a router."""
+    dropped_frames: int | None = None
+    """Frames that the kernel dropped because the relay came too late to read them."""
+    wire_bytes: int | None = None
+    """Bytes that sites sent to each other, with the headers of all segments."""
+    cpu_s: float | None = None
+    """Processor seconds of the relay."""
 
 
 class BenchRun(Document, frozen=True, kw_only=True):

@@ -248,6 +248,9 @@ class _Runner:
             late_frames=counts.late_frames,
             latest_ms=round(1e3 * counts.latest_s, 3),
             full_queue_segments=counts.full_queue_segments,
+            dropped_frames=counts.dropped_frames,
+            wire_bytes=counts.wire_bytes,
+            cpu_s=round(counts.cpu_s, 3),
         )
         if (problem := counts.problem()) is not None:
             self.notes.append(f"{title}: {problem}")

@@ -31,7 +31,7 @@ def step_times(times_us: Sequence[float]) -> StepTimes:
     )
 
 
-def wire_us(planned_bytes: int, gbps: float | None) -> float:
+def wire_us(planned_bytes: float, gbps: float | None) -> float:
     """Return the time that the bytes need on an idle link, in microseconds; 0 on an unlimited link.
 
     >>> round(wire_us(6_000_000, 0.5))
@@ -92,6 +92,8 @@ def cells_from(record: WorkerRecord, link: str, gbps: float | None, ranks_per_no
             backward_us=_median_of_counted(method.backward_us, ranges[method.method]),
             counted_bytes=sent,
             planned_bytes=planned,
+            crossing_bytes=_sum(method.crossing_bytes),
+            phases=method.phases,
             counted_over_planned=sent / planned if planned else None,
             cpu_us=_median_of_counted(method.cpu_us, ranges[method.method]),
             codec_us=codec,
@@ -111,6 +113,12 @@ def cells_from(record: WorkerRecord, link: str, gbps: float | None, ranks_per_no
             held_out=method.held_out,
         )
     return cells
+
+
+def _sum(of_ranks: Sequence[int | None]) -> int | None:
+    """Return the sum over ranks; None where one is unknown."""
+    known = [each for each in of_ranks if each is not None]
+    return sum(known) if known and len(known) == len(of_ranks) else None
 
 
 def _max_speedup(alone: Alone | None, world_size: int, planned_bytes: int | None, gbps: float | None) -> float | None:

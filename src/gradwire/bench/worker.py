@@ -46,8 +46,8 @@ RACE_TURN_S, RACE_TURNS = 3.0, 30
 HELD_OUT = 8
 HELD_OUT_FROM = 900_000
 """Number of held-out batches, and step of the first one. No run trains for so many steps."""
-PER_RANK = ("wall_us", "cpu_us", "forward_us", "backward_us", "loss", "sent_bytes", "planned_bytes", "codec_us")
-SHARED = ("failure", "counted", "decided", "held_out")
+PER_RANK = ("wall_us", "cpu_us", "forward_us", "backward_us", "loss", "sent_bytes", "planned_bytes", "crossing_bytes", "codec_us")
+SHARED = ("failure", "counted", "decided", "held_out", "phases")
 """Fields of a `MethodRecord` with one value for all ranks, from rank 0. The other fields have a value from each rank."""
 
 
@@ -66,6 +66,8 @@ class Contestant(msgspec.Struct):
     held_out: list[tuple[int, float]] = []
     sent_bytes: list[int] = []
     planned_bytes: int | None = None
+    crossing_bytes: int | None = None
+    phases: int | None = None
     codec_us: float | None = None
     decided: list[Decided] = []
 
@@ -239,7 +241,9 @@ class Contest:
 
     def _look_at_plan(self, contestant: Contestant) -> None:
         assert contestant.method is not None
-        contestant.planned_bytes = contestant.method.bytes_planned
+        method = contestant.method
+        contestant.planned_bytes, contestant.crossing_bytes = method.bytes_planned, method.crossing_bytes
+        contestant.phases = method.phases
         self.ranks.meet()
         seconds = contestant.method.codec_seconds()
         contestant.codec_us = None if seconds is None else seconds * 1e6

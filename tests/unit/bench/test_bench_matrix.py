@@ -315,6 +315,7 @@ class FakeMethod:
     """Decides in its seventh step; its loss falls by one a step."""
 
     bytes_planned = 100
+    crossing_bytes = phases = None
     forward_us = backward_us = 1.0
     wrong_on_purpose = False
 

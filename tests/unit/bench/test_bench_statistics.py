@@ -1,12 +1,15 @@
 """Numbers, table and summary that follow from what was recorded."""
 
 import io
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from rich.console import Console
 
+import gradwire as gw
 from gradwire.bench.demo import METHODS, DemoSummary, closing_lines, draw_demo, summarise, summary_table
+from gradwire.bench.methods import Gradwire
 from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
 from gradwire.bench.statistics import alone_from, cells_from, median_ratio, step_times, wire_us
 from gradwire.bench.table import FULL_WIDTH, tables
@@ -69,6 +72,26 @@ def alone():
 
 def cells(link="500mbit", gbps=0.5):
     return {cell.method: cell for cell in cells_from(record(), link, gbps, 1, alone())}
+
+
+def test_bytes_between_nodes_are_those_of_all_ranks() -> None:
+    told = record()
+    floor, ddp, ours, _ = told.methods
+    known = msgspec.structs.replace(ours, crossing_bytes=[2_000_000, 1_000_000], phases=2)
+    partly = msgspec.structs.replace(ddp, crossing_bytes=[2_000_000, None])
+    made = cells_from(msgspec.structs.replace(told, methods=[floor, partly, known]), "500mbit", 0.5, 1, alone())
+    assert [(cell.crossing_bytes, cell.phases) for cell in made] == [(None, None), (None, None), (3_000_000, 2)]
+
+
+def test_phases_of_a_plan_are_those_between_nodes() -> None:
+    def phases_of(policy: gw.Policy) -> int:
+        tensors = [gw.TensorInfo("w", (1000, 10), "float32"), gw.TensorInfo("b", (10,), "float32")]
+        handle = SimpleNamespace(plan=policy.plan(tensors, 4, 2))
+        return Gradwire.phases.fget(SimpleNamespace(handle=handle))  # type: ignore[attr-defined]
+
+    assert phases_of(gw.Uniform(gw.QSGD(bits=4))) == phases_of(gw.Uniform(gw.Identity())) == 2
+    one = "reducescatter:intra comp:cpu allgather:inter decomp:cpu allgather:intra"
+    assert phases_of(gw.Uniform(gw.QSGD(bits=4), scheme=one)) == 1
 
 
 def test_cells_follow_their_definitions():
