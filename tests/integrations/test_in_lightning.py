@@ -1,6 +1,7 @@
 """Lightning's Trainer with gradwire's strategy: DDP's numbers under an identity plan, checkpoints, logs."""
 
 import os
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,38 @@ def test_a_checkpoint_is_taken_up_bit_for_bit(framework_worlds: Worlds, tmp_path
     assert {"rank0/step", "rank1/step"} <= saved.keys()
     assert framework_worlds.run(2, taken_up, str(tmp_path), plan, deadline_s=300.0) == whole
     assert whole[0][2] == (plan is FEEDBACK)
+
+
+def saved_after(folder: str, plan: Any) -> tuple[str, str, bool]:
+    """Fit to the fourth step, and save then."""
+    trainer = trainer_of(folder, plan, max_steps=4)
+    end = fitted(trainer)
+    trainer.save_checkpoint(f"{folder}/step=4.ckpt")
+    return end
+
+
+def test_a_checkpoint_that_is_saved_after_fit_is_taken_up_bit_for_bit(framework_worlds: Worlds, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = framework_worlds.run(2, saved_on_the_way, str(tmp_path / "whole"), FEEDBACK, deadline_s=300.0)
+    framework_worlds.run(2, saved_after, str(tmp_path), FEEDBACK, deadline_s=300.0)
+    assert {"rank0/step", "rank1/step"} <= torch.load(tmp_path / "step=4.ckpt", weights_only=True)["gradwire"].keys()
+    assert framework_worlds.run(2, taken_up, str(tmp_path), FEEDBACK, deadline_s=300.0) == whole
+
+
+def taken_up_with_words(folder: str, plan: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        taken_up(folder, plan)
+    return [str(each.message) for each in caught if "no 'gradwire'" in str(each.message)]
+
+
+def test_a_checkpoint_without_a_state_is_told(framework_worlds: Worlds, tmp_path: Path) -> None:
+    framework_worlds.run(2, saved_after, str(tmp_path), FEEDBACK, deadline_s=300.0)
+    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    del saved["gradwire"]
+    torch.save(saved, tmp_path / "step=4.ckpt")
+    for words in framework_worlds.run(2, taken_up_with_words, str(tmp_path), FEEDBACK, deadline_s=300.0):
+        assert len(words) == 1 and "Residuals begin at zero" in words[0]
 
 
 def test_a_checkpoint_is_taken_up_by_three_ranks(framework_worlds: Worlds, tmp_path: Path) -> None:

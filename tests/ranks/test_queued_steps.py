@@ -106,6 +106,26 @@ def test_no_checkpoint_holds_a_step_whose_sums_never_arrived(
     assert on_double(saves, monkeypatch, stuck, save) == [True, False]
 
 
+def saves_after_a_failure(group: Any, stuck: set[DeviceStreams], mendable: bool) -> tuple[bool, bool]:
+    """Whether the weights that the last good step left are saved, and whether the handle's state is."""
+    training = Training(group, stuck)
+    training.step()
+    training.lanes.fail(gw.CommunicationError("a rank is gone"), mendable)
+    weights = training.model.state_dict()
+    try:
+        training.handle.state_dict()
+    except gw.GradwireError:
+        return bool(weights), False
+    return bool(weights), True
+
+
+@pytest.mark.parametrize("mendable", [False, True], ids=["failed", "void"])
+def test_weights_can_be_saved_after_a_failure_of_a_later_step(
+    mendable: bool, stuck: set[DeviceStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert on_double(saves_after_a_failure, monkeypatch, stuck, mendable) == [(True, False)] * 2
+
+
 def saves_optimizer(group: Any, stuck: set[DeviceStreams]) -> tuple[bool, bool]:
     """Whether this rank could save the optimizer's state, with shards, after a step that ended and after one that did not."""
     model = Given([300, 20], seed=0)

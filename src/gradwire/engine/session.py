@@ -576,7 +576,7 @@ class Session(Observer):
 
     def _before_state_dict(self, *arguments: Any) -> None:
         """A checkpoint holds no step whose sums never arrived."""
-        self.lanes.await_queued()
+        self.lanes.check_queued()
 
     def _before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module is not self._model():

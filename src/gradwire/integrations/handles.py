@@ -116,13 +116,14 @@ def resume_together(exchange: Exchange, state: Mapping[str, Any], others: Mappin
         raise
 
 
-def gather_states(handle: Handle) -> dict[str, torch.Tensor]:
+def gather_states(handle: Handle, kept: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """The states of all ranks in one dictionary on the first rank of the handle's group, on the CPU; nothing on the others.
-    Collective, between steps. A rank without a state, as in the middle of a step, raises its error, and others StepStateError."""
+    Collective, between steps. kept: this rank's, where the handle is detached. A rank without a state, as in the middle of a
+    step, raises its error, and others StepStateError."""
     group, device = handle.session.group, handle.session.device
     data, problem = b"", None
     try:
-        data = to_bytes(handle.state_dict())
+        data = to_bytes(handle.state_dict() if kept is None else kept)
     except Exception as error:  # the other ranks wait for this one
         problem = error
     own = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8).to(device)

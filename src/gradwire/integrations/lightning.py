@@ -6,6 +6,7 @@ Importing this module registers the strategy's name, so that `Trainer(strategy="
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -64,6 +65,10 @@ class GradwireStrategy(DDPStrategy):
         self._recording: Recording | None = None
         self._training = ExitStack()
         self._saved: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, torch.Tensor] | None = None
+        """This rank's state at the end of the last fit, on the CPU; None if that ended with an error."""
+        self._lacks_state = False
+        """Whether the checkpoint that was loaded has optimizer states, and nothing of gradwire."""
 
     def configure_ddp(self) -> None:
         """Wrap nothing."""
@@ -78,7 +83,13 @@ class GradwireStrategy(DDPStrategy):
         self._training.callback(lines_to(partial(_write, trainer)))
         device, saved = self.handle.session.device, self._saved
         load_state(self.handle.session, lambda: {k: v.to(device) for k, v in saved.items()} if saved else None)
-        self._saved = {}
+        if self._lacks_state:
+            warnings.warn(
+                f"the checkpoint has optimizer states and no {_KEY!r}: it was saved with another strategy, or after a failure. "
+                "Residuals begin at zero, and plan='auto' decides anew.",
+                stacklevel=2,
+            )
+        self._saved, self._lacks_state = {}, False
         if self._folder:
             self._recording = self._training.enter_context(self.handle.record(self._folder))
 
@@ -109,26 +120,42 @@ class GradwireStrategy(DDPStrategy):
                     logger.log_hyperparams({f"gradwire_decision_{trainer.global_step}": decision})
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save Lightning's checkpoint, with the states of all ranks if the checkpoint has optimizer states."""
-        if self._tracked is not None and self.handle is not None and "optimizer_states" in checkpoint:
-            checkpoint[_KEY] = gather_states(self.handle)
+        """Save Lightning's checkpoint, with the states of all ranks if the checkpoint has optimizer states. After `fit` these are
+        the states at its end."""
+        kept = None if self._tracked is not None else self._kept
+        has_state = self._tracked is not None or kept is not None
+        if self.handle is not None and has_state and "optimizer_states" in checkpoint:
+            checkpoint[_KEY] = gather_states(self.handle, kept)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load Lightning's checkpoint. `setup_optimizers` loads gradwire's part later."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._saved = checkpoint.get(_KEY, {})
+        self._lacks_state = bool(checkpoint.get("optimizer_states")) and not self._saved
         return checkpoint
 
     def teardown(self) -> None:
         """Detach gradwire from the module."""
         self._detach()
-        self._saved = {}
+        self._saved, self._lacks_state = {}, False
         super().teardown()
 
     def _detach(self) -> None:
+        if self._tracked is not None and self.handle is not None:
+            # after an error a checkpoint is saved without it: other ranks may be gone, and would be waited for
+            self._kept = None if self.lightning_module.trainer.interrupted else self._state()
         self._training.close()
         self._tracked = self._recording = None
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """This rank's state, on the CPU; empty where memory is short for it."""
+        assert self.handle is not None
+        try:
+            return {key: value.cpu() for key, value in self.handle.state_dict().items()}
+        except Exception as error:  # the end of a fit goes on
+            warnings.warn(f"this rank's state for a later checkpoint could not be kept: {error}", stacklevel=2)
+            return {}
 
 
 def _write(trainer: Trainer, line: str) -> None:

@@ -501,6 +501,12 @@ class Lanes:
         self.first_incomplete()
         self.check()
 
+    def check_queued(self) -> None:
+        """Wait until the operations of the last step have completed. Raises CommunicationError if one failed, and for no other
+        failure: what the last good step left can be saved."""
+        if self.first_incomplete() != COMPLETE or self._incomplete is not None:
+            self.check()
+
     def _incomplete_here(self) -> GradwireError:
         assert self._incomplete is not None
         step, bucket = self._incomplete
