@@ -71,7 +71,7 @@ def most(size: int) -> float:
 
 PLANS = {
     "grid": gw.QSGD(bits=4),
-    "uneven grid": gw.Policy(default=gw.QSGD(bits=4), scheme="grid"),
+    "uneven grid": gw.Policy(default=gw.QSGD(bits=4), scheme="grid", exempt_vectors=False),
     "ring": gw.Policy(default=gw.Cast("bfloat16"), scheme="ring", exempt_vectors=False),
     "tree": gw.Policy(default=gw.Cast("bfloat16"), scheme="tree", exempt_vectors=False),
     "exact": gw.Identity(),
