@@ -119,7 +119,7 @@ def test_the_time_of_samples_is_a_small_share_of_the_time_of_steps(monkeypatch: 
 
 
 def test_auto_warns_once_with_the_cure_and_never_in_the_aggressive_class() -> None:
-    plan = SimpleNamespace(buckets=[SimpleNamespace(specs={gw.QSGD(bits=4)})])
+    plan = SimpleNamespace(buckets=[SimpleNamespace(specs={gw.QSGD(bits=4)})], schedule=gw.Backward())
     live: Any = SimpleNamespace(group=SimpleNamespace(rank=0), codec_problem="it is wrong", plan=plan, step=7)
     auto = Auto("safe", ("backward",), 2)
     with pytest.warns(UserWarning, match=r"in step 7, with QSGD\(bits=4, block=128\), it is wrong\. .* accuracy='exact'"):
@@ -130,3 +130,5 @@ def test_auto_warns_once_with_the_cure_and_never_in_the_aggressive_class() -> No
         Auto("aggressive", ("backward",), 2)._warn_of_codecs(live)
         live.group.rank = 1
         Auto("safe", ("backward",), 2)._warn_of_codecs(live)
+        live.group.rank, plan.schedule = 0, gw.LocalSteps()
+        Auto("safe", ("backward", "local"), 2)._warn_of_codecs(live)

@@ -454,8 +454,11 @@ class Auto(Driver):
             self._again(live, asked.step_us, asked.compute)
 
     def _warn_of_codecs(self, live: Live) -> None:
-        """Warn once, on rank 0, of a codec that distorts gradients. The class "aggressive" accepts such codecs."""
-        if self._warned or self.accuracy == "aggressive" or live.group.rank or not (problem := live.codec_problem):
+        """Warn once, on rank 0, of a codec that distorts gradients. The class "aggressive" accepts such codecs, and changes of
+        weights are no gradients that an optimizer sees."""
+        if self._warned or self.accuracy == "aggressive" or live.plan.schedule.sends_weights or live.group.rank:
+            return
+        if not (problem := live.codec_problem):
             return
         self._warned = True
         codecs = " and ".join(sorted({repr(spec) for bucket in live.plan.buckets for spec in bucket.specs if spec.encodes}))
