@@ -736,9 +736,10 @@ class Exchange:
     def _become(self, made: "Exchange") -> None:
         """Go on with the buckets of another exchange of the same tensors."""
         if made is not self:
-            kept = self._tensors, self.meters
+            kept, weight = (self._tensors, self.meters), self.weight
             vars(self).update(vars(made))
             self._tensors, self.meters = kept
+            self.weigh(weight)
             self._own_lanes()
 
     def _own_lanes(self) -> None:
