@@ -305,6 +305,31 @@ def test_the_reduce_and_the_gather_phase_alone(threads: Threads, spec: gw.Spec, 
         assert all(told)
 
 
+def weighed_later() -> list[float]:
+    """The mean of 1 and 2 of ranks with the weights 0 and 2: after a change of plans, after the warm-up of a spec, and after
+    a state was loaded."""
+    mine = {"w": torch.empty(64, 8)}
+    exchange, found = exchange_of(mine, plan=gw.QSGD(bits=8)), []
+    exchange.weigh(2.0 * here.rank)
+    warming = gw.ErrorFeedback(gw.QSGD(bits=2), warm_up_steps=1)
+    for act in (
+        lambda: exchange.change_to(gw.Uniform(warming).plan([info_of("w", mine["w"])], here.world_size)),
+        lambda: None,
+        lambda: exchange.load_state_dict(exchange.state_dict()),
+    ):
+        act()
+        mine["w"].fill_(1.0 + here.rank)
+        exchange.average_()
+        found.append(float(mine["w"].mean()))
+    exchange.close()
+    return found
+
+
+def test_the_weight_of_a_rank_stays_over_changes(threads: Threads) -> None:
+    for found in threads.run(2, weighed_later):
+        assert found == pytest.approx([2.0, 2.0, 2.0], abs=0.01)
+
+
 def resumed() -> bool:
     plan = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)))
 

@@ -102,15 +102,17 @@ def own_threads() -> list[str]:
     return sorted(each.name for each in threading.enumerate() if each.name.startswith("gradwire"))
 
 
-def test_residuals_go_on_to_a_group_of_another_size() -> None:
-    spec = gw.ErrorFeedback(gw.TopK(0.1))
+@pytest.mark.parametrize(("scheme", "factors"), [("allgather", [1.5]), ("alltoall", [1.5, 1.0])])
+def test_residuals_go_on_to_a_group_of_another_size(scheme: str, factors: list[float]) -> None:
+    """Those of the own gradient are parts of a mean over other ranks, those of the sum are of the mean."""
+    spec = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), scheme=scheme)
 
     def train(group: Group) -> dict[str, torch.Tensor]:
         exchange = gw.Exchange({"values": gradient(group.rank)}, spec, group)
         exchange.average_()
-        carried = exchange.residuals.carried()
+        state = exchange.residuals.state()
         exchange.abort()
-        return carried
+        return state
 
     kept = together(3, train, "three")
 
@@ -122,8 +124,10 @@ def test_residuals_go_on_to_a_group_of_another_size() -> None:
         return carried, step
 
     for rank, (carried, step) in enumerate(together(2, go_on, "two")):
-        assert step == 7 and kept[rank]["residual/values"].any()
-        assert torch.allclose(carried["residual/values"], 1.5 * kept[rank]["residual/values"])
+        encodes = [key for key in sorted(kept[rank]) if kept[rank][key].any()]
+        assert step == 7 and encodes == [f"residual/{encode}/values" for encode in range(len(factors))]
+        expected = sum(factor * kept[rank][key] for factor, key in zip(factors, encodes, strict=True))
+        assert torch.allclose(carried["residual/values"], expected)
 
 
 def test_residuals_of_a_step_that_failed_are_those_before_it() -> None:

@@ -395,16 +395,16 @@ class Exchange:
         made.residuals.take_over(self.residuals.carried())
         self._become(made)
 
-    def go_on(self, carried: State, step: int, ranks: int) -> None:
-        """Begin at this step with what an exchange of the same tensors over other ranks has not sent: `residuals.carried()`.
+    def go_on(self, kept: State, step: int, ranks: int) -> None:
+        """Begin at this step with what an exchange of the same tensors over other ranks has not sent: `residuals.state()`.
         Between steps, with an equal step on every rank; sends nothing.
 
-        ranks: the number of ranks of that exchange. Residuals are parts of a mean, so they are multiplied by the old number of
-        ranks over the new one.
+        ranks: the number of ranks of that exchange. A rank's own gradient is divided by it, so residuals of that are multiplied
+        by the old number of ranks over the new one.
         """
         self._check_idle("go_on")
         made = self if not self.outdated(step) else self._running(self.plan, step)
-        made.residuals.take_over(made.residuals.fitting(for_other_ranks(carried, ranks / self.group.world_size)))
+        made.residuals.take_over(made.residuals.fitting(for_other_ranks(kept, ranks / self.group.world_size)))
         self._become(made)
         self.step = step
 
@@ -736,9 +736,10 @@ class Exchange:
     def _become(self, made: "Exchange") -> None:
         """Go on with the buckets of another exchange of the same tensors."""
         if made is not self:
-            kept = self._tensors, self.meters
+            kept, weight = (self._tensors, self.meters), self.weight
             vars(self).update(vars(made))
             self._tensors, self.meters = kept
+            self.weigh(weight)
             self._own_lanes()
 
     def _own_lanes(self) -> None:

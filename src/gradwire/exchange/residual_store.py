@@ -288,9 +288,11 @@ def added_up(states: Iterable[State]) -> dict[str, torch.Tensor]:
     return total
 
 
-def for_other_ranks(carried: State, factor: float) -> dict[str, torch.Tensor]:
-    """Multiply what ranks have not sent by `factor`, and leave what is the same on all ranks as it is."""
-    return {key: value if is_alike(key) else value * factor for key, value in carried.items()}
+def for_other_ranks(state: State, factor: float) -> dict[str, torch.Tensor]:
+    """Return `added_up` of this state, for ranks of another number. Parts of the rank's own gradient, which it divided by the
+    number of ranks, are multiplied by `factor`. What a later encode left of a sum stays as it is: a part of the mean."""
+    own = {key: value * factor for key, value in state.items() if not is_alike(key) and key.split("/", 2)[1] in ("0", LEFT)}
+    return added_up([{**state, **own}])
 
 
 def scaled(carried: State, factor: float) -> dict[str, torch.Tensor]:
@@ -302,7 +304,7 @@ def scaled(carried: State, factor: float) -> dict[str, torch.Tensor]:
 
 
 def is_alike(key: str) -> bool:
-    """Whether the values of this key of `Remembered.carried` are the same on all ranks."""
+    """Whether the values of this key of `Remembered.state` or `carried` are the same on all ranks."""
     return key.partition("/")[0] in (SHARED, ENERGY)
 
 

@@ -6,7 +6,8 @@ that make the step together. While the quorum stays, so does the exchange. Other
 1. They reach the store of one of them, under the quorum's name, and make a group and an exchange there.
 2. Members that are at the step already give their state to those that are not: weights, optimizer, step. No bytes are unpickled.
    The others do not wait for it: a joiner catches up (`catch_up.py`). Only in step 0, and where members are islands, all wait.
-3. Residuals go on, multiplied by the old number of members over the new one. Joiners begin with zeros.
+3. Residuals go on; those of a member's own gradient are multiplied by the old number of members over the new one. Joiners begin
+   with zeros.
 
 A member whose exchange fails leaves the group at once, so that the others' exchanges fail too, and asks for a new quorum.
 """
@@ -149,7 +150,7 @@ class Members:
         if exchange is not None:
             exchange.abort()
             put_back()
-            self._kept = ({}, 1) if catch_up is not None else (exchange.residuals.carried(), exchange.group.world_size)
+            self._kept = ({}, 1) if catch_up is not None else (exchange.residuals.state(), exchange.group.world_size)
         if catch_up is not None:
             catch_up.join()
             self._named = catch_up.named
@@ -164,10 +165,11 @@ class Members:
         group = self._lighthouse.group_of(quorum)
         exchange = self.exchange = Exchange(self._tensors, self._plan, group)
         exchange.go_on(self._kept[0], quorum.max_step, self._kept[1])
+        self._kept = {}, 1
         waits, joiners = not self._catches_up or not quorum.max_step, quorum.recover_dst_replica_ranks
         key, card, data = f"state of {meeting_name(quorum)}", MemberCard(quorum.heal or not self._took_part, {}), b""
         if joiners:
-            alike = {key: value for key, value in exchange.residuals.carried().items() if is_alike(key)}
+            alike = {key: value for key, value in exchange.residuals.state().items() if is_alike(key)}
             state = self._state.save()
             data = to_bytes({"alike": alike, **(state if waits else {})})
             card.sends = dict.fromkeys(joiners, len(data))
