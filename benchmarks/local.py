@@ -6,16 +6,17 @@
 
 All methods of a link train the bench's transformer for equal seconds, in turns, in one run (`race_s` of the bench). The goal is
 the loss that plan="auto" has at its end. A link's results go to benchmarks/results/local/LINK-NODES-EVERY.json after each turn.
-A link whose run came to its end, with no method failing, is not measured again, unless --again. The tables of all links go into
-docs/local_steps.md. A method that fails is named and takes no further part; the exit status is 1 then. Needs network namespaces,
-and torchft for its DiLoCo, which is left out otherwise (`benchmarks/campaigns/rivals.py` says how to get it).
+A link whose run came to its end, with no method failing, is not measured again, unless --again. With --only the other methods
+keep their results, marked as those of an earlier run. The tables of all links go into docs/local_steps.md. A method that fails is
+named and takes no further part; the exit status is 1 then. Needs network namespaces, and torchft for its DiLoCo, which is left
+out otherwise (`benchmarks/campaigns/rivals.py` says how to get it).
 """
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def run(arguments: list[str]) -> int:
             about = {"link": link, "nodes": options.nodes, "every": options.every, "seconds": options.seconds}
             about |= {"left_out": left_out} if left_out else {}
             race = Race(racing, about, JOB, link, nodes=options.nodes, race_s=options.seconds)
-            race.run(lambda result, path=path: write(path, result, quiet=True))
+            kept = kept_methods(path, racing, options.seconds)
+            race.run(lambda result, path=path, kept=kept: write(path, with_kept(result, kept), quiet=True))
             failed += [f"{link}: {name} failed: {why}" for name, why in race.failed.items()]
     results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
     results.sort(key=lambda each: (each["nodes"], gbps_of(each["link"]) or math.inf, -each["every"]))
@@ -114,6 +116,21 @@ def run(arguments: list[str]) -> int:
     write_between(PAGE, BEGIN, END, lines)
     print("\n".join(failed), file=sys.stderr)
     return 1 if failed else 0
+
+
+def kept_methods(path: Path, racing: Collection[str], seconds: float) -> dict[str, Any]:
+    """Return the results in a file of methods that do not race now, marked as those of an earlier run. None are kept that failed
+    or trained for other seconds."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if known.get("seconds") != seconds:
+        return {}
+    others = known["methods"].keys() - {*racing, *known.get("failed", ())}
+    return {name: found | {"earlier": True} for name, found in known["methods"].items() if name in others}
+
+
+def with_kept(result: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of a race, and behind them those of an earlier one."""
+    return {**result, "methods": {**result["methods"], **kept}}
 
 
 def table_of(result: Mapping[str, Any]) -> list[str]:
@@ -126,7 +143,7 @@ def table_of(result: Mapping[str, Any]) -> list[str]:
     for name, found in methods.items():
         seconds = reached(found["held_out"], goal)
         sooner = ("never", "-") if seconds is None or whole is None else (f"{seconds:.1f}", f"{whole / seconds:.2f}")
-        name += " (failed: see the file)" if name in failed else ""
+        name += " (failed: see the file)" if name in failed else " (in an earlier run)" if "earlier" in found else ""
         rows.append((name, str(found["steps"]), f"{found['samples']:,}", f"{found['step_ms']:.0f}",
                      f"{found['held_out'][-1][1]:.3f}", *sooner))  # fmt: skip
     head = f"{result['link']}, {result['nodes']} nodes, every {result['every']} steps, "

@@ -116,6 +116,17 @@ def test_a_run_with_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch
     assert made.index("before") < made.index("10mbit, 2 nodes") < made.index("20mbit, 2 nodes") < made.index("after")
     assert "old" not in made
 
+    path = local.FOLDER / "10mbit-2-30.json"
+    found = json.loads(path.read_text())
+    found["methods"][OTHER] = found["methods"][OURS]
+    path.write_text(json.dumps(found))
+    assert local.run([*arguments, "--again"]) == 0
+    kept = json.loads(path.read_text())["methods"]
+    assert kept[OTHER] == found["methods"][OTHER] | {"earlier": True} and "earlier" not in kept[OURS]
+    assert page.read_text().count(f"{OTHER} (in an earlier run)") == 1
+    assert local.run([*arguments, "--again", "--seconds", "60"]) == 0
+    assert OTHER not in json.loads(path.read_text())["methods"], "of other seconds"
+
 
 def test_other_periods_have_their_own_methods() -> None:
     for every in (5, 10):
