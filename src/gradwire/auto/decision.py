@@ -4,6 +4,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from gradwire.auto.local_losses import DOUBLING
 from gradwire.core import Plan, Spec
 from gradwire.engine import Driver
 from gradwire.record import Alternative
@@ -75,6 +76,8 @@ class AutoDecision:
     numbers of local steps of it."""
     second_look: Compared | None = None
     """The result of a second look at the decision before; None if plans were tried as at the start."""
+    ranks: int = 2
+    """The number of ranks."""
 
     def __str__(self) -> str:
         chosen, plain = self.chosen, self.plain
@@ -107,11 +110,13 @@ class AutoDecision:
 
     def _of_local_steps(self, before: Tried) -> str:
         runs = f"plan='auto' runs {self.chosen.name}: {self.chosen.predicted_us / 1e3:.1f} ms a step (predicted)"
+        more = f" on 2 ranks, and {100 * DOUBLING:.1f} % more for each doubling, which 4 bits every 5 steps lost on 4 ranks"
         return (
             f"{runs}; {before.name} took {(before.measured_us or 0.0) / 1e3:.1f} ms, and a step waited "
             f"{self.exposed_us / 1e3:.1f} ms for exchanges. "
             f"At equal samples the loss is expected to end {100 * self.chosen.loss_above:.1f} % above that of synchronous SGD, "
-            f"as on the bench's transformer: the same loss needs about {self.chosen.steps_for_one:.2f} times as many steps. "
+            f"as on the bench's transformer{more if self.ranks > 2 else ''}: "
+            f"the same loss needs about {self.chosen.steps_for_one:.2f} times as many steps. "
             f"Decided in {self.took_steps} steps ({self.why}). Each rank trains alone from one exchange to the next, so compare "
             "the held-out loss; without 'local' in schedules= auto does not do it." + self._ending
         )

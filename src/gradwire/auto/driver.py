@@ -415,6 +415,7 @@ class Auto(Driver):
             elsewhere=tuple(map(_foreseen, elsewhere)),
             instead_of=instead_of,
             batch_share=self._batch_share(),
+            ranks=self._ranks,
             refused=tuple(f"{kind}, since {why.rstrip('.')}" for kind, why in self._refused.items()),
         )
         self.decide(decision)

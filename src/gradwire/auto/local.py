@@ -48,7 +48,7 @@ def _priced(simulator: Simulator, cluster: Cluster, specs: Sequence[Spec]) -> It
     ranks, per_node = cluster.world_size, cluster.ranks_per_node_if_even
     for every, way, spec in product(EVERY, (averaged, streamed), specs_under(averaged(EVERY[0]), specs) or (Identity(),)):
         schedule = way(every)
-        above = loss_above(schedule, spec)
+        above = loss_above(schedule, spec, ranks)
         if above is None or profile.compute_us * steps_to_make_up(above) > (1 + ALIKE) * best_us:
             continue
         with suppress(PlanError):  # fewer tensors than fragments, or no costs of the spec

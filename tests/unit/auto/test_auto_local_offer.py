@@ -12,8 +12,9 @@ from benchmarks.local_equal import WAYS, arm_of
 from benchmarks.losses import HALFWAY, above_ddp
 from benchmarks.paired import differences
 from gradwire.auto.accuracy import LOCAL_SPECS, SPARSELOCO, check_schedules, schedules_of
+from gradwire.auto.decision import AutoDecision, Tried
 from gradwire.auto.local import local_offer, worth
-from gradwire.auto.local_losses import EVERY, STEEPNESS, averaged, loss_above, steps_to_make_up, streamed
+from gradwire.auto.local_losses import DOUBLING, EVERY, STEEPNESS, averaged, loss_above, steps_to_make_up, streamed
 from gradwire.auto.planning import Offer
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Link, Profile
@@ -59,6 +60,19 @@ def test_slower_links_pay_more_loss_for_shorter_steps() -> None:
     assert offered(1e-5).plan.buckets[0].spec == SPARSELOCO
 
 
+@pytest.mark.parametrize(("ranks", "more"), [(2, 0.0), (3, DOUBLING), (4, DOUBLING), (5, 2 * DOUBLING), (16, 3 * DOUBLING)])
+def test_more_ranks_end_higher_and_the_line_says_from_what_it_is_known(ranks: int, more: float) -> None:
+    wide = msgspec.structs.replace(cluster(0.01), nodes=ranks)
+    made = local_offer(profile(), wide, COSTS, LOCAL_SPECS)
+    assert made is not None
+    above = loss_above(schedule_of(made), made.plan.buckets[0].spec)
+    assert above is not None and made.candidate.loss_above == pytest.approx(above + more, abs=6e-5)
+    local = Tried("local", 1.0, None, 0, made.candidate.steps_for_one, made.candidate.loss_above)
+    plain = Tried("plain", 1.0, 1.0, 3)
+    line = str(AutoDecision(5, "at the start", local, plain, (plain,), 5, 0.0, 0.0, instead_of=plain, ranks=ranks))
+    assert ("for each doubling" in line) == (ranks > 2) and f"end {100 * made.candidate.loss_above:.1f} % above" in line
+
+
 def test_what_has_no_measured_loss_is_not_offered() -> None:
     assert loss_above(streamed(30), ErrorFeedback(QSGD(bits=2))) is None
     assert loss_above(averaged(20), QSGD(bits=4)) is None
@@ -73,6 +87,9 @@ def test_losses_are_those_that_were_measured() -> None:
             if (known := loss_above(schedule(every), spec)) is not None:
                 measured = differences(finals, arm_of(way, every), "loss")
                 assert known == pytest.approx(sum(measured) / len(measured), abs=6e-5), (way, every)
+    on_four = json.loads((RESULTS / "local-equal-4.json").read_text())["finals"]["transformer"]
+    more = differences(on_four, arm_of("4 bits", 5), "loss")
+    assert loss_above(averaged(5), QSGD(bits=4), 4) == pytest.approx(sum(more) / len(more), abs=6e-5)
     losses = json.loads((RESULTS / "losses.json").read_text())["finals"]["transformer"]
     assert pytest.approx(math.log2(1 + above_ddp(losses, HALFWAY)), abs=5e-5) == STEEPNESS
 
