@@ -1,5 +1,6 @@
 """Ranks that are far apart exchange more pieces at a time, all of them as many, with the same bits."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -8,7 +9,10 @@ import torch.distributed as dist
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
+from gradwire.auto.live import Live
+from gradwire.auto.measuring import cluster_of
 from gradwire.core import Cluster, Link
+from gradwire.profiler import links
 from gradwire.sim import rules_of
 from gradwire.sim.rules import as_ddp
 from gradwire.transport import rendezvous
@@ -33,12 +37,12 @@ def train(round_trips_us: list[float]) -> tuple[str, int, int]:
 
 
 def short(round_trips_us: list[float]) -> str:
-    """What a rank says that has no descriptors for four lanes, where another one sees the long way."""
+    """What a rank says that has no descriptors for eight lanes, where another one sees the long way."""
     model, rank = Given([3_000]), dist.get_rank()
     meets = rendezvous.Rendezvous.why_too_few
 
     def why_too_few(self: rendezvous.Rendezvous, meshes: list[str]) -> str:
-        return "few are left" if rank == 0 and "wire 3" in meshes else meets(self, meshes)
+        return "few are left" if rank == 0 and "wire 7" in meshes else meets(self, meshes)
 
     tune = mock.patch.object(rendezvous, "tune", lambda connection: round_trips_us[rank])
     with tune, mock.patch.object(rendezvous.Rendezvous, "why_too_few", why_too_few):
@@ -49,26 +53,61 @@ def short(round_trips_us: list[float]) -> str:
     return ""
 
 
-def test_ranks_without_descriptors_for_more_lanes_are_named_by_all(worlds: Worlds) -> None:
-    said = worlds.run(2, short, [100.0, 50_000.0])
+@pytest.mark.parametrize("seen_by_first", [100.0, 5_000.0])
+def test_ranks_without_descriptors_for_more_lanes_are_named_by_all(worlds: Worlds, seen_by_first: float) -> None:
+    said = worlds.run(2, short, [seen_by_first, 50_000.0])
     assert all("rank 0: few are left" in words for words in said)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_one_long_way_gives_all_ranks_more_lanes(worlds: Worlds, size: int) -> None:
-    near = worlds.run(size, train, [3_900.0] * size)
-    far = worlds.run(size, train, [100.0, 50_000.0, 100.0][:size])
-    assert {(lanes, wires) for _, lanes, wires in near} == {(2, 2)}
-    assert {(lanes, wires) for _, lanes, wires in far} == {(4, 4)}
+@pytest.mark.parametrize(
+    ("round_trips_us", "lanes"),
+    [
+        ([3_900.0, 3_900.0, 3_900.0], 2),
+        ([3_900.0, 4_100.0], 4),
+        ([100.0, 50_000.0, 100.0], 8),
+        ([50_000.0, 200_000.0], 16),
+    ],
+)
+def test_the_longest_way_gives_all_ranks_more_lanes(worlds: Worlds, round_trips_us: list[float], lanes: int) -> None:
+    size = len(round_trips_us)
+    near, far = (worlds.run(size, train, each) for each in ([100.0] * size, round_trips_us))
+    assert [(made, wires) for _, made, wires in far] == [(lanes, lanes)] * size
     assert len({weights for weights, *_ in (*near, *far)}) == 1
 
 
-def test_the_simulator_has_as_many_lanes_as_the_engine() -> None:
-    inside, near, far = Link(5.0, 100.0), Link(1_000.0, 0.1, message_us=40.0), Link(25_000.0, 0.1, message_us=40.0)
-    shape = {"nodes": 2, "ranks_per_node": 1, "intra": inside}
-    assert rules_of("cpu", Cluster(**shape, inter=near)).lanes == 2
-    assert rules_of("cpu", Cluster(**shape, inter=Link(25_000.0, 0.1))).lanes == 4, "all of its time is latency"
-    for there in (Cluster(**shape, inter=far, ddp=far), Cluster(**shape, inter=far)):
+def probed(round_trip_us: float) -> dict[str, int]:
+    """By kind of measured traffic, how many lanes send parts of a large message."""
+    model, used = Given([3_000]), dict[str, set[int]]()
+    with mock.patch.object(rendezvous, "tune", lambda connection: round_trip_us):
+        handle = gw.parallelize(model, plan=gw.QSGD(bits=4))
+
+    def watched(kind: type) -> Any:
+        announce = kind.announce
+
+        def announced(self: Any, nbytes: int, messages: int, at_once: int = 1) -> None:
+            announce(self, nbytes, messages, at_once)
+            used.setdefault(kind.__name__, set()).add(id(self._link))
+
+        return mock.patch.object(kind, "announce", announced)
+
+    with watched(links._Exchanges), watched(links._AllReduces):
+        cluster_of(Live(handle.session), 0.2)
+    handle.detach()
+    return {name: len(lanes) for name, lanes in used.items()}
+
+
+@pytest.mark.parametrize(("round_trip_us", "lanes"), [(100.0, 1), (50_000.0, 8)])
+def test_a_far_link_is_measured_on_all_lanes_that_share_it(worlds: Worlds, round_trip_us: float, lanes: int) -> None:
+    """One connection alone sends at the rate that its congestion control learned beside the others."""
+    assert worlds.run(2, probed, round_trip_us) == [{"_Exchanges": lanes, "_AllReduces": lanes}] * 2
+
+
+@pytest.mark.parametrize(("alpha_us", "lanes"), [(1_000.0, 2), (10_000.0, 4), (25_000.0, 8), (100_000.0, 16)])
+def test_the_simulator_has_as_many_lanes_as_the_engine(alpha_us: float, lanes: int) -> None:
+    far, shape = Link(alpha_us, 0.1, message_us=40.0), {"ranks_per_node": 1, "intra": Link(5.0, 100.0)}
+    assert rules_of("cpu", Cluster(nodes=2, **shape, inter=Link(alpha_us, 0.1))).lanes == lanes, "all of its time is latency"
+    assert rules_of("cpu", Cluster(nodes=17, **shape, inter=far)).lanes == min(lanes, 8)
+    for there in (Cluster(nodes=2, **shape, inter=far, ddp=far), Cluster(nodes=2, **shape, inter=far)):
         rules = rules_of("cpu", there)
-        assert rules.lanes == 4 and rules_of("gpu", there).lanes == 0
+        assert rules.lanes == lanes and rules_of("gpu", there).lanes == 0
         assert as_ddp(there, rules)[1].lanes == 2

@@ -63,12 +63,13 @@ from gradwire.auto.measuring import (
 from gradwire.auto.planning import Offer, Seen, foreseen, offers, on_trial, words_of
 from gradwire.auto.second_look import PART_STEPS, SecondLook
 from gradwire.auto.trial import Candidate, Trial
-from gradwire.core import Backward, Costs, Document, Identity, LocalSteps, Plan, Profile, Spec, TensorInfo
+from gradwire.core import Backward, Cluster, Costs, Document, Identity, LocalSteps, Plan, Profile, Spec, TensorInfo
 from gradwire.engine import Driver
 from gradwire.errors import FormatError, PlanError
 from gradwire.exchange import Saved
 from gradwire.plan import FLAT, Policy, Uniform
 from gradwire.record import Decision as Recorded
+from gradwire.sim import Rules, device_of, rules_of
 
 SETTLE_STEPS = 1
 
@@ -315,14 +316,14 @@ class Auto(Driver):
             self._costs = codecs_of(live, sorted(of_schedules | corrections, key=repr), CODECS_SECONDS)
             if live.queues:  # a kernel is compiled before its first call is timed
                 self._compiling_us = 1e6 * max(0.0, self.clock() - began - CODECS_SECONDS)
-        job = (self._profile, cluster, self._costs, specs)
-        made = offers(*job, seconds, self._kept(), allowed, seen)
+        job, rules = (self._profile, cluster, self._costs, specs), _rules_of(live, self._profile, cluster)
+        made = offers(*job, seconds, self._kept(), allowed, seen, rules)
         local = None
         waits = made[0].candidate.predicted_us * (1 - EXPOSED) > self._profile.compute_us
         if self.accuracy != "exact" and "local" not in self._refused and (waits or "local" in self.schedules):
-            local = local_offer(*job)
+            local = local_offer(*job, rules)
         offered = [(offer.candidate, offer.plan.to_dict()) for offer in made]
-        return offered, foreseen(*job, others), None if local is None else (local.candidate, local.plan.to_dict())
+        return offered, foreseen(*job, others, rules), None if local is None else (local.candidate, local.plan.to_dict())
 
     def _kept(self) -> Plan | None:
         """Return the chosen plan, if the script can still run its schedule; None for local steps, which are compared apart."""
@@ -533,6 +534,12 @@ class Auto(Driver):
         self._profile = scaled(self._profile, computes)
         self._speeds = measured_speeds(live, self._watch.compute_us, self._watch.inputs) or self._speeds
         self._offer(live, step_us)
+
+
+def _rules_of(live: Live, profile: Profile, cluster: Cluster) -> Rules:
+    """The rules by which this job's exchanges run. Its lanes were chosen by the round trips of connections."""
+    rules = rules_of(device_of(profile), cluster)
+    return msgspec.structs.replace(rules, lanes=live.at_once) if rules.lanes else rules
 
 
 def _beyond(plan: Plan, specs: Sequence[Spec]) -> list[str]:

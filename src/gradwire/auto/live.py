@@ -13,7 +13,7 @@ from gradwire.core import Plan, Schedule
 from gradwire.engine import GradientWatcher, ModelHook, Witness, WitnessedJob
 from gradwire.exchange import Exchange, StepReport
 from gradwire.plan import Policy
-from gradwire.transport import Lanes, LanesObserver, Link, LinkError, MergedValues, gather_bytes, merge_over_ranks
+from gradwire.transport import Lane, Lanes, LanesObserver, Link, LinkError, MergedValues, gather_bytes, merge_over_ranks
 
 T = TypeVar("T")
 
@@ -109,6 +109,11 @@ class AllRanks:
         self.group, self.grid = lanes.group, lanes.group.grid
 
     @property
+    def far_lanes(self) -> Sequence[Lane]:
+        """The lanes that share a far link with the first one."""
+        return ()
+
+    @property
     def step(self) -> int:
         """The number of steps so far, for errors."""
         return 0
@@ -175,6 +180,15 @@ class Live(AllRanks):
     @property
     def plan(self) -> Plan:
         return self.job.plan
+
+    @property
+    def far_lanes(self) -> Sequence[Lane]:
+        return self.lanes.far_lanes
+
+    @property
+    def at_once(self) -> int:
+        """How many pieces this rank exchanges at a time."""
+        return len(self.lanes.data) - self.lanes.offload
 
     @property
     def everybody(self) -> bool:

@@ -17,20 +17,23 @@ from gradwire.auto.planning import Offer, words_of
 from gradwire.auto.trial import ALIKE, GAIN, Candidate, Trial
 from gradwire.core import Cluster, Costs, Identity, Profile, Spec
 from gradwire.errors import PlanError
-from gradwire.sim import Simulator, device_of, rules_of
+from gradwire.sim import Rules, Simulator, device_of, rules_of
 
 EXPOSED = 0.1
 """Share of a step that other plans may spend waiting for exchanges, encoding included, before local steps are considered."""
 
 
-def local_offer(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec]) -> Offer | None:
+def local_offer(
+    profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec], rules: Rules | None = None
+) -> Offer | None:
     """Return the plan of local steps with the shortest predicted time to a loss. If times are alike, return the plan that ends
     with the lowest loss at equal samples. Return None if no plan can be priced.
 
     Only schedules and specs with a measured loss are considered. specs: the specs that the accuracy class allows; if empty,
-    nothing is encoded.
+    nothing is encoded. rules: None is gradwire's engine on the profile's device.
     """
-    found = list(_priced(profile, cluster, costs, specs))
+    simulator = Simulator(profile, cluster, costs, rules or rules_of(device_of(profile), cluster))
+    found = list(_priced(simulator, cluster, specs))
     if not found:
         return None
     most_us = (1 + ALIKE) * min(offer.candidate.to_loss_us for offer in found)
@@ -38,11 +41,11 @@ def local_offer(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequenc
     return min(alike, key=lambda offer: (offer.candidate.loss_above, offer.candidate.predicted_us))
 
 
-def _priced(profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec]) -> Iterator[Offer]:
+def _priced(simulator: Simulator, cluster: Cluster, specs: Sequence[Spec]) -> Iterator[Offer]:
     """Yield the plans that may be the fastest to a loss, each with its mean step time over a period."""
+    profile, best_us = simulator.profile, float("inf")
     infos = profile.tensor_infos("cpu" if profile.device == "cpu" else "gpu")
     ranks, per_node = cluster.world_size, cluster.ranks_per_node_if_even
-    simulator, best_us = Simulator(profile, cluster, costs, rules_of(device_of(profile), cluster)), float("inf")
     for every, way, spec in product(EVERY, (averaged, streamed), specs_under(averaged(EVERY[0]), specs) or (Identity(),)):
         schedule = way(every)
         above = loss_above(schedule, spec)

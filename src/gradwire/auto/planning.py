@@ -25,6 +25,7 @@ from gradwire.core import (
 from gradwire.errors import PlanError
 from gradwire.plan import FLAT, Policy, Uniform, between_nodes, carries, codes_own_gradient, launch_of
 from gradwire.planner import EVALUATIONS, PlanningJob, ddp_draft, joint
+from gradwire.sim import Rules
 from gradwire.transport import merge_rounds
 
 MOST_TRIED = 3
@@ -66,6 +67,7 @@ def offers(
     current: Plan | None = None,
     schedules: Sequence[Schedule] = (),
     seen: Seen | None = None,
+    rules: Rules | None = None,
 ) -> list[Offer]:
     """Return the best plans by prediction, the current plan and plain all-reduce, without duplicates, in the order of
     the trial: plans close to the best by accuracy, then the others by their times.
@@ -73,9 +75,10 @@ def offers(
     specs: the allowed specs, the most accurate first. schedules: the allowed schedules besides `backward`, in the same
     order; the best plan of each kind is offered if it is worth a trial. Candidates are the plan of the planner's
     search, which takes about `seconds`, and one policy for each spec; if ranks share nodes, one hierarchical and one
-    flat; over a far link also with few buckets. A plan that was seen comes last if it is none of these.
+    flat; over a far link also with few buckets. A plan that was seen comes last if it is none of these. rules: as of
+    `PlanningJob`.
     """
-    found = _Plans(profile, cluster, costs, specs, schedules)
+    found = _Plans(profile, cluster, costs, specs, schedules, rules)
     began = time.perf_counter()
     for spec in specs:
         for policy in found.of_sizes(policy_of(spec, found.infos)):
@@ -94,7 +97,7 @@ def offers(
         paying = [spec for spec in specs if steps_for_one([spec]) <= most_steps]
         if any(tensor.embedding for tensor in profile.tensors):  # a policy sends embeddings otherwise, the search does not
             paying = [spec for spec in paying if spec.keeps_zeros]
-        job = found.job if len(paying) == len(specs) else PlanningJob(profile, cluster, costs, paying)
+        job = found.job if len(paying) == len(specs) else PlanningJob(profile, cluster, costs, paying, rules=rules)
         planned.append(job.plan(joint(job, evaluations), ddp_draft(job)))
     found.add(*planned)
     found.add_scheduled(planned)
@@ -144,10 +147,15 @@ def on_trial(plan: Plan, step: int) -> Plan:
 
 
 def foreseen(
-    profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec], schedules: Sequence[Schedule]
+    profile: Profile,
+    cluster: Cluster,
+    costs: Costs,
+    specs: Sequence[Spec],
+    schedules: Sequence[Schedule],
+    rules: Rules | None = None,
 ) -> list[Candidate]:
     """Return the best candidate by prediction for each kind of schedule, with the policy of the smallest spec."""
-    found = _Plans(profile, cluster, costs, specs[-1:], schedules)
+    found = _Plans(profile, cluster, costs, specs[-1:], schedules, rules)
     found.add_scheduled([])
     return [found.candidate(plan, False) for plan in _best_of_each_kind(found.best_first(list(found.plans.values())))]
 
@@ -156,13 +164,19 @@ class _Plans:
     """Plans for one job, with predictions."""
 
     def __init__(
-        self, profile: Profile, cluster: Cluster, costs: Costs, specs: Sequence[Spec], schedules: Sequence[Schedule]
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        costs: Costs,
+        specs: Sequence[Spec],
+        schedules: Sequence[Schedule],
+        rules: Rules | None,
     ) -> None:
         device = "cpu" if profile.device == "cpu" else "gpu"
         self.infos, self.ranks, self.per_node = profile.tensor_infos(device), cluster.world_size, cluster.ranks_per_node_if_even
         self.shared = 1 < cluster.ranks_per_node < self.ranks
         """Whether there are several nodes with several ranks each."""
-        self.job = PlanningJob(profile, cluster, costs, specs)
+        self.job = PlanningJob(profile, cluster, costs, specs, rules=rules)
         self.plans: dict[str, Plan] = {}
         """The plans by digest."""
         self._us: dict[str, float] = {}

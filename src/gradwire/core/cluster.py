@@ -11,9 +11,23 @@ from gradwire.errors import FormatError
 
 FAR_US = 2_000.0
 """The latency in microseconds from which a link may count as far: a message waits longer than it takes."""
-LANES, FAR_LANES = 2, 4
+LANES = 2
 """How many pieces a rank exchanges at a time on CPUs. A lane blocks in its collectives: while one waits for the wire the other
-encodes. Over a far link most of the time is waiting, so more are under way."""
+encodes."""
+_FAR_LANES = (FAR_US, 4), (20_000.0, 8), (80_000.0, 16)
+"""Over a far link most of the time is waiting, so more are under way: from each of these latencies so many."""
+_FEW_RANKS, _MOST_LANES = 16, 8
+"""More ranks have at most so many lanes, each of which is a thread with connections of its own."""
+
+
+def lanes_over(latency_us: float, ranks: int) -> int:
+    """The number of lanes of each rank, for the latency of the longest way between two ranks.
+
+    >>> [lanes_over(latency_us, ranks=2) for latency_us in (1_900, 2_000, 25_000, 100_000)], lanes_over(100_000, ranks=40)
+    ([2, 4, 8, 16], 8)
+    """
+    lanes = max((lanes for least_us, lanes in _FAR_LANES if latency_us >= least_us), default=LANES)
+    return lanes if ranks <= _FEW_RANKS else min(lanes, _MOST_LANES)
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,8 +206,13 @@ class Cluster(Document, frozen=True, kw_only=True):
         >>> Cluster(nodes=2, ranks_per_node=1, intra=Link(5.0, 9.0), inter=Link(25_000.0, 0.1, message_us=40.0)).is_far
         True
         """
+        return self.latency_us >= FAR_US
+
+    @property
+    def latency_us(self) -> float:
+        """The time on the way of a message over the link on which ranks exchange."""
         link = self.inter if self.nodes > 1 else self.intra
-        return (link.alpha_us if link.message_us is None else link.free_us) >= FAR_US
+        return link.alpha_us if link.message_us is None else link.free_us
 
     @property
     def ranks_per_processor(self) -> float:

@@ -14,8 +14,9 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from gradwire.core import Link as ClusterLink
 from gradwire.costs import Fit, fit_line, fit_link, us_per_byte
 from gradwire.errors import FormatError, StepStateError
 from gradwire.profiler.clock import Clock
-from gradwire.transport import AT_ONCE, Grid, Link, Meter, Operations, transfer
+from gradwire.transport import AT_ONCE, Grid, Lane, Link, Meter, Operations, transfer
 
 SIZES = tuple(1024 * 4**power for power in range(8))
 """Bytes of a message: 1 KB to 16 MB."""
@@ -48,6 +49,8 @@ _FAR_MESSAGES, _FAR_STEPS = 24, 3
 is so many sizes larger at most."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
 _MOST_MESSAGES = 50
+_SPREAD_BYTES = 2**18
+"""The least bytes of a message that is spread over several lanes."""
 _COPIED_BYTES = 4 * 2**20
 """Bytes of a copy: more than a core's own caches hold, like the gradients of a model."""
 SPIN_S = 0.03
@@ -96,18 +99,25 @@ class MeasuredLinks(NamedTuple):
 
 
 def measure_links(
-    link: Link, grid: Grid, device: torch.device, seconds: float = SECONDS, process_group: dist.ProcessGroup | None = None
+    link: Link,
+    grid: Grid,
+    device: torch.device,
+    seconds: float = SECONDS,
+    process_group: dist.ProcessGroup | None = None,
+    far_lanes: Sequence[Lane] = (),
 ) -> Times:
     """Measure every kind of link in this cluster for about `seconds` each. Collective, on a lane.
 
-    process_group: the group of DistributedDataParallel. Its all-reduce on CPUs is measured too if it is given.
+    process_group: the group of DistributedDataParallel. Its all-reduce on CPUs is measured too if it is given. far_lanes: those
+    that share a far link with this one. Large messages are spread over all of them.
     """
     times: Times = {}
     if grid.most_ranks > 1:
-        _measure_exchanges(times, "intra", link, grid, device, seconds)
+        _measure_exchanges(times, "intra", link, grid, device, seconds, far_lanes if grid.nodes == 1 else ())
     if grid.nodes > 1:
-        _measure_exchanges(times, "inter", link, grid, device, seconds, grid.place_of(link.rank) == 0)
-    times["allreduce"], cpu_times, _ = _sweep(link, _AllReduces(link, grid, device), 1, device, seconds)
+        _measure_exchanges(times, "inter", link, grid, device, seconds, far_lanes, grid.place_of(link.rank) == 0)
+    sums = _spread(lambda each: _AllReduces(each, grid, device), link, far_lanes)
+    times["allreduce"], cpu_times, _ = _sweep(link, sums, 1, device, seconds)
     if device.type != "cpu":
         return times
     (copy_us_per_byte,) = _slowest(link, [_copies_us_per_byte()], device)
@@ -128,12 +138,20 @@ def _together(ranks: int) -> int:
 
 
 def _measure_exchanges(
-    times: Times, name: str, link: Link, grid: Grid, device: torch.device, seconds: float, takes_part: bool = True
+    times: Times,
+    name: str,
+    link: Link,
+    grid: Grid,
+    device: torch.device,
+    seconds: float,
+    far_lanes: Sequence[Lane] = (),
+    takes_part: bool = True,
 ) -> None:
     """`takes_part`: whether this rank sends. Between nodes one rank of each does: ranks of a node share the rate of one flow."""
     group, ranks = grid.group(name), _together(max(map(len, grid.groups(name))))
     first = group.index(link.rank) // ranks * ranks
-    exchanges = _Exchanges(link, group[first : first + ranks] if takes_part else (), device)
+    own = group[first : first + ranks] if takes_part else ()
+    exchanges = _spread(lambda each: _Exchanges(each, own, device), link, far_lanes)
     times[name], cpu_times, times[f"{name} waits"] = _sweep(link, exchanges, ranks, device, seconds)
     if device.type == "cpu":
         times[f"{name} cpu"] = cpu_times
@@ -317,7 +335,7 @@ class _Exchanges:
             exchange.finish()
 
 
-def _message_us(link: Link, exchanges: _Exchanges, ranks: int, device: torch.device, repeats: int) -> float:
+def _message_us(link: Link, exchanges: "_Traffic", ranks: int, device: torch.device, repeats: int) -> float:
     """Return what each further message takes that a rank sends without waiting, in microseconds, on the slowest rank."""
     clock, medians = Clock(device), []
     for at_once in (1, _BURST):
@@ -339,7 +357,7 @@ class _GroupAllReduces:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._group = process_group
 
-    def announce(self, nbytes: int, messages: int) -> None:
+    def announce(self, nbytes: int, messages: int, at_once: int = 1) -> None:
         self._tensor = torch.zeros(nbytes // 4, dtype=torch.float32)
 
     def perform(self) -> None:
@@ -353,7 +371,7 @@ class _AllReduces:
     def __init__(self, link: Link, grid: Grid, device: torch.device) -> None:
         self._link, self._grid, self._device = link, grid, device
 
-    def announce(self, nbytes: int, messages: int) -> None:
+    def announce(self, nbytes: int, messages: int, at_once: int = 1) -> None:
         self._tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device=self._device)
         self._sum = AllReduce(self._tensor, self._grid)
 
@@ -372,7 +390,38 @@ class _AllReduces:
             self._link.all_reduce(self._tensor).wait()
 
 
-_Traffic = _Exchanges | _AllReduces | _GroupAllReduces
+class _Spread:
+    """Large messages in parts, one on each lane at the same time, as pieces of a step are. Same interface as `_Exchanges`.
+
+    BBR learns the rate of a connection from the time in which others share the link. Of eight lanes over 100 Mb/s one alone then
+    sends at 60."""
+
+    def __init__(self, own: _Exchanges | _AllReduces, others: Sequence[tuple[Lane, _Exchanges | _AllReduces]]) -> None:
+        """own: on this thread's lane. others: on further lanes."""
+        self._own, self._others, self._used = own, others, others
+
+    def announce(self, nbytes: int, messages: int, at_once: int = 1) -> None:
+        self._used = self._others if nbytes >= _SPREAD_BYTES else ()
+        for traffic in (self._own, *(traffic for _, traffic in self._used)):
+            traffic.announce(nbytes // (1 + len(self._used)), messages, at_once)
+
+    def perform(self) -> None:
+        under_way = [lane.submit(partial(_perform, traffic)) for lane, traffic in self._used]
+        self._own.perform()
+        for each in under_way:
+            each.result()
+
+
+def _perform(traffic: _Exchanges | _AllReduces, link: Link) -> None:
+    traffic.perform()
+
+
+def _spread(make: Callable[[Link], _Exchanges | _AllReduces], link: Link, far_lanes: Sequence[Lane]) -> "_Traffic":
+    """Traffic on a lane, or over this lane and others that share a far link with it."""
+    return _Spread(make(link), [(lane, make(lane.link)) for lane in far_lanes]) if far_lanes else make(link)
+
+
+_Traffic = _Exchanges | _AllReduces | _GroupAllReduces | _Spread
 
 
 def _sweep(

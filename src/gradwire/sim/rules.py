@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from gradwire.core import FAR_LANES, LANES, Cluster, Profile, whole, word
+from gradwire.core import LANES, Cluster, Profile, lanes_over, whole, word
 from gradwire.costs import DECODE_CALLS, ROUTINGS
 from gradwire.errors import PlanError
 
@@ -70,7 +70,8 @@ def rules_of(device: str, cluster: Cluster | None = None) -> Rules:
     """
     if device != "cpu":
         return Rules(device=device)
-    return Rules(device="cpu", lanes=LANES if cluster is None or not cluster.is_far else FAR_LANES, routing="wires")
+    lanes = LANES if cluster is None else lanes_over(cluster.latency_us, cluster.world_size)
+    return Rules(device="cpu", lanes=lanes, routing="wires")
 
 
 def device_of(profile: Profile) -> str:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.core import FAR_LANES, FAR_US, LANES
+from gradwire.core import LANES, lanes_over
 from gradwire.errors import CommunicationError, GradwireError, StepStateError
 from gradwire.transport.adapters import SLOW_GBPS
 from gradwire.transport.agreement import agree
@@ -46,7 +46,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_FAR_ROUND_TRIP_US = 2 * FAR_US
 _STACK_BYTES = 2**23
 """The least stack of a lane's thread. C++ has its buffers there, and scripts may give threads small stacks."""
 _stacks = threading.Lock()
@@ -195,8 +194,8 @@ class Lanes:
         """How many of these, the last ones, take the buckets with codecs on CPUs."""
         self.staged = False
         """Whether gradients lie on a device and travel through the host's memory."""
-        self._is_far = False
-        """Whether some ranks are far apart: then more pieces are exchanged at a time."""
+        self._at_once = LANES
+        """How many pieces are exchanged at a time: more where some ranks are far apart."""
 
     @classmethod
     def of_handle(
@@ -272,13 +271,13 @@ class Lanes:
         round_trip_us = self.group.met.round_trip_us
         if device is not None and not self.data:
             self._choose(device)
-            self._is_far = round_trip_us >= _FAR_ROUND_TRIP_US
+            self._at_once = self._lanes_over(round_trip_us)
             if problem := self.group.met.why_too_few(self._meshes()):
                 facts = {**facts, "error": problem}
         told = self._told_first(lambda link: agree(link, facts, self.group.global_ranks, round_trip_us))
         if device is not None and not self.data:
-            self._is_far = max(told) >= _FAR_ROUND_TRIP_US
-            if self._is_far and min(told) < _FAR_ROUND_TRIP_US:  # some did not know how many connections they will have
+            self._at_once = self._lanes_over(max(told))
+            if self._at_once > self._lanes_over(min(told)):  # some did not know how many connections they will have
                 problem = self.group.met.why_too_few(self._meshes())
                 self._told_first(lambda link: agree(link, {"error": problem} if problem else {}, self.group.global_ranks))
             self._connect(self._meshes())
@@ -299,8 +298,12 @@ class Lanes:
         return [*map(str, range((self._at_once if self.staged or self.device.type == "cpu" else 1) + self.offload))]
 
     @property
-    def _at_once(self) -> int:
-        return FAR_LANES if self._is_far else LANES
+    def far_lanes(self) -> list[Lane]:
+        """The lanes that share a far link with the first one; none over a near link, where one lane alone finds the rate."""
+        return self.data[1:] if self._at_once > LANES and kind_of(self.device) == "cpu" else []
+
+    def _lanes_over(self, round_trip_us: float) -> int:
+        return lanes_over(round_trip_us / 2, self.group.world_size)
 
     def _wire_count(self) -> int:
         """How many of these lanes have wires, where all ranks can run phases in C++."""

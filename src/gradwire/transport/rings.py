@@ -12,21 +12,26 @@ import weakref
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 
+from gradwire.core import LANES
+
 _HEAD_BYTES = 128
 """Twin of `Ring` in csrc/ring.hpp: its size. The bytes follow it."""
-_LARGEST, _SMALLEST = 2**20, 2**16
+_ALL_RINGS, _LARGEST, _SMALLEST = 2**27, 2**20, 2**16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def ring_bytes(ranks: int) -> int:
+def ring_bytes(ranks: int, lanes: int = LANES) -> int:
     """The bytes that each ring of a node with so many ranks holds. Larger messages pass in parts. Pairs of ranks grow
-    with the square of the ranks, so above 8 ranks rings are smaller.
+    with the square of the ranks, so many ranks, and many lanes, have smaller rings: 128 MiB together, if the smallest do.
 
     >>> [ring_bytes(ranks) // 1024 for ranks in (2, 8, 9, 16, 17, 64)]
     [1024, 1024, 256, 256, 64, 64]
+    >>> [ring_bytes(ranks, lanes=8) // 1024 for ranks in (2, 4, 8, 16, 17)]
+    [1024, 1024, 256, 64, 64]
     """
-    doublings = max(0, (ranks - 1).bit_length() - 3)
-    return max(_SMALLEST, _LARGEST >> 2 * doublings)
+    most = 1 << max(1, (ranks - 1).bit_length())  # ranks, as if they were a power of two
+    each = _ALL_RINGS // (lanes * most * (most - 1))
+    return min(_LARGEST, max(_SMALLEST, 1 << max(0, each.bit_length() - 1)))
 
 
 def memory_bytes(capacity: int) -> int:

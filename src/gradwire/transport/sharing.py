@@ -110,7 +110,7 @@ class MemoryOffer:
         self._mates = grid.group("intra")
         self._place = place = self._mates.index(grid.rank)
         self._lower, self._higher = self._mates[:place], self._mates[place + 1 :]
-        self._capacity = ring_bytes(len(self._mates))
+        self._capacity = ring_bytes(len(self._mates), lanes)
         self._made: dict[int, list[Handles]] = {}
         """For each lower rank: of each lane."""
         self._mapped: dict[int, list[Rings]] = {}

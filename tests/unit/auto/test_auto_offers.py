@@ -1,6 +1,7 @@
 """Which plans are offered for a trial, on made-up profiles: no ranks."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from benchmarks.accuracy import read
 from benchmarks.common import RESULTS
 from benchmarks.paired import interval
 from gradwire.auto.accuracy import (
+    LOCAL_SPECS,
     SCHEDULES,
     STEPS_FOR_ONE,
     all_specs,
@@ -21,7 +23,9 @@ from gradwire.auto.accuracy import (
     specs_of,
 )
 from gradwire.auto.adaptive_bits import with_bits
-from gradwire.auto.driver import Auto, _beyond
+from gradwire.auto.driver import Auto, _beyond, _rules_of
+from gradwire.auto.live import Live
+from gradwire.auto.local import local_offer
 from gradwire.auto.measured_losses import COUNTS, EIGHT_BITS, FOUR_BITS, ROWS, WEIGHTED, WEIGHTED_8, LossRow
 from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, on_trial, words_of
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
@@ -88,6 +92,25 @@ def test_a_far_backward_waits_for_the_reports_of_ranks(alpha_us: float, ranks: i
     assert waits["backward"] == pytest.approx(rounds * alpha_us)
     assert waits.get("pipelined", 0.0) == 0.0
     assert "pipelined" in waits or ranks > 2
+
+
+@pytest.mark.parametrize("lanes", [8, 2])
+def test_predictions_follow_the_rules_of_the_live_job(lanes: int) -> None:
+    """Its lanes were chosen by the round trips of connections."""
+    far = Cluster(nodes=2, ranks_per_node=1, intra=Link(50.0, 10.0), inter=Link(25_000.0, 0.1, message_us=40.0))
+    job = SimpleNamespace(lanes=SimpleNamespace(group=SimpleNamespace(grid=None), data=[None] * lanes, offload=0))
+    vars(job).update({"device": None, "tensors": TENSORS, "plan_of": None})
+    rules = _rules_of(Live(job), profile(), far)
+    assert rules.lanes == lanes
+    every, schedules = costs((*LOCAL_SPECS, ErrorFeedback(QSGD(bits=4)))), [Pipelined(), Delayed(k=None)]
+    simulator = PlanningJob(profile(), far, every, [QSGD(bits=4)], rules=rules).simulator
+    made = [
+        *offers(profile(), far, every, [QSGD(bits=4)], 0.2, schedules=schedules, rules=rules),
+        local_offer(profile(), far, every, [QSGD(bits=4)], rules),
+    ]
+    assert {"backward", "delayed", "local"} <= {offer.plan.schedule.word for offer in made if offer is not None}
+    late = [offer for offer in made if offer is not None and offer.plan.schedule.word != "backward"]
+    assert all(offer.candidate.predicted_us == simulator.step_us(offer.plan) for offer in late)
 
 
 @pytest.mark.parametrize("spec", [QSGD(bits=4), WEIGHTED], ids=repr)
