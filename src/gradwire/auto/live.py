@@ -191,6 +191,11 @@ class Live(AllRanks):
         return len(self.lanes.data) - self.lanes.offload
 
     @property
+    def reports(self) -> bool:
+        """Whether ranks report to each other at the end of each step."""
+        return isinstance(self.job, RidesControl)
+
+    @property
     def everybody(self) -> bool:
         """Whether every rank had a batch in this step. All ranks have the same answer."""
         return len(self.job.active) == self.group.world_size

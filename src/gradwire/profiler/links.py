@@ -25,12 +25,12 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from gradwire.collectives import AllReduce
-from gradwire.core import FAR_US, Cluster, Made, waited_ns
+from gradwire.core import AT_ONCE, FAR_US, Cluster, Made, waited_ns
 from gradwire.core import Link as ClusterLink
 from gradwire.costs import Fit, fit_line, fit_link, us_per_byte
 from gradwire.errors import FormatError, StepStateError
 from gradwire.profiler.clock import Clock
-from gradwire.transport import AT_ONCE, Grid, Lane, Link, Meter, Operations, transfer
+from gradwire.transport import Grid, Lane, Link, Meter, Operations, transfer
 
 SIZES = tuple(1024 * 4**power for power in range(8))
 """Bytes of a message: 1 KB to 16 MB."""
