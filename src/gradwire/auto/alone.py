@@ -90,7 +90,8 @@ def _us_of(
     """Return the predicted microseconds of the tensor's exchange with each spec, for the progress of one step of DDP."""
     profiled = TensorProfile(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, backward_us=0.0, forward_us=0.0)
     profile = Profile(model="alone", batch=1, device=device, steps=1, optimizer_us=0.0, tensors=(profiled,))
-    simulator, us = Simulator(profile, cluster, costs, rules_of(device_of(profile), cluster)), []
+    rules = msgspec.structs.replace(rules_of(device_of(profile), cluster), reports=False)
+    simulator, us = Simulator(profile, cluster, costs, rules), []
     for spec in specs:
         if tensor.embedding and not spec.keeps_zeros:
             us.append(_NEVER_US)

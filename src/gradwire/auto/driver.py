@@ -543,9 +543,11 @@ class Auto(Driver):
 
 
 def _rules_of(live: Live, profile: Profile, cluster: Cluster) -> Rules:
-    """The rules by which this job's exchanges run. Its lanes were chosen by the round trips of connections."""
+    """The rules by which this job's exchanges run. Its lanes were chosen by the round trips of connections, and DDP's hook has no
+    reports."""
     rules = rules_of(device_of(profile), cluster)
-    return msgspec.structs.replace(rules, lanes=live.at_once) if rules.lanes else rules
+    lanes, reports = live.at_once if rules.lanes else 0, rules.reports and live.reports
+    return msgspec.structs.replace(rules, lanes=lanes, reports=reports)
 
 
 def _beyond(plan: Plan, specs: Sequence[Spec]) -> list[str]:

@@ -109,8 +109,8 @@ class AllRanks:
         self.group, self.grid = lanes.group, lanes.group.grid
 
     @property
-    def beside(self) -> Sequence[Lane]:
-        """Further lanes that carry pieces at the same time as the first one over a far link."""
+    def far_lanes(self) -> Sequence[Lane]:
+        """The lanes that share a far link with the first one."""
         return ()
 
     @property
@@ -182,13 +182,18 @@ class Live(AllRanks):
         return self.job.plan
 
     @property
-    def beside(self) -> Sequence[Lane]:
-        return self.lanes.beside_first
+    def far_lanes(self) -> Sequence[Lane]:
+        return self.lanes.far_lanes
 
     @property
     def at_once(self) -> int:
         """How many pieces this rank exchanges at a time."""
         return len(self.lanes.data) - self.lanes.offload
+
+    @property
+    def reports(self) -> bool:
+        """Whether ranks report to each other at the end of each step."""
+        return isinstance(self.job, RidesControl)
 
     @property
     def everybody(self) -> bool:

@@ -173,7 +173,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
 def cluster_of(live: AllRanks, seconds: float) -> Cluster:
     """Measure the links, for about `seconds` each. Collective; all ranks return the same cluster."""
     grid, device = live.grid, live.device
-    times = live.on_lane(lambda link: measure_links(link, grid, device, seconds, beside=live.beside))
+    times = live.on_lane(lambda link: measure_links(link, grid, device, seconds, far_lanes=live.far_lanes))
     cluster = measured_links(times, grid, _UNKNOWN_GBPS).cluster
     if device.type != "cpu":
         return cluster

@@ -26,7 +26,6 @@ from gradwire.errors import PlanError
 from gradwire.plan import FLAT, Policy, Uniform, between_nodes, carries, codes_own_gradient, launch_of
 from gradwire.planner import EVALUATIONS, PlanningJob, ddp_draft, joint
 from gradwire.sim import Rules
-from gradwire.transport import merge_rounds
 
 MOST_TRIED = 3
 """Plans to try besides plain all-reduce. Each further kind of allowed schedule adds one."""
@@ -222,20 +221,8 @@ class _Plans:
     def add(self, *plans: Plan) -> None:
         for plan in plans:
             if (digest := plan.digest()) not in self.plans:
-                self._us[digest] = self.job.simulator.step_us(plan) + self._reports_us(plan)
+                self._us[digest] = self.job.simulator.step_us(plan)
                 self.plans[digest] = plan
-
-    def _reports_us(self, plan: Plan) -> float:
-        """Return how long the reports after the last task keep ranks waiting over a far link, which no simulation has.
-
-        On CPUs a rank reports when its lanes have done the last task, and the step ends when it has all reports. Where lanes
-        work during the next step, reports leave at the end of backward, and nothing waits for them."""
-        cluster, schedule = self.job.cluster, plan.schedule
-        during_next_step = schedule.gathers_in_forward or schedule.hides_exchange or schedule.sends_weights
-        if not cluster.is_far or during_next_step or self.job.rules.device != "cpu":
-            return 0.0
-        link = cluster.inter if cluster.nodes > 1 else cluster.intra
-        return len(merge_rounds(0, cluster.world_size)) * link.alpha_us
 
     def add_scheduled(self, planned: Sequence[Plan]) -> None:
         """Add each spec's policy in all schedules that can be priced, and the `planned` plans in those that cost no accuracy."""

@@ -1,9 +1,11 @@
 """Shapes of exchanges that follow from the number of ranks: `gradwire.collectives` runs them and `gradwire.costs` prices them."""
 
-from collections.abc import Sequence
-from functools import lru_cache
+from itertools import count
 from math import isqrt
 
+AT_ONCE = 16
+"""Ranks that exchange in one hop, and that all connect with each other at the start. More ranks: fewer connections, and more
+hops."""
 _SHARD_BYTES = 2**16
 """Between nodes, shards of so many bytes or more go around a ring."""
 _FEW_RANKS = 16
@@ -29,6 +31,15 @@ def goes_around(nbytes: float, nodes: int, world_size: int) -> bool:
     (True, False)
     """
     return nodes > 1 and world_size > 2 and nbytes >= least_ring_bytes(world_size)
+
+
+def merge_levels(world_size: int) -> int:
+    """The hops by which what concerns all ranks, such as their reports, gets from each rank to all.
+
+    >>> [merge_levels(ranks) for ranks in (1, 16, 17, 1024)]
+    [1, 1, 2, 3]
+    """
+    return next(each for each in count(1) if AT_ONCE**each >= world_size)
 
 
 def primes_of(number: int) -> list[int]:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import msgspec
 from torch.distributed import distributed_c10d
 
+from gradwire.core import AT_ONCE
 from gradwire.engine.reducer import Reducer
 from gradwire.errors import StepStateError
-from gradwire.transport import AT_ONCE, neighbours, waits_for_store
+from gradwire.transport import neighbours, waits_for_store
 
 LONG_S = 1.0
 """A step that takes longer is looked at. Larger: crossed handles are found later, and slow steps cost less."""

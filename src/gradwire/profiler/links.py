@@ -14,7 +14,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -25,12 +25,12 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from gradwire.collectives import AllReduce
-from gradwire.core import FAR_US, Cluster, Made, waited_ns
+from gradwire.core import AT_ONCE, FAR_US, Cluster, Made, waited_ns
 from gradwire.core import Link as ClusterLink
 from gradwire.costs import Fit, fit_line, fit_link, us_per_byte
 from gradwire.errors import FormatError, StepStateError
 from gradwire.profiler.clock import Clock
-from gradwire.transport import AT_ONCE, Grid, Lane, Link, Meter, Operations, transfer
+from gradwire.transport import Grid, Lane, Link, Meter, Operations, transfer
 
 SIZES = tuple(1024 * 4**power for power in range(8))
 """Bytes of a message: 1 KB to 16 MB."""
@@ -104,19 +104,19 @@ def measure_links(
     device: torch.device,
     seconds: float = SECONDS,
     process_group: dist.ProcessGroup | None = None,
-    beside: Sequence[Lane] = (),
+    far_lanes: Sequence[Lane] = (),
 ) -> Times:
     """Measure every kind of link in this cluster for about `seconds` each. Collective, on a lane.
 
-    process_group: the group of DistributedDataParallel. Its all-reduce on CPUs is measured too if it is given. beside: further
-    lanes, over which large messages on a far way are spread too.
+    process_group: the group of DistributedDataParallel. Its all-reduce on CPUs is measured too if it is given. far_lanes: those
+    that share a far link with this one. Large messages are spread over all of them.
     """
     times: Times = {}
     if grid.most_ranks > 1:
-        _measure_exchanges(times, "intra", link, grid, device, seconds, beside if grid.nodes == 1 else ())
+        _measure_exchanges(times, "intra", link, grid, device, seconds, far_lanes if grid.nodes == 1 else ())
     if grid.nodes > 1:
-        _measure_exchanges(times, "inter", link, grid, device, seconds, beside, grid.place_of(link.rank) == 0)
-    sums = _spread([_AllReduces(each, grid, device) for each in (link, *(lane.link for lane in beside))], beside)
+        _measure_exchanges(times, "inter", link, grid, device, seconds, far_lanes, grid.place_of(link.rank) == 0)
+    sums = _spread(lambda each: _AllReduces(each, grid, device), link, far_lanes)
     times["allreduce"], cpu_times, _ = _sweep(link, sums, 1, device, seconds)
     if device.type != "cpu":
         return times
@@ -144,14 +144,14 @@ def _measure_exchanges(
     grid: Grid,
     device: torch.device,
     seconds: float,
-    beside: Sequence[Lane] = (),
+    far_lanes: Sequence[Lane] = (),
     takes_part: bool = True,
 ) -> None:
     """`takes_part`: whether this rank sends. Between nodes one rank of each does: ranks of a node share the rate of one flow."""
     group, ranks = grid.group(name), _together(max(map(len, grid.groups(name))))
     first = group.index(link.rank) // ranks * ranks
     own = group[first : first + ranks] if takes_part else ()
-    exchanges = _spread([_Exchanges(each, own, device) for each in (link, *(lane.link for lane in beside))], beside)
+    exchanges = _spread(lambda each: _Exchanges(each, own, device), link, far_lanes)
     times[name], cpu_times, times[f"{name} waits"] = _sweep(link, exchanges, ranks, device, seconds)
     if device.type == "cpu":
         times[f"{name} cpu"] = cpu_times
@@ -396,19 +396,18 @@ class _Spread:
     BBR learns the rate of a connection from the time in which others share the link. Of eight lanes over 100 Mb/s one alone then
     sends at 60."""
 
-    def __init__(self, each: Sequence[_Exchanges | _AllReduces], beside: Sequence[Lane]) -> None:
-        """each: of this lane, and of those beside it."""
-        self._each, self._beside, self._parts = each, beside, 1
+    def __init__(self, own: _Exchanges | _AllReduces, others: Sequence[tuple[Lane, _Exchanges | _AllReduces]]) -> None:
+        """own: on this thread's lane. others: on further lanes."""
+        self._own, self._others, self._used = own, others, others
 
     def announce(self, nbytes: int, messages: int, at_once: int = 1) -> None:
-        self._parts = len(self._each) if nbytes >= _SPREAD_BYTES else 1
-        for traffic in self._each[: self._parts]:
-            traffic.announce(nbytes // self._parts, messages, at_once)
+        self._used = self._others if nbytes >= _SPREAD_BYTES else ()
+        for traffic in (self._own, *(traffic for _, traffic in self._used)):
+            traffic.announce(nbytes // (1 + len(self._used)), messages, at_once)
 
     def perform(self) -> None:
-        own, *others = self._each[: self._parts]
-        under_way = [lane.submit(partial(_perform, traffic)) for lane, traffic in zip(self._beside, others, strict=False)]
-        own.perform()
+        under_way = [lane.submit(partial(_perform, traffic)) for lane, traffic in self._used]
+        self._own.perform()
         for each in under_way:
             each.result()
 
@@ -417,8 +416,9 @@ def _perform(traffic: _Exchanges | _AllReduces, link: Link) -> None:
     traffic.perform()
 
 
-def _spread(each: Sequence[_Exchanges | _AllReduces], beside: Sequence[Lane]) -> "_Traffic":
-    return _Spread(each, beside) if beside else each[0]
+def _spread(make: Callable[[Link], _Exchanges | _AllReduces], link: Link, far_lanes: Sequence[Lane]) -> "_Traffic":
+    """Traffic on a lane, or over this lane and others that share a far link with it."""
+    return _Spread(make(link), [(lane, make(lane.link)) for lane in far_lanes]) if far_lanes else make(link)
 
 
 _Traffic = _Exchanges | _AllReduces | _GroupAllReduces | _Spread

@@ -139,8 +139,8 @@ class Profiling:
         """Measure the links. Rank 0 warns of a bad fit."""
         grid = self._group.grid
         group = self._group.process_group if device.type == "cpu" else None
-        beside = self._session.lanes.beside_first
-        measure = partial(measure_links, grid=grid, device=device, process_group=group, beside=beside)
+        far = self._session.lanes.far_lanes
+        measure = partial(measure_links, grid=grid, device=device, process_group=group, far_lanes=far)
         cluster, fits, problems = measured_links(self._on_lane(measure, "the exchanges that measure links"), grid)
         for problem in problems if self._group.rank == 0 else ():
             warnings.warn(problem, stacklevel=4)

@@ -26,6 +26,8 @@ _NOWHERE = len(RESOURCES)
 """The resource of a link task that has only latency left."""
 _ONLY_FREE = 1 << 62
 """Stands in place of a row: the link is free again, and its task goes on."""
+_HEARD = 1 << 61
+"""Stands in place of a row, added to a step: all ranks know how its exchange went."""
 
 
 class SimTask(NamedTuple):
@@ -91,10 +93,13 @@ class EventLoop:
 
     lag: a part that waits for WHOLE_STEP waits for the exchange of the step that is this many steps earlier. lanes: rows are
     lanes, and each begins its row of the next step when its row of this step has ended; without lanes each row begins when its
-    gradients are ready. workers: number of tasks that the CPU pool does at once. record: whether to keep spans.
+    gradients are ready. workers: number of tasks that the CPU pool does at once. record: whether to keep spans. reports:
+    femtoseconds from an exchange's last task to its end. If there are any, no exchange begins before the last one has ended.
     """
 
-    def __init__(self, works: Sequence[SimWork], steps: int, *, lag: int, lanes: bool, workers: int, record: bool) -> None:
+    def __init__(
+        self, works: Sequence[SimWork], steps: int, *, lag: int, lanes: bool, workers: int, record: bool, reports: int = 0
+    ) -> None:
         self.steps, self.lag, self.lanes, self.record = steps, lag, lanes, record
         self.cycle = works
         self.works = [works[step % len(works)] for step in range(steps)]
@@ -102,7 +107,16 @@ class EventLoop:
         self.after = [list(accumulate(work.lengths, initial=0)) for work in works] * (steps // len(works) + 1)
         self.breaks = [_breaks(work) for work in works] * (steps // len(works) + 1)
         self.left = [list(work.pieces) for work in self.works]
+        self.reports = reports
         self.left_all = [sum(work.pieces) for work in self.works]
+        """Pieces of each step that have not ended, and one for its reports."""
+        if reports:
+            self.left_all = [left + 1 if left else 0 for left in self.left_all]
+        self.under_way = [step for step in range(steps) if reports and self.left_all[step]]
+        """The steps whose exchanges have reports and have not ended, in reverse order."""
+        self.under_way.reverse()
+        self.held: list[int] = []
+        """Rows whose first task waits for the end of an earlier exchange."""
         self.ready = [[False] * len(work.pieces) for work in self.works]
         self.waiting: dict[tuple[int, int], list[int]] = {}
         self.at = [0] * (steps * self.width)
@@ -144,8 +158,10 @@ class EventLoop:
                 self.free[resource] += 1
                 if what < 0:
                     self._computed(-what, now)
-                elif what != _ONLY_FREE:
+                elif what < _HEARD:
                     self._done(what % len(self.at), now)
+                elif what != _ONLY_FREE:
+                    self._heard(what - _HEARD, now)
 
     def _begin_row(self, row: int, now: int) -> None:
         """Start a row; with lanes, the lane's first row from this step on."""
@@ -166,6 +182,9 @@ class EventLoop:
         task = tasks[at]
         if task.gate >= 0 and not self.ready[step][task.gate]:
             self.waiting.setdefault((step, task.gate), []).append(row)
+            return
+        if task.gate >= 0 and self.under_way and self.under_way[-1] < step:
+            self.held.append(row)
             return
         order = (step << 32) + task.order
         self.open[row] = 1
@@ -257,7 +276,18 @@ class EventLoop:
             self.left_all[step] -= 1
             if not self.left_all[step]:
                 self.result.exchanged[step] = now
+            elif self.reports and self.left_all[step] == 1:
+                heappush(self.ending, (now + self.reports, _NOWHERE, _HEARD + step))
         self._next(row, now)
+
+    def _heard(self, step: int, now: int) -> None:
+        """The exchange of a step has ended: that of the next one may begin."""
+        self.left_all[step] -= 1
+        self.result.exchanged[step] = now
+        self.under_way.pop()
+        held, self.held = self.held, []
+        for row in held:
+            self._next(row, now)
 
 
 def _breaks(work: SimWork) -> list[int]:

@@ -40,6 +40,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     routing: str = "direct"
     """Routes of sums and gathers: ring; direct, as the engine's on GPUs; or wires, as the engine's on CPUs. See
     gradwire.costs.collectives.ROUTINGS."""
+    reports: bool = False
+    """Whether ranks tell each other how a step went, after the last task of lanes. Then an exchange is over when all reports are
+    there, which takes the latency of a far link; over others no time. Not where gathers run in the next forward: there reports
+    travel beside what computation waits for."""
 
     def __post_init__(self) -> None:
         word("device", self.device, ("gpu", "cpu"), error=PlanError)
@@ -71,7 +75,7 @@ def rules_of(device: str, cluster: Cluster | None = None) -> Rules:
     if device != "cpu":
         return Rules(device=device)
     lanes = LANES if cluster is None else lanes_over(cluster.latency_us, cluster.world_size)
-    return Rules(device="cpu", lanes=lanes, routing="wires")
+    return Rules(device="cpu", lanes=lanes, routing="wires", reports=True)
 
 
 def device_of(profile: Profile) -> str:
@@ -108,8 +112,8 @@ def placed(rules: Rules, profile: Profile, cluster: Cluster) -> tuple[str, int]:
 
 def as_ddp(cluster: Cluster, rules: Rules) -> tuple[Cluster, Rules]:
     """The cluster and the rules by which DistributedDataParallel sums gradients: with its own all-reduce, if it was measured.
-    gloo has two threads, over far links too."""
-    rules = msgspec.structs.replace(rules, lanes=min(rules.lanes, LANES))
+    gloo has two threads, over far links too, and ranks report nothing."""
+    rules = msgspec.structs.replace(rules, lanes=min(rules.lanes, LANES), reports=False)
     return (cluster, rules) if cluster.ddp is None else (cluster.of_ddp, msgspec.structs.replace(rules, routing="direct"))
 
 

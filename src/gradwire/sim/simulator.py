@@ -11,7 +11,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.core import LINKS, Bucket, Cluster, Costs, Plan, Profile, Schedule, codes_on_cpu, lanes_of_pieces, launch_tasks
+from gradwire.core import (
+    LINKS,
+    Bucket,
+    Cluster,
+    Costs,
+    Plan,
+    Profile,
+    Schedule,
+    codes_on_cpu,
+    lanes_of_pieces,
+    launch_tasks,
+    merge_levels,
+)
 from gradwire.costs import Price, PricedBucket, Prices
 from gradwire.errors import PlanError
 from gradwire.sim.events import (
@@ -98,6 +110,11 @@ class Simulator:
         shared = self.rules.lanes and self._codec_on == "own thread" and cluster.ranks_per_processor > 1
         self._script_part = (profile.processor_part or 0.0) if shared else 0.0
         """The part of the computation's time in which scripts keep a processor that ranks share, so that codecs wait."""
+        self.reports = 0
+        """Femtoseconds from the last task of an exchange until all reports are there (`Rules.reports`)."""
+        if self.rules.reports and self.rules.lanes and cluster.is_far:
+            link = cluster.inter if cluster.nodes > 1 else cluster.intra
+            self.reports = fs_of(merge_levels(cluster.world_size) * link.alpha_us)
         self.resource = cache(self._resource)
         """The resource of a task, such as comp:gpu or allgather:inter."""
         tensors = profile.tensors
@@ -127,10 +144,12 @@ class Simulator:
         lag = 1 + plan.schedule.overlapped_steps
         cycles = _FEWEST_CYCLES if overlaps else 1
         lanes, workers = rules.lanes > 0, self.workers
+        reports = 0 if plan.schedule.gathers_in_forward else self.reports
         least = _least(works, workers) if overlaps else 0
         while True:
             steps = cycle * cycles
-            done = EventLoop(works, steps, lag=lag, lanes=lanes, workers=workers, record=record).run()
+            loop = EventLoop(works, steps, lag=lag, lanes=lanes, workers=workers, record=record, reports=reports)
+            done = loop.run()
             if not overlaps:
                 return SimulatedSteps(layouts, done, steps, (0, max(done.computed[-1], done.exchanged[-1])), 0, cycle, True)
             ends, exchanged = done.computed[cycle - 1 :: cycle], done.exchanged[cycle - 1 :: cycle]

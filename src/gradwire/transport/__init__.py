@@ -14,7 +14,7 @@ from gradwire.transport.meter import Meter
 from gradwire.transport.operations import Operations
 from gradwire.transport.queued import COMPLETE, QueuedStep
 from gradwire.transport.rendezvous import long_control
-from gradwire.transport.rounds import AT_ONCE, merge_rounds, neighbours
+from gradwire.transport.rounds import merge_rounds, neighbours
 from gradwire.transport.shared_lanes import TAGS
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark, Streams, streams_for
@@ -22,7 +22,7 @@ from gradwire.transport.tls import TlsOption
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 __all__ = [
-    "AT_ONCE", "COMPLETE", "KERNELS", "LONGEST_S", "SHORTEST_S", "TAGS", "AllToAll", "DamagedError", "FlightRecord", "Grid",
+    "COMPLETE", "KERNELS", "LONGEST_S", "SHORTEST_S", "TAGS", "AllToAll", "DamagedError", "FlightRecord", "Grid",
     "Group", "Lane", "Lanes", "LanesObserver", "Link", "LinkError", "Mark", "MergedValues", "Meter", "Operations", "QueuedStep",
     "SilentLink", "Streams", "TlsOption", "Wire", "agree", "all_have", "broadcast_bytes", "bytes_of", "copy_from", "device_name",
     "gather_bytes", "gather_over_ranks", "kind_of", "long_control", "merge_over_ranks", "merge_rounds", "neighbours",

@@ -300,7 +300,7 @@ class Lanes:
         return [*map(str, range((self._at_once if self.staged or self.device.type == "cpu" else 1) + self.offload))]
 
     @property
-    def beside_first(self) -> list[Lane]:
+    def far_lanes(self) -> list[Lane]:
         """The lanes that share a far link with the first one; none over a near link, where one lane alone finds the rate."""
         return self.data[1:] if self._at_once > LANES and kind_of(self.device) == "cpu" else []
 

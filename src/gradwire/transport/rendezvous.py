@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from gradwire._version import __version__
-from gradwire.core import peers_of, rows_of
+from gradwire.core import AT_ONCE, columns_of
 from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.kernels.cpu import available
 from gradwire.transport.adapters import adapter_gbps
@@ -38,7 +38,7 @@ from gradwire.transport.addresses import own_address, why_too_few
 from gradwire.transport.forks import close_in_child
 from gradwire.transport.grid import SITE, site_name
 from gradwire.transport.keys import PROOF_BYTES, JobKey
-from gradwire.transport.rounds import AT_ONCE, merge_peers, neighbours
+from gradwire.transport.rounds import merge_peers, neighbours
 from gradwire.transport.store_waits import LOOK_S, Check, await_keys
 from gradwire.transport.tls import OFF, Connected, Tls, TlsError, TlsOption, tls_of
 from gradwire.transport.wire import LinkError

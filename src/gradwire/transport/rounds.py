@@ -15,9 +15,7 @@ from functools import cache
 from itertools import count, pairwise
 from typing import NamedTuple
 
-AT_ONCE = 16
-"""Ranks that exchange in one hop, and that all connect with each other at the start. More ranks: fewer connections, and more
-hops."""
+from gradwire.core import merge_levels
 
 
 class MergeRound(NamedTuple):
@@ -40,7 +38,7 @@ def merge_rounds(rank: int, world_size: int) -> tuple[MergeRound, ...]:
     >>> [len(each.targets) for each in merge_rounds(5, 64)]
     [7, 7]
     """
-    levels = next(each for each in count(1) if AT_ONCE**each >= world_size)
+    levels = merge_levels(world_size)
     most = next(each for each in count(1) if each**levels >= world_size)
     rounds, start, end = [], 0, world_size
     for _ in range(levels):

@@ -78,20 +78,22 @@ def test_offers_are_few_different_and_of_the_class(accuracy: str, gbps: float) -
     assert not compressed if accuracy == "exact" else (compressed or gbps > 1)
 
 
-@pytest.mark.parametrize(("alpha_us", "ranks", "rounds"), [(25_000.0, 2, 1), (25_000.0, 40, 2), (50.0, 2, 0)])
-def test_a_far_backward_waits_for_the_reports_of_ranks(alpha_us: float, ranks: int, rounds: int) -> None:
-    """They leave after the last task. Where lanes gather in the next forward, they leave at the end of backward."""
-    link = Link(alpha_us, 0.1, message_us=min(alpha_us, 40.0))
-    far = Cluster(nodes=ranks, ranks_per_node=1, intra=Link(50.0, 10.0), inter=link)
-    specs = specs_of("safe", TENSORS, ranks)[:1]
-    simulator = PlanningJob(profile(), far, costs(specs), specs).simulator
-    waits = {
-        offer.plan.schedule.word: offer.candidate.predicted_us - simulator.step_us(offer.plan)
-        for offer in offers(profile(), far, costs(specs), specs, 0.01, schedules=[Pipelined()])
-    }
-    assert waits["backward"] == pytest.approx(rounds * alpha_us)
-    assert waits.get("pipelined", 0.0) == 0.0
-    assert "pipelined" in waits or ranks > 2
+@pytest.mark.parametrize(("lanes", "reports"), [(8, True), (2, True), (8, False)])
+def test_predictions_follow_the_rules_of_the_live_job(lanes: int, reports: bool) -> None:
+    """Its lanes were chosen by the round trips of connections, and DDP's hook has no reports."""
+    far = Cluster(nodes=2, ranks_per_node=1, intra=Link(50.0, 10.0), inter=Link(25_000.0, 0.1, message_us=40.0))
+    job = SimpleNamespace(lanes=SimpleNamespace(group=SimpleNamespace(grid=None), data=[None] * lanes, offload=0))
+    vars(job).update({"device": None, "tensors": TENSORS, "plan_of": None} | ({"ride": print} if reports else {}))
+    rules = _rules_of(Live(job), profile(), far)
+    assert (rules.lanes, rules.reports) == (lanes, reports)
+    every, schedules = costs((*LOCAL_SPECS, ErrorFeedback(QSGD(bits=4)))), [Pipelined(), Delayed(k=None)]
+    simulator = PlanningJob(profile(), far, every, [QSGD(bits=4)], rules=rules).simulator
+    made = [
+        *offers(profile(), far, every, [QSGD(bits=4)], 0.2, schedules=schedules, rules=rules),
+        local_offer(profile(), far, every, [QSGD(bits=4)], rules),
+    ]
+    assert {"backward", "delayed", "local"} <= {offer.plan.schedule.word for offer in made if offer is not None}
+    assert all(offer.candidate.predicted_us == simulator.step_us(offer.plan) for offer in made)
 
 
 @pytest.mark.parametrize("lanes", [8, 2])

@@ -14,8 +14,11 @@ from gradwire.core import (
     Cluster,
     CodecCosts,
     Costs,
+    Delayed,
     Identity,
     Link,
+    LocalSteps,
+    Pipelined,
     Plan,
     Profile,
     TensorProfile,
@@ -29,7 +32,7 @@ from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.starts import ddp_draft
 from gradwire.sim import Simulator, simulate
-from gradwire.sim.rules import as_ddp, placed, rules_of
+from gradwire.sim.rules import Rules, as_ddp, placed, rules_of
 
 FAR = Link(25_000.0, 1.0, message_us=100.0)
 SPEC = QSGD(bits=4)
@@ -37,7 +40,9 @@ TWO_PHASES = COLLECTIVES["alltoall"].on("cpu")
 
 
 def profile(count: int = 2, **fields: float) -> Profile:
-    tensors = [TensorProfile(name=f"t{i}", shape=(1000, 100), dtype="float32", backward_us=100.0) for i in range(count)]
+    tensors = [
+        TensorProfile(name=f"t{i}", shape=(1000, 100), dtype="float32", backward_us=100.0, forward_us=0.0) for i in range(count)
+    ]
     return Profile(model="m", batch=1, device="cpu", tensors=tensors, **fields)
 
 
@@ -54,8 +59,12 @@ def plan(option: tuple[str, ...], spec: QSGD | Identity, count: int = 2) -> Plan
 COSTS = Costs(codecs=[CodecCosts(spec=SPEC, device="cpu", encode=[(0, 30.0)], decode=[(0, 20.0)])])
 
 
-def step_us(shape: Cluster, what: Plan, **fields: float) -> float:
-    return Simulator(profile(len(what.buckets), **fields), shape, COSTS, rules_of("cpu")).step_us(what)
+ALONE = msgspec.structs.replace(rules_of("cpu"), reports=False)
+"""For exchanges without the reports that follow them."""
+
+
+def step_us(shape: Cluster, what: Plan, rules: Rules = ALONE, **fields: float) -> float:
+    return Simulator(profile(len(what.buckets), **fields), shape, COSTS, rules).step_us(what)
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 8, 32])
@@ -96,7 +105,7 @@ def test_exchanges_of_two_lanes_wait_at_the_same_time_but_send_one_after_the_oth
 
 
 def test_a_timeline_shows_latency_as_exposed_communication_and_not_as_work_of_the_link() -> None:
-    timeline = simulate(plan(ALL_REDUCE, Identity(), 1), profile(1), cluster(FAR), COSTS, rules_of("cpu"))
+    timeline = simulate(plan(ALL_REDUCE, Identity(), 1), profile(1), cluster(FAR), COSTS, ALONE)
     (link,) = (resource for resource in timeline.resources if resource.name == "inter link")
     assert link.busy_us == pytest.approx(6 * 100 + 1.75 * 400_000 * 8e-3)
     assert timeline.exposed_comm_us == pytest.approx(timeline.step_us - 100)
@@ -108,6 +117,32 @@ def test_a_gpu_holds_the_link_for_the_whole_exchange() -> None:
     for count in (1, 2):
         us.append(Simulator(profile(count), shape, COSTS, rules_of("gpu")).step_us(plan(ALL_REDUCE, Identity(), count)))
     assert us[1] == pytest.approx(2 * us[0] - 100)
+
+
+@pytest.mark.parametrize(("alpha_us", "nodes", "levels"), [(25_000.0, 2, 1), (25_000.0, 40, 2), (1_900.0, 2, 0)])
+def test_a_step_over_a_far_link_ends_with_the_reports_of_all_ranks(alpha_us: float, nodes: int, levels: int) -> None:
+    """They leave after the last task, and many ranks need two hops. Over a near link they take no time."""
+    shape = cluster(Link(alpha_us, 1.0, message_us=100.0), nodes)
+    for schedule, part in ((Backward(), 1.0), (LocalSteps(every=4), 0.25), (Pipelined(), 0.0)):
+        what = msgspec.structs.replace(plan(TWO_PHASES, SPEC), schedule=schedule)
+        what = msgspec.structs.replace(what, launch=launch_of(what.buckets, schedule))
+        alone, both = (step_us(shape, what, rules) for rules in (ALONE, rules_of("cpu")))
+        assert both - alone == pytest.approx(part * levels * alpha_us), schedule
+    timeline = simulate(plan(TWO_PHASES, SPEC), profile(), shape, COSTS, rules_of("cpu"))
+    assert timeline.idle_us == pytest.approx(levels * alpha_us)
+    assert simulate(plan(TWO_PHASES, SPEC), profile(), shape, COSTS, as_ddp(shape, rules_of("cpu"))[1]).idle_us == 0
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_the_next_exchange_of_a_delayed_plan_waits_for_the_reports_of_the_last_one(lanes: int) -> None:
+    """A step that computes for longer than both hides both. No lane runs ahead."""
+    shape, rules = cluster(FAR, nodes=2), msgspec.structs.replace(rules_of("cpu"), lanes=lanes)
+    one = plan(TWO_PHASES, SPEC, 3)
+    exchange_us = step_us(shape, one, msgspec.structs.replace(rules, reports=False)) - 100 * 3
+    late = msgspec.structs.replace(one, schedule=Delayed(k=None))
+    assert step_us(shape, late, rules) == pytest.approx(exchange_us + 25_000, rel=0.01)
+    long_us = exchange_us + 30_000
+    assert step_us(shape, late, rules, optimizer_us=long_us, processor_part=0.0) == pytest.approx(long_us + 300)
 
 
 def test_processor_time_of_an_exchange_runs_beside_it_and_excludes_computation() -> None:
@@ -171,10 +206,11 @@ def test_ddp_is_predicted_with_its_own_all_reduce() -> None:
     made = job.plan(joint(job), ddp_draft(job))
     of_ddp, rules = as_ddp(shape, rules_of("cpu"))
     assert made.prediction is not None
+    assert not rules.reports, "its ranks report nothing"
     expected = simulate(plan_of_ddp(job), profile(), of_ddp, COSTS, rules).step_us
     assert made.prediction.baseline_step_us == pytest.approx(expected)
     assert expected > job.simulator.step_us(job.light(ddp_draft(job))), "the all-reduce of DDP is slower here"
-    assert as_ddp(cluster(own), rules_of("cpu")) == (cluster(own), rules_of("cpu"))
+    assert as_ddp(cluster(own), rules_of("cpu")) == (cluster(own), ALONE)
 
 
 def plan_of_ddp(job: PlanningJob) -> Plan:

@@ -411,7 +411,7 @@ class TestSchedules:
 
 class TestRules:
     def test_the_engine_on_cpus_has_two_lanes_and_exchanges_directly(self):
-        assert rules_of("cpu") == Rules(device="cpu", lanes=2, routing="wires")
+        assert rules_of("cpu") == Rules(device="cpu", lanes=2, routing="wires", reports=True)
         assert rules_of("gpu") == Rules() and Rules().routing == "direct"
 
     @pytest.mark.parametrize(("name", "device"), [("V100", "gpu"), ("cpu", "cpu"), ("CPU, 2 cores", "cpu")])
