@@ -102,7 +102,7 @@ from gradwire.core.specs import (
     spec_from_text,
 )
 from gradwire.core.strict import Document, check_plain, convert, parse, read
-from gradwire.core.sums import AT_ONCE, columns_of, goes_around, least_ring_bytes, merge_levels, primes_of
+from gradwire.core.sums import AT_ONCE, columns_of, goes_around, least_ring_bytes, merge_levels, peers_of, primes_of, rows_of
 from gradwire.core.tensors import Shaped, TensorInfo, fingerprint
 
 __all__ = [
@@ -117,7 +117,7 @@ __all__ = [
     "freeze_pairs", "gathers_of", "goes_around", "in_base_3", "index_bytes", "index_low_bits", "innermost",
     "installed_collectives", "installed_specs", "is_link_word", "kept_of", "lanes_of_pieces", "lanes_over", "launch_tasks",
     "least_ring_bytes", "make_folder", "merge_levels", "named", "native", "near", "number", "numbers", "only_version",
-    "pairs_ranks", "parse", "primes_of", "printable", "processor_name", "qsgd_bytes", "read", "read_text", "register_spec",
-    "schedule_class", "schedule_kinds", "schedules", "show", "spec_from_dict", "spec_from_text", "specs", "tasks_by_lane", "text",
-    "uncompressed", "under", "unique", "waited_ns", "whole", "wholes", "word", "write_whole",
+    "pairs_ranks", "parse", "peers_of", "primes_of", "printable", "processor_name", "qsgd_bytes", "read", "read_text",
+    "register_spec", "rows_of", "schedule_class", "schedule_kinds", "schedules", "show", "spec_from_dict", "spec_from_text",
+    "specs", "tasks_by_lane", "text", "uncompressed", "under", "unique", "waited_ns", "whole", "wholes", "word", "write_whole",
 ]  # fmt: skip

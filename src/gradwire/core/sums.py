@@ -1,5 +1,7 @@
 """Shapes of exchanges that follow from the number of ranks: `gradwire.collectives` runs them and `gradwire.costs` prices them."""
 
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import count
 from math import isqrt
 

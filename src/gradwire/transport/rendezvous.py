@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from gradwire._version import __version__
-from gradwire.core import AT_ONCE, columns_of
+from gradwire.core import AT_ONCE, peers_of, rows_of
 from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.kernels.cpu import available
 from gradwire.transport.adapters import adapter_gbps

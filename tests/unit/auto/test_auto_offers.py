@@ -96,25 +96,6 @@ def test_predictions_follow_the_rules_of_the_live_job(lanes: int, reports: bool)
     assert all(offer.candidate.predicted_us == simulator.step_us(offer.plan) for offer in made)
 
 
-@pytest.mark.parametrize("lanes", [8, 2])
-def test_predictions_follow_the_rules_of_the_live_job(lanes: int) -> None:
-    """Its lanes were chosen by the round trips of connections."""
-    far = Cluster(nodes=2, ranks_per_node=1, intra=Link(50.0, 10.0), inter=Link(25_000.0, 0.1, message_us=40.0))
-    job = SimpleNamespace(lanes=SimpleNamespace(group=SimpleNamespace(grid=None), data=[None] * lanes, offload=0))
-    vars(job).update({"device": None, "tensors": TENSORS, "plan_of": None})
-    rules = _rules_of(Live(job), profile(), far)
-    assert rules.lanes == lanes
-    every, schedules = costs((*LOCAL_SPECS, ErrorFeedback(QSGD(bits=4)))), [Pipelined(), Delayed(k=None)]
-    simulator = PlanningJob(profile(), far, every, [QSGD(bits=4)], rules=rules).simulator
-    made = [
-        *offers(profile(), far, every, [QSGD(bits=4)], 0.2, schedules=schedules, rules=rules),
-        local_offer(profile(), far, every, [QSGD(bits=4)], rules),
-    ]
-    assert {"backward", "delayed", "local"} <= {offer.plan.schedule.word for offer in made if offer is not None}
-    late = [offer for offer in made if offer is not None and offer.plan.schedule.word != "backward"]
-    assert all(offer.candidate.predicted_us == simulator.step_us(offer.plan) for offer in late)
-
-
 @pytest.mark.parametrize("spec", [QSGD(bits=4), WEIGHTED], ids=repr)
 def test_over_a_far_link_a_spec_is_offered_in_few_buckets(spec: Spec) -> None:
     """Each bucket waits for the latency four times. No search is made in no time, so policies alone are offered."""
