@@ -6,11 +6,12 @@
 `--simulated` measures nothing: it only makes the simulated part anew, which takes some seconds. `--unlike` only prints the start
 of so many ranks, with the same weights on all ranks, and with other ones on each: then rank 0's are sent, as DDP always does.
 
-The floor is the same script without communication. Both train in turns in the same processes, on loopback, with 4 bits. Every
-point takes `--seconds`, and at least LEAST_TURNS turns. 200 million elements need 6 GB of memory. Each point is written to
-benchmarks/results/growth.json when it is measured, and is not measured again, unless `--anew`. After `--minutes` no point begins,
-and one that is under way ends without a result: the same command goes on with what is left. 1 if CPU time grows faster than the
-bytes and the messages that a rank sends, or sockets, messages or the start faster than with a grid; 2 if points are left.
+The floor is the same script without communication. It, 4 bits and DDP train in turns in the same processes, on loopback. Every
+point takes `--seconds`, and at least LEAST_TURNS turns. 200 million elements need 6 GB of memory, without DDP. Each point is
+written to benchmarks/results/growth.json when it is measured, and is not measured again, unless `--anew`. After `--minutes` no
+point begins, and one that is under way ends without a result: the same command goes on with what is left. 1 if CPU time grows
+faster than the bytes and the messages that a rank sends, or sockets, messages or the start faster than with a grid; 2 if points
+are left.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import RESULTS, collected, write
-from benchmarks.growth_page import page
+from benchmarks.growth_page import COSTS, LATER, page
 from benchmarks.growth_simulated import COLUMNS as SIMULATED
 from benchmarks.growth_simulated import OTHERS, bert_large, point
 from benchmarks.growth_simulated import RANKS as SIMULATED_RANKS
@@ -44,7 +45,8 @@ RANKS = (2, 4, 8, 16, 32, 64)
 FEW, USUAL = 24, 6_000_000
 """Tensors, and elements of all of them, of the curves over something else."""
 CURVES = ("tensors", "elements", "ranks")
-COSTS = ("beyond_ms", "cpu_ms", "sent_mb", "messages", "sockets", "start_ms")
+MOST_DDP = 100_000_000
+"""With more elements there is no turn of DDP, which needs a third copy of the weights, and gradients twice."""
 DIRECT = 16
 """So many ranks exchange directly. More form a grid."""
 NOISE = 0.1
@@ -143,7 +145,7 @@ def simulated() -> dict[str, Any]:
 
 def slopes_of(curve: str, points: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Return for each cost the power of the curve's variable with which the cost grows."""
-    return {cost: slope([p[curve] for p in points], [p[cost] for p in points]) for cost in COSTS}
+    return {cost: slope([p[curve] for p in points], [p.get(cost) or 0.0 for p in points]) for cost in (*COSTS, *LATER)}
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
@@ -208,30 +210,41 @@ def _rank(order: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    (tensors, elements), rank, ranks = order["shape"], dist.get_rank(), dist.get_world_size()
     parallelize, plan = gw.parallelize, gw.QSGD(bits=4)  # names import their modules, which are no part of the start
 
-    def training(tensors: int, elements: int, parallel: bool) -> tuple[Any, Any, float]:
-        """A function that makes a step, the handle, and the seconds that it took to make the handle."""
-        model = torch.nn.Module()
-        size = elements // tensors
-        model.weights = torch.nn.ParameterList(torch.full((size,), rank * order["unlike"] / ranks) for _ in range(tensors))
+    class Sums(torch.nn.Module):
+        """The weighted sums of one vector, added up."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            value = rank * order["unlike"] / ranks
+            self.weights = torch.nn.ParameterList(torch.full((elements // tensors,), value) for _ in range(tensors))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            total = self.weights[0] @ inputs
+            for weight in self.weights[1:]:
+                total = total + weight @ inputs
+            return total
+
+    def training(parallel: Callable[[Any], Any] | None) -> tuple[Callable[[], None], Any, float, int]:
+        """A function that makes a step, what `parallel` made of the model, the seconds that it took, and the resident bytes
+        before."""
+        model = Sums()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs = torch.randn(elements // tensors, generator=torch.Generator().manual_seed(rank))
         dist.barrier()
-        began = time.perf_counter()
-        handle = parallelize(model, plan=plan) if parallel else None
+        before, began = _resident_bytes(), time.perf_counter()
+        made = parallel(model) if parallel is not None else None
         start_s = time.perf_counter() - began
-        inputs = torch.randn(size, generator=torch.Generator().manual_seed(rank))
+        run = made if isinstance(made, torch.nn.Module) else model
 
         def step() -> None:
-            total = model.weights[0] @ inputs
-            for weight in model.weights[1:]:
-                total = total + weight @ inputs
-            total.backward()
+            run(inputs).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        return step, handle, start_s
+        return step, made, start_s, before
 
     def turn(step: Any, steps: int) -> tuple[float, float]:
         """Milliseconds and CPU milliseconds of a step, on the mean rank."""
@@ -244,35 +257,48 @@ def _rank(order: dict[str, Any]) -> None:
         dist.all_reduce(found)
         return tuple((1e3 * found / ranks).tolist())  # type: ignore[return-value]
 
-    tensors, elements = order["shape"]
-    floor, *_ = training(tensors, elements, parallel=False)
-    step, handle, start_s = training(tensors, elements, parallel=True)
-    start = torch.tensor([start_s])
+    floor, *_ = training(None)
+    turn(floor, WARMUP_STEPS)
+    step, handle, start_s, before = training(lambda model: parallelize(model, plan=plan))
+    turn(step, WARMUP_STEPS)
+    threads, memory = len(os.listdir("/proc/self/task")), _resident_bytes() - before
+    arms, ddp_start_s = [floor, step], 0.0
+    if elements <= MOST_DDP:
+        ddp, _, ddp_start_s, _ = training(torch.nn.parallel.DistributedDataParallel)
+        turn(ddp, WARMUP_STEPS)
+        arms.append(ddp)
+    start = torch.tensor([start_s, ddp_start_s])
     dist.all_reduce(start, dist.ReduceOp.MAX)
-    turn(floor, WARMUP_STEPS), turn(step, WARMUP_STEPS)
-    turns: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    turns: list[list[tuple[float, float]]] = []
     deadline = time.monotonic() + order["seconds"]
     more = torch.ones(1)
     while more:
-        turns.append((turn(floor, TURN_STEPS), turn(step, TURN_STEPS)))
+        turns.append([turn(arm, TURN_STEPS) for arm in arms])
         more.fill_(len(turns) < LEAST_TURNS or time.monotonic() < deadline)
         dist.broadcast(more, 0)
-    (floor_ms, _), (step_ms, _) = (np.median(each, 0) for each in zip(*turns, strict=True))
-    beyond = [with_it[0] - alone[0] for alone, with_it in turns]
-    most = torch.tensor(_messages_and_sockets(step, handle), dtype=torch.int64)
+    floor_ms, step_ms, *ddp_ms = (float(np.median([ms for ms, _ in each])) for each in zip(*turns, strict=True))
+    beyond = [with_it[0] - alone[0] for alone, with_it, *_ in turns]
+    most = torch.tensor([*_messages_and_sockets(step, handle), threads, memory], dtype=torch.int64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     point = {
         **{"tensors": tensors, "elements": elements, "ranks": ranks, "turns": len(turns)},
         **{"floor_ms": floor_ms, "step_ms": step_ms, "beyond_ms": statistics.median(beyond)},
         "spread_ms": list(np.percentile(beyond, [10, 90])),
-        "cpu_ms": statistics.median(with_it[1] - alone[1] for alone, with_it in turns),
+        "cpu_ms": statistics.median(with_it[1] - alone[1] for alone, with_it, *_ in turns),
         "sent_mb": handle.stats().wire_bytes / 1e6,
-        **{"messages": int(most[0]), "sockets": int(most[1]), "start_ms": 1e3 * float(start)},
+        **{"messages": int(most[0]), "sockets": int(most[1]), "start_ms": 1e3 * float(start[0])},
+        **{"threads": int(most[2]), "memory_mb": int(most[3]) / 1e6},
+        **{"ddp_step_ms": ddp_ms[0] if ddp_ms else None, "ddp_start_ms": 1e3 * float(start[1]) if ddp_ms else None},
     }
     handle.detach()
     if rank == 0:
         print(json.dumps({"point": point}))
     dist.destroy_process_group()
+
+
+def _resident_bytes() -> int:
+    """The memory of this process that is in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _messages_and_sockets(step: Callable[[], None], handle: Any) -> tuple[int, int]:

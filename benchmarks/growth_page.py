@@ -24,6 +24,11 @@ in {seconds} s by the command below; do not edit.
 - **messages** carry gradients: those that a rank sends in a step. **sockets** are the most that one lane of a rank has.
 - **start** is the time of `gw.parallelize` on the slowest rank, after its import. All ranks have the same weights, so none are
   sent; `--unlike` prints the start with other ones.
+- **threads** are those of a rank's process, torch's and gloo's too. **memory** is what a rank needs more from before
+  `gw.parallelize` to after its first steps, with the gradients. Both are of the rank that has the most.
+- **DDP** is torch's DistributedDataParallel, in turns with the others. Its start is the time of its constructor.
+- "-": the row is from before this was measured, and its start has the import too. With 200 million elements there is no DDP,
+  which would need 5 GB more.
 - **slope** is the power of the first column with which a column grows: the slope of the line through the points'
   logarithms, by least squares. 1 is proportional.
 """
@@ -37,7 +42,14 @@ PARTS = {
         "longer as there are more ranks for a core. The start grows faster than that, and most where the grid begins.",
     ),
 }
-COLUMNS = ("floor, ms", "step, ms", "beyond, ms", "CPU, ms", "a rank sends, MB", "messages", "sockets of a lane", "start, ms")
+COLUMNS = (
+    "floor, ms", "step, ms", "beyond, ms", "CPU, ms", "a rank sends, MB", "messages", "sockets of a lane", "start, ms", "threads",
+    "memory, MB", "DDP: step, ms", "DDP: start, ms",
+)  # fmt: skip
+COSTS = ("beyond_ms", "cpu_ms", "sent_mb", "messages", "sockets", "start_ms")
+"""The costs that every point has."""
+LATER = ("threads", "memory_mb", "ddp_step_ms", "ddp_start_ms")
+"""Those that points from before 2026-11-30 lack."""
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -47,7 +59,7 @@ def page(result: Mapping[str, Any]) -> str:
         title, words = PARTS[curve]
         slopes = result["slopes"][curve]
         rows = [[f"{point[curve]:,}", *_cells(point)] for point in points]
-        told = [_power(slopes.get(cost)) for cost in ("beyond_ms", "cpu_ms", "sent_mb", "messages", "sockets", "start_ms")]
+        told = [_power(slopes.get(cost)) for cost in (*COSTS, *LATER)]
         rows.append(["slope", "", "", *told])
         words = words.format(cores=result["cores"], elements=points[0]["elements"])
         text += f"\n## {title}\n\n{words}\n\n" + "\n".join(table([curve, *COLUMNS], rows, left=0)) + "\n"
@@ -69,7 +81,11 @@ def _cells(point: Mapping[str, Any]) -> list[str]:
     beyond = f"{point['beyond_ms']:.2f} ({low:.2f} to {high:.2f})"
     first = [f"{point['floor_ms']:.2f}", f"{point['step_ms']:.2f}", beyond, f"{point['cpu_ms']:.2f}"]
     last = ["-" if "sockets" not in point else f"{point[name]:,.0f}" for name in ("sockets", "start_ms")]
-    return [*first, f"{point['sent_mb']:.2f}", f"{point['messages']:,}", *last]
+    later = [
+        "-" if point.get(name) is None else f"{point[name]:,.{digits}f}"
+        for name, digits in (("threads", 0), ("memory_mb", 0), ("ddp_step_ms", 2), ("ddp_start_ms", 0))
+    ]
+    return [*first, f"{point['sent_mb']:.2f}", f"{point['messages']:,}", *last, *later]
 
 
 def _power(slope: float | None) -> str:

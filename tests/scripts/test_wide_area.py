@@ -32,6 +32,8 @@ def test_what_is_written_is_read() -> None:
         ("50ms 2ms 1ms", "'1ms' is no part"), ("50ms loss 1", "no share"), ("50ms loss 100%", "no share"),
         ("50ms up", "not a link rate"), ("50ms rate fast", "not a link rate"),
         ("50ms port 443 2ms", "'2ms' is no part"),
+        ("50ms loss 1% loss 2%", "'loss' says again"), ("50ms up 20mbit rate 100mbit", "'rate' says again"),
+        ("50ms rate 20mbit down 1gbit", "'down' says again"), ("50ms port 443 port 80", "'port' says again"),
         ("50ms port", "'' is no port"), ("50ms port 70000", "'70000' is no port"), ("50ms port 0", "'0' is no port"),
     ],
 )  # fmt: skip

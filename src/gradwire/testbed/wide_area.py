@@ -81,17 +81,19 @@ def parse_wide_area(text: str) -> WideArea:
     """
     times: list[float] = []
     values: dict[str, float] = {}
-    port: int | None = None
     words = iter(text.lower().split())
     for word in words:
-        if (time_s := _seconds(word)) is not None and len(times) < 2 and not values and port is None:
+        if (time_s := _seconds(word)) is not None and len(times) < 2 and not values:
             times.append(time_s)
-        elif word == "port":
-            port = _port(next(words, ""), text)
-        elif word in ("loss", "up", "down", "rate"):
-            value = next(words, "")
-            read = _share(value, text) if word == "loss" else parse_rate(value)
-            values |= {"up": read, "down": read} if word == "rate" else {word: read}
+        elif word in ("loss", "up", "down", "rate", "port"):
+            value, names = next(words, ""), ("up", "down") if word == "rate" else (word,)
+            if values.keys() & set(names):
+                raise TestbedError(
+                    f"wan is {text!r}, and {word!r} says again what an earlier word says: rate is up and down. Write each once: "
+                    f"{_EXAMPLE}."
+                )
+            read = _share(value, text) if word == "loss" else _port(value, text) if word == "port" else parse_rate(value)
+            values |= dict.fromkeys(names, read)
         else:
             raise TestbedError(
                 f"wan is {text!r}, and {word!r} is no part of it. Write the round trip between sites, and what else it has: "
@@ -100,6 +102,7 @@ def parse_wide_area(text: str) -> WideArea:
     if not times:
         raise TestbedError(f"wan is {text!r}, without the round trip between sites. Write, for example, {_EXAMPLE}.")
     jitter = times[1] if len(times) > 1 else 0.0
+    port = int(values["port"]) if "port" in values else None
     return WideArea(times[0], jitter, values.get("loss", 0.0), values.get("up"), values.get("down"), port)
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks.growth import (
-    COSTS,
     CURVES,
     ELEMENTS,
     NOISE,
@@ -11,12 +10,13 @@ from benchmarks.growth import (
     TENSORS,
     draw,
     left_to_do,
+    measured,
     slope,
     slopes_of,
     too_fast,
     too_many,
 )
-from benchmarks.growth_page import page
+from benchmarks.growth_page import COSTS, LATER, page
 from benchmarks.growth_simulated import COLUMNS, bert_large, point, section
 
 
@@ -46,7 +46,7 @@ def test_a_slope_is_the_power_of_a_power_law():
 def test_what_grows_faster_than_what_is_sent_is_told(power, fast):
     found = points(power)
     slopes = {curve: slopes_of(curve, each) for curve, each in found.items()}
-    assert set(slopes["ranks"]) == set(COSTS)
+    assert set(slopes["ranks"]) == {*COSTS, *LATER}
     faster = [words for each in slopes.values() for words in too_fast(each)]
     assert len(faster) == (3 if fast else 0)
     made = {"date": "2026-01-01", "cpu": "a CPU", "command": "a command"}
@@ -54,6 +54,31 @@ def test_what_grows_faster_than_what_is_sent_is_told(power, fast):
     assert told.count(f"| slope |  |  | 0.00 | {power:.2f} | 1.00 | 0.00 |") == 3
     assert "| 32 | 10.00 | 12.50 | 2.50 (2.00 to 3.00) |" in told
     assert ("\nYes:" in told, "\nCPU time does not:" in told) == (fast, not fast)
+
+
+def test_rows_have_threads_memory_and_ddp_and_older_ones_a_dash():
+    found = points(1.0)
+    found["ranks"][1:] = [
+        each | {"threads": each["ranks"] + 8, "memory_mb": 50.0, "ddp_step_ms": 8.0 * each["ranks"], "ddp_start_ms": 30.0}
+        for each in found["ranks"][1:]
+    ]
+    found["elements"][2] |= {"threads": 12, "memory_mb": 900.0, "ddp_step_ms": None, "ddp_start_ms": None}
+    slopes = {curve: slopes_of(curve, each) for curve, each in found.items()}
+    assert slopes["ranks"]["ddp_step_ms"] == pytest.approx(1.0) and slopes["tensors"]["threads"] is None
+    made = {"date": "2026-01-01", "cpu": "a CPU", "command": "a command"}
+    told = page({"made": made, "cores": 2, "seconds": 9, "curves": found, "slopes": slopes, "faster": []})
+    rows = told[told.index("## Ranks") :].splitlines()
+    ends = {row.split(" | ")[0]: row.split(" | ")[-5:] for row in rows if row.startswith(("| 2", "| 8", "| 32", "| slope"))}
+    assert ends["| 2"] == ["100", "-", "-", "-", "- |"]
+    assert ends["| 8"] == ["100", "16", "50", "64.00", "30 |"] and ends["| slope"][3] == "1.00"
+    assert "| 100 | 12 | 900 | - | - |" in told
+
+
+@pytest.mark.slow
+def test_a_point_has_all_costs():
+    found = measured(2, (4, 4000), 0.1, 120.0)
+    assert found is not None and {*COSTS, *LATER} <= found.keys()
+    assert found["ddp_step_ms"] > 0 and found["ddp_start_ms"] > 0 and 2 < found["threads"] < 64 and found["memory_mb"] > 0
 
 
 def test_sockets_messages_and_the_start_are_judged_beyond_what_exchanges_directly():
