@@ -38,7 +38,7 @@ SPECS = [
 ]
 CARRIED = [
     (scheme, spec, residual_dtype)
-    for scheme in ("alltoall", "allgather")
+    for scheme in ("alltoall", "allgather", "grid")
     for spec in SPECS
     for residual_dtype in (("float32", "int8") if spec.feedback else ("float32",))
     if COLLECTIVES[scheme].carries(spec)
@@ -47,7 +47,7 @@ CARRIED = [
 
 @pytest.mark.parametrize("wired", [False, True], ids=["in Python", "in C++"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 6, 11])
 @pytest.mark.parametrize(("scheme", "spec", "residual_dtype"), CARRIED, ids=repr)
 def test_the_bits_are_those_of_buckets(
     scheme: str, world_size: int, spec: Spec, dtype: str, residual_dtype: str, wired: bool
@@ -57,7 +57,7 @@ def test_the_bits_are_those_of_buckets(
     plan = plan_for(option, spec, dtype=dtype, chunk_bytes=1500, residual_dtype=residual_dtype)
     of: torch.dtype = getattr(torch, dtype)
     made = [Ranks(plan, grid, dtype=of, wired=wired and each, in_place=each) for each in (False, True)]
-    apart = scheme == "alltoall" or dtype == "float32"  # all-gather adds in the gradients' memory, so in their dtype
+    apart = scheme != "allgather" or dtype == "float32"  # all-gather adds in the gradients' memory, so in their dtype
     assert all(slot.apart is apart for bucket in made[1].buckets for slot in bucket.slots)
     assert not any(slot.apart for bucket in made[0].buckets for slot in bucket.slots)
     for step in range(3):

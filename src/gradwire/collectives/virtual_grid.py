@@ -22,6 +22,7 @@ from gradwire.collectives.ops import (
     Decode,
     DecodeSum,
     Encoding,
+    Gather,
     Transfer,
     Transfers,
     Work,
@@ -36,7 +37,7 @@ from gradwire.collectives.ops import (
 )
 from gradwire.collectives.piece import Piece
 from gradwire.core import rows_of
-from gradwire.kernels import Batch, Compressor, Segments
+from gradwire.kernels import Batch, Compressor, Scattered, Segments
 from gradwire.transport import Group
 
 
@@ -86,9 +87,9 @@ class VirtualGrid(Transfers):
     def _cut(self, last: int) -> tuple[list[int], list[int], list[int]]:
         """The edges of the shards, the runs of a whole row, and those of the last row, which has so many ranks. Its parts end at
         edges of shards, too: so shards may be of two sizes."""
-        cut, edges = self.piece.runs.cut, [0]
-        meets = cut(0, self.piece.flat.numel(), last)
-        for start, end in pairwise(cut(0, self.piece.flat.numel(), self.columns)):
+        cut, edges, numel = self.piece.runs.cut, [0], self.piece.gradient.numel()
+        meets = cut(0, numel, last)
+        for start, end in pairwise(cut(0, numel, self.columns)):
             at = next((edge for edge in meets if start < edge < end), end)
             near = self.rows if at == end else min(max(1, round(self.rows * (at - start) / (end - start))), self.rows - 1)
             edges += cut(start, at, near)[1:]
@@ -99,9 +100,11 @@ class VirtualGrid(Transfers):
     def _sum(self, start: int, end: int) -> torch.Tensor:
         return torch.empty(end - start, dtype=self.piece.reduce_dtype, device=self.piece.flat.device)
 
-    def _flat(self, start: int, end: int) -> torch.Tensor:
-        self.aliases.append(self.piece.flat[start:end])
-        return self.aliases[-1]
+    def _gradient(self, start: int, end: int) -> torch.Tensor | Scattered:
+        part = self.piece.gradient[start:end]
+        if isinstance(part, torch.Tensor):
+            self.aliases.append(part)
+        return part
 
     def _rank(self, row: int, column: int) -> int:
         return row * self.columns + column
@@ -123,21 +126,18 @@ class VirtualGrid(Transfers):
         self.memory.append(memory)
         return memory
 
-    def _encoding(self, encode: int, source: torch.Tensor, memory: Memory, payload: torch.Tensor) -> Work:
+    def _encoding(self, encode: int, source: torch.Tensor | Scattered, memory: Memory, payload: torch.Tensor) -> Work:
         segments = self._segments(memory.start, memory.end)
         return Encoding(self.codecs[encode], source, memory, segments, self.piece.contexts[encode], payload)
 
-    def _decode(self, encode: int, payload: torch.Tensor, start: int, end: int, add: bool, into: torch.Tensor) -> Work:
-        return self._decode_of(encode, payload, self._segments(start, end), add, into)
-
-    def _decode_of(self, encode: int, payload: torch.Tensor, segments: Segments, add: bool, into: torch.Tensor) -> Work:
+    def _decode(self, encode: int, payload: torch.Tensor, segments: Segments, add: bool, into: torch.Tensor | Scattered) -> Work:
         return Decode(self.codecs[encode], payload, segments, self._dtype(encode), add, into, self.piece.contexts[encode])
 
     def _along_row(self) -> Transfer:
         """Send each part to its rank of the row, and add up the own one."""
         ranks = [self._rank(self.row, column) for column in range(len(self.runs) - 1)]
         edges = [self.edges[shard] for shard in self.runs]
-        sources = [self._flat(start, end) for start, end in pairwise(edges)]
+        sources = [self._gradient(start, end) for start, end in pairwise(edges)]
         return self._adding(0, ranks, ranks, edges, self.piece.flat, sources, self._of_row)
 
     def _along_column(self) -> Transfer:
@@ -153,11 +153,12 @@ class VirtualGrid(Transfers):
         senders: Sequence[int],
         edges: Sequence[int],
         whole: torch.Tensor,
-        sources: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor | Scattered],
         total: torch.Tensor,
     ) -> Transfer:
         """Send each part to its owner, and add up the own part of all senders, in their order. The own rank has the same place
-        among owners and senders, or is not among them. `sources`: the parts, which are one after another in `whole`."""
+        among owners and senders, or is not among them. `sources`: the parts, which are one after another in `whole`, or lie
+        apart."""
         transfer = Transfer.empty([], self.world_size, self._nothing)
         own_is_coded = self.codecs[encode].encodes_own_part
         place = senders.index(self._own) if senders else -1
@@ -165,21 +166,21 @@ class VirtualGrid(Transfers):
         if not senders:
             return transfer
         start, end = edges[place], edges[place + 1]
-        size, works = self._bytes(encode, start, end), list[Work]()
+        segments, size, works, own = self._segments(start, end), self._bytes(encode, start, end), list[Work](), sources[place]
         stride = -(-size // ALIGNMENT) * ALIGNMENT
         arriving = torch.empty(len(senders) * stride, dtype=torch.uint8, device=total.device)
         for number, source in enumerate(senders):
             if number == place and not own_is_coded:
-                works.append(Add(total, sources[place]) if number else Copy(total, sources[place]))
+                works.append(_own_term(total, own, segments, add=number > 0))
             else:
                 payload = transfer.sent[source] if number == place else arriving[number * stride : number * stride + size]
                 transfer.received[source] = payload
-                works.append(self._decode(encode, payload, start, end, number > 0, total))
-        adds = self._batched and self.codecs[encode].adds_payloads(self._segments(start, end))
-        if adds and not own_is_coded and size and len(senders) > 1:
+                works.append(self._decode(encode, payload, segments, number > 0, total))
+        adds = self._batched and self.codecs[encode].adds_payloads(segments)
+        if adds and not own_is_coded and size and len(senders) > 1 and isinstance(own, torch.Tensor):
             after = len(senders) - 1 - place
             transfer.arrivals = {source: [] for source in senders}
-            transfer.after = [DecodeSum(works, self.codecs[encode], arriving, stride, place, after, sources[place])]
+            transfer.after = [DecodeSum(works, self.codecs[encode], arriving, stride, place, after, own)]
         else:
             transfer.arrivals = {source: [work] for source, work in zip(senders, works, strict=True)}
         return transfer
@@ -191,7 +192,7 @@ class VirtualGrid(Transfers):
         place: int,
         edges: Sequence[int],
         whole: torch.Tensor,
-        sources: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor | Scattered],
         sent: list[torch.Tensor],
     ) -> list[Work]:
         """Encode the part of each place, into payloads that are put into `sent`."""
@@ -233,14 +234,14 @@ class VirtualGrid(Transfers):
             rank = self._rank(self.row, number)
             row.sent[rank], row.received[rank] = together[self.column], together[number]
             row.arrivals[rank] = [
-                self._decode(2, payload, start, end, False, self._flat(start, end))
+                self._decode(2, payload, self._segments(start, end), False, self._gradient(start, end))
                 for payload, (start, end) in zip(payloads, pairwise(edges), strict=True)
             ]
         every = [size for of_part in sizes for size in of_part]
         if self._batched and any(every):
             row.arrivals = {rank: [] for rank in row.arrivals}
             batch = self._batch(2, self.edges, every)
-            row.after = [self._decode_of(2, whole_of(held[0], batch), batch, False, self.piece.flat)]
+            row.after = [self._decode(2, whole_of(held[0], batch), batch, False, self.piece.flat)]
         return [column, row]
 
     def _batch(self, encode: int, edges: Sequence[int], sizes: Sequence[int]) -> Batch:
@@ -263,3 +264,10 @@ class VirtualGrid(Transfers):
         for memory in self.memory:
             if memory.encode in encodes:
                 memory.add(what, start, values)
+
+
+def _own_term(total: torch.Tensor, own: torch.Tensor | Scattered, segments: Segments, add: bool) -> Work:
+    """The own part becomes the sum, or is added to it."""
+    if isinstance(own, Scattered):
+        return Gather(total, own, segments, add)
+    return Add(total, own) if add else Copy(total, own)

@@ -218,6 +218,7 @@ COLLECTIVES = {
             runs="gradwire.collectives.virtual_grid:VirtualGrid",
             steps="gradwire.costs.steps:grid_steps",
             needs=("alltoall", "allgather"),
+            in_place=True,
         ),
     )
 }
