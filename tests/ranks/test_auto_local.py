@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_auto_schedules import InTurn
-from worlds import Given, Worlds, digest
+from worlds import Given, Worlds, digest, seeded
 
 import gradwire as gw
 from gradwire.api.handle import Handle
@@ -105,6 +106,40 @@ def uneven(schedule: gw.LocalSteps) -> tuple[str, int]:
 def test_plans_change_to_local_steps_and_back_where_a_rank_has_no_batch(worlds: Worlds, schedule: gw.LocalSteps) -> None:
     first, *others = worlds.run(3, uneven, schedule)
     assert all(other == first for other in others) and first[1] > 12
+
+
+class Halves(torch.nn.Module):
+    """A script calls its parts, and never the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = torch.nn.Linear(6, 4), torch.nn.Linear(4, 3)
+
+
+def by_parts() -> tuple[int, str, list[str]]:
+    """The exchanges of 24 local steps under a driver that asks for other schedules, the weights then, and what is said."""
+    torch.manual_seed(0)
+    model = Halves()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ways = [gw.Uniform(EXACT, schedule=gw.LocalSteps(every=2)), gw.Uniform(EXACT)]
+    handle = gw.parallelize(model, optimizer, plan=ways[0])
+    handle.session.driver = InTurn(ways)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(24):
+            model.decode(model.encode(torch.randn(5, 6, generator=seeded(dist.get_rank(), step)))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    told = handle.session.step, digest(model.parameters()), [str(each.message) for each in caught]
+    handle.detach()
+    return told
+
+
+def test_local_steps_go_on_where_a_script_calls_parts_and_another_schedule_cannot_begin(worlds: Worlds) -> None:
+    """It begins with a forward of the model. Ranks that waited for one would exchange nothing any more, and drift apart."""
+    (steps, weights, words), (_, others, _) = worlds.run(2, by_parts)
+    assert steps == 12 and weights == others
+    assert sum("a change from local steps to another schedule was dropped" in each for each in words) == 1
 
 
 def residuals() -> list[float]:

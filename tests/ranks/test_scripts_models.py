@@ -298,6 +298,12 @@ def frozen_subclass() -> nn.Module:
     return model
 
 
+def gradients_of_another_dtype() -> nn.Module:
+    layer = nn.Linear(6, 3, dtype=torch.bfloat16)
+    layer.weight.grad_dtype = torch.float32
+    return layer
+
+
 def synchronised_batch_norm() -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
 
@@ -345,6 +351,10 @@ def test_a_reentrant_checkpoint_in_an_object(worlds: Worlds) -> None:
         (
             frozen_subclass,
             ["PlanError", "the frozen parameter '0.0.weight' is a Packed", "params_and_buffers_to_ignore"],
+        ),
+        (
+            gradients_of_another_dtype,
+            ["PlanError", "'0.weight' is kept as torch.float32 (grad_dtype), and the parameter is torch.bfloat16"],
         ),
         (synchronised_batch_norm, ["ValueError: SyncBatchNorm expected input tensor to be on GPU"]),
     ],

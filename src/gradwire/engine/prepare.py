@@ -1,6 +1,6 @@
 """The preparation of a rank alone, before ranks compare notes: the parameters, and a plan that fits them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +71,20 @@ def prepare(
     # before the first step the best guess is that gradients come in the reverse order of registration
     made, policy = plan_for(plan, tensors[::-1], ranks, ranks_per_node)
     warn_of_embeddings(tensors, made, policy)
+    if made.schedule.word != "local":  # whose exchanges are of weights
+        _check_gradients(parameters)
     return Prepared(parameters, tensors, made, policy)
+
+
+def _check_gradients(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        dtype = getattr(parameter, "grad_dtype", None)  # torch 2.8 has none; None is any
+        if dtype not in (None, parameter.dtype):
+            raise PlanError(
+                f"the gradient of {name!r} is kept as {dtype} (grad_dtype), and the parameter is {parameter.dtype}: means have "
+                "the dtype of their parameter, and torch would refuse them in the first backward. Leave grad_dtype as it is, or "
+                "keep the parameter in float32 and compute under torch.autocast."
+            )
 
 
 def _check_memory(model: torch.nn.Module) -> None:

@@ -62,7 +62,7 @@ class LocalSchedule:
         self._watched = -1
         """Which of the reducer's parameters these are."""
         self._outer: OuterOptimizer | None = None
-        self._warned = False
+        self._warned = self._warned_of_parts = False
         self._counting = False
         """Whether a step is being counted: torch goes through the hooks of an optimizer, of which none may be removed."""
         self._put_off: Callable[[], None] | None = None
@@ -185,6 +185,8 @@ class LocalSchedule:
     def _count_step(self) -> None:
         """A local step is over: land the last exchange and begin the next one, where their time has come."""
         self._weights.computing = False
+        if self._put_off is not None:
+            self._drop_change()
         self._local_steps += 1
         self._reducer.batches.local_step()
         if self._lands_after is not None and self._local_steps >= self._lands_after:
@@ -210,6 +212,19 @@ class LocalSchedule:
             yield
         finally:
             self._counting = False
+
+    def _drop_change(self) -> None:
+        """No training forward of the model came in the last local step: what was put off, for which exchanges wait, would never
+        come."""
+        self._put_off = None
+        if not self._warned_of_parts:
+            self._warned_of_parts = True
+            warnings.warn(
+                "a change from local steps to another schedule was dropped: it comes before a training forward of the model, and "
+                "none came in a local step. The script calls parts of the model instead. Local steps go on. Call the model "
+                "itself, or pass a plan of your own.",
+                stacklevel=2,
+            )
 
     def _change_now(self) -> bool:
         """Do what `when_idle` put off. Whether there was anything."""
