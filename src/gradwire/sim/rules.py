@@ -43,7 +43,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     reports: bool = False
     """Whether ranks tell each other how a step went, after the last task of lanes. Then an exchange is over when all reports are
     there, which takes the latency of a far link; over others no time. Not where gathers run in the next forward: there reports
-    travel beside what computation waits for."""
+    travel while computation waits for gathers."""
 
     def __post_init__(self) -> None:
         word("device", self.device, ("gpu", "cpu"), error=PlanError)
