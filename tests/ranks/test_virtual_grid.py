@@ -83,9 +83,9 @@ SIZES = (7000, 130, 7, 1)
 FEEDBACK = gw.ErrorFeedback(gw.QSGD(bits=2))
 
 
-def on_grid(ranks: int, spec: gw.Spec, wired: bool = False) -> Ranks:
+def on_grid(ranks: int, spec: gw.Spec, wired: bool = False, in_place: bool = False) -> Ranks:
     plan = plan_for(GRID.on("cpu"), spec, SIZES, chunk_bytes=16384)
-    return Ranks(plan, [Grid.even(ranks, 1, rank) for rank in range(ranks)], SIZES, wired=wired)
+    return Ranks(plan, [Grid.even(ranks, 1, rank) for rank in range(ranks)], SIZES, wired=wired, in_place=in_place)
 
 
 @pytest.mark.parametrize("ranks", [6, 7, 11, 17])
@@ -117,10 +117,12 @@ def test_all_ranks_keep_what_another_scheme_remembered(ranks: int) -> None:
 
 @pytest.mark.parametrize("spec", [gw.QSGD(bits=4), FEEDBACK], ids=repr)
 @pytest.mark.parametrize("ranks", [6, 11])
-def test_calls_for_several_payloads_and_lists_of_calls_give_the_same_bits(
+def test_one_call_for_several_payloads_lists_of_calls_and_gradients_that_are_lent_give_the_same_bits(
     ranks: int, spec: gw.Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [on_grid(ranks, spec), on_grid(ranks, spec, wired=True)]
+    made = [on_grid(ranks, spec), *(on_grid(ranks, spec, wired, in_place=True) for wired in (False, True))]
+    made.append(on_grid(ranks, spec, wired=True))
+    assert all(every.buckets[0].slots[0].apart for every in made[1:3])
     monkeypatch.setattr(layout, "launches", lambda device: True)
     made.append(on_grid(ranks, spec))
     for step in range(2):
