@@ -20,23 +20,22 @@ def step_with_a_changed_report(at_message: int) -> str:
     """Rank 0's control message number `at_message` is changed on its way to rank 1; what a rank is told, within a few steps."""
     model = Given([300])
     handle = gw.parallelize(model, plan=gw.Uniform(gw.Identity()))
-    send, sent = Messages.send, [0]
+    send, sent = Messages.send_bytes, [0]
 
-    def changed(self: Messages, tensors: Any, to: int, tag: int) -> Any:
+    def changed(self: Messages, what: bytes, to: int, tag: int) -> Any:
         sent[0] += tag < COLLECTIVE_TAGS
         if tag < COLLECTIVE_TAGS and sent[0] == at_message and dist.get_rank() == 0:
-            tensors = [tensors[0].clone()]
-            tensors[0][33] ^= 4
-        return send(self, tensors, to, tag)
+            what = what[:33] + bytes([what[33] ^ 4]) + what[34:]
+        return send(self, what, to, tag)
 
-    Messages.send = changed  # type: ignore[method-assign]
+    Messages.send_bytes = changed  # type: ignore[method-assign]
     try:
         for _ in range(3):
             model(model.random_gradients(1)).backward()
     except gw.CommunicationError as error:
         return str(error)
     finally:
-        Messages.send = send  # type: ignore[method-assign]
+        Messages.send_bytes = send  # type: ignore[method-assign]
         handle.detach()
     return ""
 
@@ -57,9 +56,9 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def send(self, *arguments: Any) -> Any:
+    def send_bytes(self, *arguments: Any) -> Any:
         self.sent += 1
-        return self._backend.send(*arguments)
+        return self._backend.send_bytes(*arguments)
 
 
 def messages_of_steps(left_at: int) -> tuple[list[int], list[str]]:

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from worlds import digest
 
 import gradwire as gw
+from gradwire.core import AT_ONCE
 from gradwire.exchange.plans import info_of, plan_for
 from gradwire.transport import Group
 from gradwire.transport.grid import Grid
 from gradwire.transport.heartbeats import Heartbeats, SilenceNews
 from gradwire.transport.keys import JobKey
-from gradwire.transport.rounds import AT_ONCE, merge_peers, neighbours
+from gradwire.transport.rounds import merge_peers, neighbours
 
 NUMEL = 40_000
 

@@ -143,4 +143,4 @@ def test_auto_warns_once_with_the_cure_and_never_in_the_aggressive_class() -> No
         live.group.rank = 1
         Auto("safe", ("backward",), 2)._warn_of_codecs(live)
         live.group.rank, plan.schedule = 0, gw.LocalSteps()
-        Auto("safe", ("local",), 2)._warn_of_codecs(live)
+        Auto("safe", ("backward", "local"), 2)._warn_of_codecs(live)

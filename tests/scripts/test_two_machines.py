@@ -57,7 +57,7 @@ def test_the_commands_for_two_machines_start_a_job(
     first, second = (
         command.replace("10.0.0.1", address_of(0))
         .replace("10.0.0.2", address_of(1))
-        .replace("torchrun", f"{sys.executable} -m torch.distributed.run", 1)
+        .replace("torchrun", f"{shlex.quote(sys.executable)} -m torch.distributed.run", 1)
         .replace(program, "train.py")
         for command in commands_of(page)
     )

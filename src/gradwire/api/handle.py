@@ -122,8 +122,8 @@ class Handle:
         """Measure the model, the links and the codecs inside an ordinary training loop. See `gradwire.profiler.Profiling`."""
         if self.session.driver is not None and self.session.driver.searching:
             raise PlanError(
-                "plans are still being tried on this job, so steps are not alike. Profile later, or with a plan of your own. A "
-                "decision takes at most 15 steps, and a second look at it tries another plan for 12."
+                "plans are still being tried on this job, so steps are not alike. Profile later, or with a plan of your own: "
+                "handle.decision is there after at most 15 steps, and a second look at it tries another plan for 12."
             )
         return Profiling(self.session, folder, steps, specs)
 
