@@ -49,8 +49,9 @@ _FAR_MESSAGES, _FAR_STEPS = 24, 3
 is so many sizes larger at most."""
 _BATCH_PART = 1 / (4 * BATCHES * len(SIZES))
 _MOST_MESSAGES = 50
-_SPREAD_BYTES = 2**18
-"""The least bytes of a message that is spread over several lanes."""
+_SPREAD_BYTES = 2**16
+"""The least bytes of a message that is spread over several lanes: the second size of a far link. On one lane that takes so long
+that no larger one is measured."""
 _COPIED_BYTES = 4 * 2**20
 """Bytes of a copy: more than a core's own caches hold, like the gradients of a model."""
 SPIN_S = 0.03
