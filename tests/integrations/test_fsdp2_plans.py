@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
-from gradwire.auto.measured_losses import WEIGHTED
+from gradwire.auto.measured_losses import WEIGHTED_4
 from gradwire.core import Cluster, Link
 from gradwire.integrations import fsdp2
 
@@ -168,7 +168,7 @@ def hybrid(plan: Any, steps: int) -> tuple[bool, str]:
     return decided, digest([whole(model)])
 
 
-@pytest.mark.parametrize(("plan", "steps"), [("auto", 3), (WEIGHTED, 24)])
+@pytest.mark.parametrize(("plan", "steps"), [("auto", 3), (WEIGHTED_4, 24)])
 def test_replicas_are_alike(worlds: Worlds, plan: Any, steps: int) -> None:
     """The second one also after its first steps, which send 4 bits."""
     ends = worlds.run(4, hybrid, plan, steps)
@@ -183,7 +183,7 @@ def misused() -> list[str]:
         (gw.QSGD(bits=4), "exact"),
         (gw.RandomK(0.1), "safe"),
         (3, "safe"),
-        (WEIGHTED, "safe"),
+        (WEIGHTED_4, "safe"),
     ):
         with pytest.raises(gw.PlanError) as raised:
             fsdp2.compress(model, plan, accuracy=accuracy)  # type: ignore[arg-type]

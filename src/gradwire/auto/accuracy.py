@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from gradwire.auto.measured_losses import COUNTS, EIGHT_BITS, FOUR_BITS, WEIGHTED, WEIGHTED_8, allowed
+from gradwire.auto.measured_losses import COUNTS, EIGHT_BITS, FOUR_BITS, WEIGHTED_3, WEIGHTED_4, WEIGHTED_8, allowed
 from gradwire.core import (
     QSGD,
     Delayed,
@@ -35,9 +35,9 @@ SAFE_LOSS = 0.01
 SCHEDULES = ("backward", "pipelined", "delayed", "local")
 
 # ordered by the rows of docs/measured.md, the most accurate first; so are schedules below
-_MEASURED: tuple[Spec, ...] = (EIGHT_BITS, WEIGHTED_8, FOUR_BITS, WEIGHTED)
+_MEASURED: tuple[Spec, ...] = (EIGHT_BITS, WEIGHTED_8, FOUR_BITS, WEIGHTED_4, WEIGHTED_3)
 """The specs that have rows for some number of ranks."""
-_AGGRESSIVE: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=2)), PowerSGD(rank=4), EFSignSGD(), ErrorFeedback(TopK(0.01)))
+_AGGRESSIVE: tuple[Spec, ...] = (WEIGHTED_3, PowerSGD(rank=4), EFSignSGD(), ErrorFeedback(TopK(0.01)))
 STEPS_FOR_ONE = {PowerSGD(rank=4): 1.2, EFSignSGD(): 1.6, ErrorFeedback(TopK(0.01)): 2.0}
 """Steps needed for the progress of one step of plain DDP: the geometric mean over the bench's three jobs, each at least 1, by
 `python -m benchmarks losses`. Other specs need 1."""
@@ -132,13 +132,15 @@ def all_specs(accuracy: str | float, ranks: int) -> tuple[Spec, ...]:
 
     Of those with feedback, and of those without, it is the smallest.
 
-    >>> all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED), all_specs("safe", ranks=16) == (WEIGHTED_8, FOUR_BITS)
+    >>> all_specs("safe", ranks=2) == (FOUR_BITS, WEIGHTED_3), all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED_4)
     (True, True)
+    >>> all_specs("safe", ranks=16) == (WEIGHTED_8, FOUR_BITS)
+    True
     >>> all_specs("safe", ranks=100), all_specs(0.004, ranks=2)
     ((QSGD(bits=8, block=128),), (QSGD(bits=4, block=128),))
     """
     if accuracy == "aggressive":
-        return (FOUR_BITS, WEIGHTED, *_AGGRESSIVE)
+        return (FOUR_BITS, WEIGHTED_4, *_AGGRESSIVE)
     found = [spec for spec in _MEASURED if allowed(spec, ranks, most_loss(accuracy))]
     smallest = [min((spec for spec in found if spec.feedback == kind), key=_size, default=None) for kind in (False, True)]
     return tuple(spec for spec in found if spec in smallest)

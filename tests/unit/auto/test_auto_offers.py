@@ -26,7 +26,7 @@ from gradwire.auto.adaptive_bits import with_bits
 from gradwire.auto.driver import Auto, _beyond, _rules_of
 from gradwire.auto.live import Live
 from gradwire.auto.local import local_offer
-from gradwire.auto.measured_losses import COUNTS, EIGHT_BITS, FOUR_BITS, ROWS, WEIGHTED, WEIGHTED_8, LossRow
+from gradwire.auto.measured_losses import COUNTS, EIGHT_BITS, FOUR_BITS, ROWS, WEIGHTED_3, WEIGHTED_4, WEIGHTED_8, LossRow
 from gradwire.auto.planning import MOST_TRIED, Seen, foreseen, offers, on_trial, words_of
 from gradwire.core import QSGD, Cluster, Costs, ErrorFeedback, Identity, Link, Profile, TensorInfo, TensorProfile
 from gradwire.core.costs import CodecCosts
@@ -96,7 +96,7 @@ def test_predictions_follow_the_rules_of_the_live_job(lanes: int, reports: bool)
     assert all(offer.candidate.predicted_us == simulator.step_us(offer.plan) for offer in made)
 
 
-@pytest.mark.parametrize("spec", [QSGD(bits=4), WEIGHTED], ids=repr)
+@pytest.mark.parametrize("spec", [QSGD(bits=4), WEIGHTED_4], ids=repr)
 def test_over_a_far_link_a_spec_is_offered_in_few_buckets(spec: Spec) -> None:
     """Each bucket waits for the latency four times. No search is made in no time, so policies alone are offered."""
     tensors = [
@@ -237,7 +237,7 @@ def test_what_compressors_cannot_take_is_never_compressed() -> None:
     mixed = [*wide[:4], *TENSORS[4:]]
     plan = first_policy("safe", mixed, 2).plan(mixed)
     assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float64" or len(t.shape) < 2} == {Identity()}
-    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {WEIGHTED}
+    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {WEIGHTED_3}
 
 
 @pytest.mark.parametrize("gbps", [0.01, 0.1, 10.0])
@@ -247,15 +247,15 @@ def test_embeddings_go_by_4_bits_where_a_spec_has_no_code_for_zero(gbps: float, 
     model = msgspec.structs.replace(profile(), tensors=tuple(looked_up))
     specs = specs_of("safe", model.tensor_infos("cpu"), 4)
     made = [offer.plan for offer in offers(model, cluster(gbps), costs(specs), specs, seconds=seconds)]
-    assert any(plan_spec(plan, "w0") == WEIGHTED for plan in made) or gbps > 1
+    assert any(plan_spec(plan, "w0") == WEIGHTED_4 for plan in made) or gbps > 1
     assert {plan_spec(plan, "w7") for plan in made} <= {FOUR_BITS, Identity()}
 
 
 def test_a_trial_has_the_specs_of_late_steps_and_the_same_buckets() -> None:
     plan = first_policy("safe", TENSORS, 4).plan(TENSORS, 4)
     tried = on_trial(plan, 3)
-    assert {spec for bucket in tried.buckets for spec in bucket.specs} == {WEIGHTED.settled, Identity()}
-    assert WEIGHTED.settled == msgspec.structs.replace(WEIGHTED, warm_up_steps=0)
+    assert {spec for bucket in tried.buckets for spec in bucket.specs} == {WEIGHTED_4.settled, Identity()}
+    assert WEIGHTED_4.settled == msgspec.structs.replace(WEIGHTED_4, warm_up_steps=0)
     assert [bucket.tensors for bucket in tried.buckets] == [bucket.tensors for bucket in plan.buckets]
     assert on_trial(plan, 19) == tried and on_trial(plan, 20) is plan
     four = Policy(default=FOUR_BITS).plan(TENSORS, 4)
@@ -267,7 +267,8 @@ def plan_spec(plan, name: str) -> Spec:
 
 
 def test_safe_is_what_the_rows_of_that_number_of_ranks_say() -> None:
-    assert specs_of("safe", TENSORS, 2) == specs_of("safe", TENSORS, 3) == specs_of("safe", TENSORS, 4) == (FOUR_BITS, WEIGHTED)
+    assert specs_of("safe", TENSORS, 2) == (FOUR_BITS, WEIGHTED_3)
+    assert specs_of("safe", TENSORS, 3) == specs_of("safe", TENSORS, 4) == (FOUR_BITS, WEIGHTED_4)
     assert specs_of("safe", TENSORS, 5) == specs_of("safe", TENSORS, 16) == (WEIGHTED_8, FOUR_BITS)
     assert specs_of("safe", TENSORS, 17) == specs_of("safe", TENSORS, 1024) == (EIGHT_BITS,)
     assert specs_of(0.004, TENSORS, 2) == (FOUR_BITS,) and specs_of(0.001, TENSORS, 2) == (EIGHT_BITS,)
@@ -276,10 +277,10 @@ def test_safe_is_what_the_rows_of_that_number_of_ranks_say() -> None:
     assert all(spec.law.kind == "unbiased" or spec.feedback for spec in specs_of("aggressive", TENSORS, 2))
 
 
-@pytest.mark.parametrize("ranks", [2, 16, 32])
+@pytest.mark.parametrize("ranks", [2, 4, 16, 32])
 def test_the_first_plan_sends_the_fewest_bytes(ranks: int) -> None:
     plan = first_policy("safe", TENSORS, ranks).plan(TENSORS, ranks)
-    assert plan_spec(plan, "w0") == {2: WEIGHTED, 16: WEIGHTED_8, 32: EIGHT_BITS}[ranks]
+    assert plan_spec(plan, "w0") == {2: WEIGHTED_3, 4: WEIGHTED_4, 16: WEIGHTED_8, 32: EIGHT_BITS}[ranks]
 
 
 @pytest.mark.parametrize(("saved", "ranks"), [(16, 4), (4, 16), (32, 8), (8, 32)])
@@ -309,7 +310,8 @@ def test_what_has_no_rows_for_so_many_ranks_is_left_out(ranks: int) -> None:
 def test_rows_are_those_of_the_trainings() -> None:
     """The table of losses says what the file of trainings says."""
     trainings = read(RESULTS / "accuracy.jsonl")
-    for form, spec in (("QSGD(bits=8)", EIGHT_BITS), ("today4", FOUR_BITS), ("weighted4", WEIGHTED), ("weighted8", WEIGHTED_8)):
+    forms = {"QSGD(bits=8)": EIGHT_BITS, "today4": FOUR_BITS}
+    for form, spec in (forms | {"weighted3": WEIGHTED_3, "weighted4": WEIGHTED_4, "weighted8": WEIGHTED_8}).items():
         for ranks, jobs in ROWS[spec].items():
             for job, row in jobs.items():
                 own = [each for each in trainings if (each["job"], each["ranks"]) == (job, ranks)]
