@@ -14,7 +14,7 @@ from gradwire.core import Plan, printable
 from gradwire.engine.reducer import StepState
 from gradwire.engine.schedules.base import KeepsState, ShardsOptimizer
 from gradwire.engine.schedules.factory import traits_of
-from gradwire.engine.session import Session
+from gradwire.engine.session import Driver, Session
 from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange, Saved, added_up, packed_samples, read_state, split, warn_of_lost, write_state
 from gradwire.transport import gather_bytes
@@ -133,7 +133,7 @@ def told_by_all(session: Session, own: bytes, what: str) -> list[bytes]:
 
 def _card_of(saved: Saved, job: str) -> dict[str, Any]:
     """The parts of a state that must be equal on all ranks, or that decide what ranks do together."""
-    decided = "" if saved.decided is None else saved.decided.digest()
+    decided = " and ".join(plan.digest() for plan in (saved.decided, saved.chosen) if plan is not None)
     order = hashlib.sha256(repr(list(saved.order)).encode()).hexdigest()[:16]  # all ranks get the cards of all
     alike = {"step": saved.step, "order": order, "plan": decided, "search": saved.searching, "job": job}
     return {"alike": alike, "own": saved.own, "measuring": bool(saved.measuring)}
@@ -236,23 +236,25 @@ def _decided(session: Session) -> dict[str, torch.Tensor]:
     """The fields of a state for a plan that nothing but this run knows."""
     if session.driver is None:
         return {}
-    return state_of_decision(session.plan, session.driver.searching) | session.driver.state(session)
+    return state_of_decision(session.plan, session.driver) | session.driver.state(session)
 
 
-def state_of_decision(plan: Plan, searching: bool) -> dict[str, torch.Tensor]:
-    """The fields of a rank's state for a plan that gradwire chose. searching: whether it was only being tried."""
-    kept = {"decided": torch.frombuffer(bytearray(plan.to_json(None).encode()), dtype=torch.uint8)}
-    return kept | {"searching": torch.tensor(1)} if searching else kept
+def state_of_decision(plan: Plan, driver: Driver) -> dict[str, torch.Tensor]:
+    """The fields of a rank's state for a plan that runs because a driver chose it, or tries it."""
+    plans = {"decided": plan} | ({"chosen": driver.chosen} if driver.chosen is not None else {})
+    kept = {field: torch.frombuffer(bytearray(each.to_json(None).encode()), dtype=torch.uint8) for field, each in plans.items()}
+    return kept | ({"searching": torch.tensor(1)} if driver.searching and driver.chosen is None else {})
 
 
 def _plan_to_resume(session: Session, saved: Saved) -> Plan:
     """The plan with which a state is taken up."""
     if session.driver is not None and saved.decided is not None:
-        other = saved.decided.schedule != session.plan.schedule
         assert session.policy is not None
         own = session.plan_of(session.policy, saved.order)
-        if why := session.driver.refuses(saved.decided, own) or (session.why_not(saved.decided) if other else ""):
-            raise ValueError(f"the state was saved under a plan that this handle does not run: {why}")
+        for plan in (saved.decided, saved.chosen or saved.decided):
+            other = plan.schedule != session.plan.schedule
+            if why := session.driver.refuses(plan, own) or (session.why_not(plan) if other else ""):
+                raise ValueError(f"the state was saved under a plan that this handle does not run: {why}")
         return saved.decided
     return session.plan if session.policy is None else session.plan_of(session.policy, saved.order)
 

@@ -168,8 +168,13 @@ class Driver(ABC):
 
     @property
     def searching(self) -> bool:
-        """Whether the plan that runs is only being tried, so that a run which resumes is to decide anew."""
+        """Whether the plan that runs is only being tried. A run which resumes is to decide anew, unless a plan is `chosen`."""
         return False
+
+    @property
+    def chosen(self) -> Plan | None:
+        """The plan that a run which resumes is to go on with, where another one runs only to be compared with it."""
+        return None
 
     @abstractmethod
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:
