@@ -4,7 +4,8 @@ import io
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Worlds, digest
 
 import gradwire as gw
+from gradwire.auto import Auto
 from gradwire.integrations import ddp_plans
 
 DECIDED = 20
@@ -132,6 +134,31 @@ def _resumed() -> tuple[str, str, bool]:
 def test_a_run_goes_on_bit_for_bit_under_the_plan_that_was_chosen(worlds: Worlds) -> None:
     for first, second, same in worlds.run(2, resumed, None):
         assert same and first == second
+
+
+def resumed_from_a_rival(_: None) -> tuple[bool, bool, bool]:
+    """Whether a state was saved of another plan than the chosen one, whether a run that loads it runs the chosen one, and whether
+    it looks for another one."""
+    torch.manual_seed(3)
+    run, state = wrapped(deep(), bucket_cap_mb=1)
+    train(run, range(DECIDED))
+    job, exchange = state._find_job(), state._exchange
+    assert isinstance(job.driver, Auto) and exchange is not None
+    chosen = exchange.plan
+    plain_now = any(spec.encodes for bucket in chosen.buckets for spec in bucket.specs)
+    job.driver._second = cast(Any, SimpleNamespace(tries=True))
+    exchange.change_to(job.plan_of(gw.Uniform(gw.Identity() if plain_now else gw.QSGD(bits=4))))
+    saved, rival = state.state_dict(), exchange.plan
+    run, state = wrapped(deep(), bucket_cap_mb=1)
+    state.load_state_dict(saved)
+    train(run, range(1))
+    exchange, driver = state._exchange, state._find_job().driver
+    assert exchange is not None and driver is not None
+    return rival.digest() != chosen.digest(), exchange.plan.digest() == chosen.digest(), driver.searching
+
+
+def test_a_state_that_is_saved_while_a_rival_runs_goes_on_with_the_chosen_plan(worlds: Worlds) -> None:
+    assert worlds.run(2, resumed_from_a_rival, None) == [(True, True, False)] * 2
 
 
 def saved_whole(_: None) -> tuple[bool, bool]:

@@ -334,6 +334,19 @@ def test_steps_of_an_optimizer_that_was_not_passed_are_refused(schedule: str) ->
     other.step()
 
 
+def test_an_optimizer_of_other_parameters_may_step_often() -> None:
+    """It has the model's too, which get no gradient for its steps."""
+    model, optimizer = linear()
+    means, _ = means_of(model, optimizer)
+    own = torch.nn.Parameter(torch.ones(3))
+    other, before = torch.optim.AdamW([own, *model.parameters()], lr=0.1), model.weight.detach().clone()  # type: ignore[operator]
+    for _ in range(12):
+        own.sum().backward()
+        other.step()
+    assert torch.equal(model.weight, before)  # type: ignore[arg-type]
+    means.detach()
+
+
 def two() -> tuple[torch.nn.Sequential, list[torch.optim.Optimizer]]:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
     return model, [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -266,6 +267,46 @@ def test_a_second_look_changes_schedules_bit_for_bit(worlds: Worlds, first: str,
     for same, chosen, kinds, said in worlds.run(2, swapped_beside_ddp, first):
         assert same and chosen == then and kinds == {"backward", "pipelined"}, said
         assert "from now on: 12.9 ms a step" in said and "took 14.5 ms a step" in said
+
+
+def saved_under_a_rival(kind: str) -> tuple[str, str, int, bool]:
+    """A state is saved while a rival of a plan of this kind runs: the rival's kind. Then that of a run that loads the state, its
+    decisions, and whether what the state had not sent is kept."""
+
+    def times(plan: gw.Plan, step: int) -> float:
+        is_tried = step > 2 and not job.handle.decisions
+        return 12.9 if plan.schedule.word != kind else 10.0 if is_tried else 14.5
+
+    torch.manual_seed(0)
+    chosen_from: Any = {"schedules": ALL, "accuracy": "safe" if kind == "delayed" else "exact"}
+    job = Scheduled(Shuffled(SIZES), times, **chosen_from)
+    state: dict[str, torch.Tensor] = {}
+    for number in range(70):
+        job.step(number)
+        if job.handle.decisions and job.handle.session.driver.searching:  # type: ignore[union-attr]
+            state = job.handle.state_dict()
+            break
+    rival, names = job.handle.plan.schedule.word, [name for name, _ in job.model.named_parameters()]
+    weights, optimizer = (copy.deepcopy(each.state_dict()) for each in (job.model, job.optimizer))
+    job.handle.detach()
+    again = Scheduled(Shuffled(SIZES), fast(kind), **chosen_from)
+    again.model.load_state_dict(weights)
+    again.optimizer.load_state_dict(optimizer)
+    again.handle.load_state_dict(state)
+    loaded = again.handle.state_dict()
+    same = all(torch.allclose(residual_sum(loaded, name), residual_sum(state, name), atol=1e-6) for name in names)
+    for number in range(20):
+        again.step(number)
+    told = again.handle.plan.schedule.word, len(again.handle.decisions)
+    again.handle.detach()
+    return rival, *told, same
+
+
+@pytest.mark.parametrize("kind", ["backward", "pipelined", "delayed"])
+def test_a_state_of_a_rival_with_another_schedule_goes_on_with_the_chosen_one(worlds: Worlds, kind: str) -> None:
+    for rival, resumed, decisions, same in worlds.run(2, saved_under_a_rival, kind):
+        assert rival != kind
+        assert (resumed, decisions, same) == (kind, 0, True)
 
 
 def kept(kind: str) -> tuple[str, bool, str, int]:

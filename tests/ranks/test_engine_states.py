@@ -126,6 +126,64 @@ def test_a_missing_rank_begins_at_zero_with_a_warning(worlds: Worlds, after: int
         assert torch.allclose(residuals(new)[name], value, atol=1e-6)
 
 
+def under(schedule: Any, state: State) -> tuple[State, list[str]]:
+    """Begin anew with a state under this schedule, or make some steps; the state then, and the warnings. A step more works."""
+    torch.manual_seed(0)
+    model = Given(SIZES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    plan = gw.Uniform(gw.ErrorFeedback(gw.QSGD(bits=2)), schedule=schedule, bucket_bytes=2000)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+
+    def step(number: int) -> None:
+        model(model.random_gradients(number, here.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if state:
+            handle.load_state_dict(state)
+        else:
+            for number in range(4):
+                step(number)
+    saved = handle.state_dict()
+    step(4)
+    handle.detach()
+    return saved, [str(each.message) for each in caught]
+
+
+OF_WEIGHTS = gw.LocalSteps(every=2)
+
+
+@pytest.mark.parametrize("after", [2, 1])
+@pytest.mark.parametrize(
+    ("first", "then", "dropped"),
+    [
+        (OF_WEIGHTS, "backward", True),
+        ("backward", OF_WEIGHTS, True),
+        (OF_WEIGHTS, gw.Delayed(), True),
+        (gw.Delayed(), OF_WEIGHTS, True),
+        (OF_WEIGHTS, gw.LocalSteps(every=4), False),
+        ("backward", gw.Pipelined(), False),
+    ],
+    ids=repr,
+)
+def test_residuals_of_gradients_are_not_taken_for_changes_of_weights_nor_the_other_way_round(
+    worlds: Worlds, first: Any, then: Any, dropped: bool, after: int
+) -> None:
+    saved = merged([state for state, _ in worlds.run(3, under, first, {})])
+    expected = residuals(saved)
+    assert max(value.abs().max() for value in expected.values()) > 0
+    ends = worlds.run(after, under, then, saved)
+    found = residuals(merged([state for state, _ in ends]))
+    for name, value in expected.items():
+        kept = found.get(name, torch.zeros(()))
+        assert not kept.any() if dropped else torch.allclose(kept, value, atol=1e-6)
+    for _, told in ends:
+        assert len(told) == dropped, told
+        assert all(f"and {len(SIZES) - 1} more tensors is dropped" in words for words in told)
+
+
 def refuse(wrong: State) -> tuple[str, bool]:
     """What is said of a state that does not fit, and whether the handle stayed as it was and goes on."""
     model = Given(SIZES)

@@ -340,3 +340,29 @@ def with_one_of_two() -> int:
 
 def test_an_optimizer_that_was_not_passed_may_step_beside_one_that_was(threads: Threads) -> None:
     assert threads.run(2, with_one_of_two) == [6, 6]
+
+
+def with_a_critic(schedule: Any, frozen: bool) -> tuple[int, bool]:
+    """The exchanges of a run in which an optimizer that was not passed makes 12 steps for each of the one that was. It has
+    parameters of the model too, which get no gradient for its steps; whether they stayed."""
+    model: Any = make_model()
+    critic, optimizer = torch.nn.Linear(6, 1), sgd(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=schedule), process_group=here.group)
+    model[0].requires_grad_(not frozen)
+    before = model[0].weight.detach().clone()
+    other = sgd([*critic.parameters(), *model[0].parameters()])
+    for step in range(8):
+        for _ in range(12):
+            critic(torch.ones(1, 6)).sum().backward()
+            other.step()
+            other.zero_grad()
+        step_on(model, optimizer, step)
+    steps = handle.stats().steps
+    handle.detach()
+    return steps, torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("schedule", "steps"), [(gw.LocalSteps(every=4), 2), (gw.Delayed(), 7)], ids=["local", "delayed"])
+def test_an_optimizer_of_other_parameters_may_step_often(threads: Threads, schedule: Any, steps: int, frozen: bool) -> None:
+    assert threads.run(2, with_a_critic, schedule, frozen) == [(steps, frozen)] * 2

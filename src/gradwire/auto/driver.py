@@ -123,6 +123,11 @@ class Auto(Driver):
         return self._deciding or (self._second is not None and self._second.tries)
 
     @property
+    def chosen(self) -> Plan | None:
+        """The last decision's plan, while its rival runs."""
+        return self._current if self.searching and not self._deciding else None
+
+    @property
     def looks_again(self) -> bool:
         """Whether a second look at the last decision is likely to run another plan, and has not ended."""
         return self._second is not None and self._second.expected
@@ -167,11 +172,13 @@ class Auto(Driver):
         return f"accuracy={self.accuracy!r} does not allow the saved plan's {lossy[0]}. {cure}" if lossy else ""
 
     def resumed(self, session: DrivenJob, saved: Saved) -> None:
-        """Go on from a saved state with the saved plan. If other ranks saved the plan, decide anew with this plan as
-        the current one. If the plan was only on trial, or loses too much on so many ranks, decide anew without it."""
+        """Go on from a saved state with the saved plan, or with the one that it was compared with. If other ranks saved the
+        plan, decide anew with this plan as the current one. If the plan was only on trial, or loses too much on so many ranks,
+        decide anew without it."""
         live = Live(session)
+        runs = saved.chosen is None or self._runs_too(live, saved.chosen)
         self._begin(live)
-        stays = not saved.searching and not _beyond(live.plan, all_specs(self.accuracy, self._ranks))
+        stays = runs and not saved.searching and not _beyond(live.plan, all_specs(self.accuracy, self._ranks))
         self._current = live.plan if stays else None
         if saved.own and stays:
             self._phase = self._settle_resumed
@@ -426,7 +433,7 @@ class Auto(Driver):
             self._second = SecondLook(trial, index, [_kind(offer.plan) for offer in self._offers], self._profile.compute_us)
 
     def _runs_too(self, live: Live, plan: Plan) -> bool:
-        """Change to a plan that was not tried. Returns whether the engine can run the plan, equally on all ranks."""
+        """Change to a plan that was not tried here. Returns whether the engine can run the plan, equally on all ranks."""
         try:
             live.change_to(plan)
         except (PlanError, FormatError):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,9 +13,10 @@ import torch
 from gradwire.core import Plan, printable
 from gradwire.engine.reducer import StepState
 from gradwire.engine.schedules.base import KeepsState, ShardsOptimizer
-from gradwire.engine.session import Session
+from gradwire.engine.schedules.factory import traits_of
+from gradwire.engine.session import Driver, Session
 from gradwire.errors import StepStateError
-from gradwire.exchange import Saved, added_up, packed_samples, read_state, split, warn_of_lost, write_state
+from gradwire.exchange import Exchange, Saved, added_up, packed_samples, read_state, split, warn_of_lost, write_state
 from gradwire.transport import gather_bytes
 
 SET = "saved_by"
@@ -55,7 +57,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
             usable = plan == session.plan and not session.exchange.outdated(saved.step)
             exchange = session.exchange if usable else session.assemble(plan, saved.step)
             memory, extra = split(saved.memory[0] if saved.own else {})
-            carried = {} if saved.own else added_up(split(each)[0] for each in saved.memory)
+            carried, dropped = ({}, []) if saved.own else _carried(saved, plan)
             if saved.own:
                 exchange.residuals.check(memory)
                 if isinstance(session.schedule, KeepsState):
@@ -75,7 +77,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
         if session.plan.schedule != before.schedule:
             session.change_to(before)
         raise
-    warn_of_lost(saved.missing, exchange.residuals.names())
+    _warn(saved, exchange, dropped)
     session.use(exchange)
     session.order, session.order_known = saved.order, session.policy is not None
     if saved.own:
@@ -131,7 +133,7 @@ def told_by_all(session: Session, own: bytes, what: str) -> list[bytes]:
 
 def _card_of(saved: Saved, job: str) -> dict[str, Any]:
     """The parts of a state that must be equal on all ranks, or that decide what ranks do together."""
-    decided = "" if saved.decided is None else saved.decided.digest()
+    decided = " and ".join(plan.digest() for plan in (saved.decided, saved.chosen) if plan is not None)
     order = hashlib.sha256(repr(list(saved.order)).encode()).hexdigest()[:16]  # all ranks get the cards of all
     alike = {"step": saved.step, "order": order, "plan": decided, "search": saved.searching, "job": job}
     return {"alike": alike, "own": saved.own, "measuring": bool(saved.measuring)}
@@ -183,6 +185,31 @@ def _checked_plan(session: Session, saved: Saved) -> Plan:
     return plan
 
 
+def _carried(saved: Saved, plan: Plan) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Add up what ranks had not sent yet. Returns what this plan takes of it, and the names of the tensors of which it takes
+    nothing: of all, if one of the two schedules sends gradients, and the other one changes of weights."""
+    carried = added_up(split(each)[0] for each in saved.memory)
+    if (saved.local_steps is not None) == traits_of(plan.schedule).trains_alone:
+        return carried, []
+    return {}, list(dict.fromkeys(key.partition("/")[2] for key in carried))
+
+
+def _warn(saved: Saved, exchange: Exchange, dropped: Sequence[str]) -> None:
+    """Warn of what a state does not bring along: residuals of ranks that are missing, or those of the tensors of these names."""
+    if not dropped:
+        warn_of_lost(saved.missing, exchange.residuals.names())
+        return
+    schedule, kinds = exchange.plan.schedule, ("gradients", "changes of weights")
+    now, before = kinds[::-1] if traits_of(schedule).trains_alone else kinds
+    more = f" and {len(dropped) - 1} more tensors" if len(dropped) > 1 else ""
+    warnings.warn(
+        f"the state was saved in a schedule that sends {before}, and this handle's schedule, {schedule.word}, sends {now}: what "
+        f"was not sent yet of {dropped[0]!r}{more} is dropped, and residuals begin at zero. To keep it, resume with the schedule "
+        "that saved the state.",
+        stacklevel=4,
+    )
+
+
 def _check_between_steps(session: Session, method: str) -> None:
     """Settle. Raises StepStateError where a step is in hand or failed: residuals would be of one step, the count of another.
     Raises CommunicationError if sums of the last step never arrived."""
@@ -209,23 +236,25 @@ def _decided(session: Session) -> dict[str, torch.Tensor]:
     """The fields of a state for a plan that nothing but this run knows."""
     if session.driver is None:
         return {}
-    return state_of_decision(session.plan, session.driver.searching) | session.driver.state(session)
+    return state_of_decision(session.plan, session.driver) | session.driver.state(session)
 
 
-def state_of_decision(plan: Plan, searching: bool) -> dict[str, torch.Tensor]:
-    """The fields of a rank's state for a plan that gradwire chose. searching: whether it was only being tried."""
-    kept = {"decided": torch.frombuffer(bytearray(plan.to_json(None).encode()), dtype=torch.uint8)}
-    return kept | {"searching": torch.tensor(1)} if searching else kept
+def state_of_decision(plan: Plan, driver: Driver) -> dict[str, torch.Tensor]:
+    """The fields of a rank's state for a plan that runs because a driver chose it, or tries it."""
+    plans = {"decided": plan} | ({"chosen": driver.chosen} if driver.chosen is not None else {})
+    kept = {field: torch.frombuffer(bytearray(each.to_json(None).encode()), dtype=torch.uint8) for field, each in plans.items()}
+    return kept | ({"searching": torch.tensor(1)} if driver.searching and driver.chosen is None else {})
 
 
 def _plan_to_resume(session: Session, saved: Saved) -> Plan:
     """The plan with which a state is taken up."""
     if session.driver is not None and saved.decided is not None:
-        other = saved.decided.schedule != session.plan.schedule
         assert session.policy is not None
         own = session.plan_of(session.policy, saved.order)
-        if why := session.driver.refuses(saved.decided, own) or (session.why_not(saved.decided) if other else ""):
-            raise ValueError(f"the state was saved under a plan that this handle does not run: {why}")
+        for plan in (saved.decided, saved.chosen or saved.decided):
+            other = plan.schedule != session.plan.schedule
+            if why := session.driver.refuses(plan, own) or (session.why_not(plan) if other else ""):
+                raise ValueError(f"the state was saved under a plan that this handle does not run: {why}")
         return saved.decided
     return session.plan if session.policy is None else session.plan_of(session.policy, saved.order)
 

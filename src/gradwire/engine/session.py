@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -84,6 +84,16 @@ def compiled(model: torch.nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
+class _Stepped(NamedTuple):
+    """The parameters of the model that an optimizer has, when they were looked for."""
+
+    groups: int
+    """The number of its groups then."""
+    watched: int
+    """How often the reducer had got parameters."""
+    named: "list[tuple[str, weakref.ref[torch.nn.Parameter]]]"
+
+
 class ScriptWatch:
     """Refuses steps inside backward and steps that nobody counts, warns of steps by gradients of the script's own, and scales
     residuals with the loss."""
@@ -91,8 +101,7 @@ class ScriptWatch:
     def __init__(self, reducer: Reducer, optimizers: Iterable[torch.optim.Optimizer], drift_check_steps: int) -> None:
         self._reducer, self._passed = reducer, PassedOptimizers(optimizers)
         self._own_steps = OwnSteps(drift_check_steps, reducer.group, reducer.lanes.name)
-        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, str]] = weakref.WeakKeyDictionary()
-        """For each optimizer: its groups, how often the reducer got parameters, and the name of one that it steps, or ''."""
+        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stepped] = weakref.WeakKeyDictionary()
         self.loss_scale = LossScale()
         hear(self)
 
@@ -101,26 +110,26 @@ class ScriptWatch:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The script asks for a step of any optimizer of the process."""
-        reducer, name = self._reducer, self._parameter_of(optimizer)
-        watched = bool(name) and reducer.synchronise
+        reducer, named = self._reducer, self._parameters_of(optimizer)
+        watched = bool(named) and reducer.synchronise
         if watched and torch._C._current_graph_task_id() != -1:
-            raise taken_in_backward(reducer, name, type(optimizer).__name__)
+            raise taken_in_backward(reducer, named[0][0], type(optimizer).__name__)
         if not reducer.schedule.traits.sends_in_backward:  # the weights of ranks differ until an exchange, which compares them
-            word = reducer.exchange.plan.schedule.word if name else ""
+            word = reducer.exchange.plan.schedule.word if named else ""
             counts = f"the {word} schedule counts the steps of those that gw.parallelize got"
-            self._passed.check(optimizer, name, counts, "call handle.detach(), and gw.parallelize again, on all ranks")
+            living = ((name, of()) for name, of in named)
+            self._passed.check(optimizer, living, counts, "call handle.detach(), and gw.parallelize again, on all ranks")
         elif watched and (words := self._own_steps.step(reducer.parameters, reducer.names, reducer.step)):
             warnings.warn(words, stacklevel=4)
 
-    def _parameter_of(self, optimizer: torch.optim.Optimizer) -> str:
-        groups, watched, name = self._stepped_by.get(optimizer, (0, 0, ""))
-        now = len(optimizer.param_groups), self._reducer.watched
-        if (groups, watched) != now:
-            names = {id(each): name for name, each in zip(self._reducer.names, self._reducer.living(), strict=True)}
-            stepped = (names.get(id(each)) for group in optimizer.param_groups for each in group["params"])
-            name = next(filter(None, stepped), "")
-            self._stepped_by[optimizer] = *now, name
-        return name
+    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> "list[tuple[str, weakref.ref[torch.nn.Parameter]]]":
+        """The parameters of the model that the optimizer has, by name."""
+        known, reducer = self._stepped_by.get(optimizer), self._reducer
+        if known is None or known[:2] != (len(optimizer.param_groups), reducer.watched):
+            has = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            named = [pair for pair in zip(reducer.names, reducer.parameters, strict=True) if id(pair[1]()) in has]
+            known = self._stepped_by[optimizer] = _Stepped(len(optimizer.param_groups), reducer.watched, named)
+        return known.named
 
     def begins(self, exchange: Exchange, settle: Callable[[], None]) -> None:
         """A backward begins, or a step of a rank without a batch. What was not sent yet of a loss of another scale takes up the
@@ -159,8 +168,13 @@ class Driver(ABC):
 
     @property
     def searching(self) -> bool:
-        """Whether the plan that runs is only being tried, so that a run which resumes is to decide anew."""
+        """Whether the plan that runs is only being tried. A run which resumes is to decide anew, unless a plan is `chosen`."""
         return False
+
+    @property
+    def chosen(self) -> Plan | None:
+        """The plan that a run which resumes is to go on with, where another one runs only to be compared with it."""
+        return None
 
     @abstractmethod
     def first_policy(self, tensors: list[TensorInfo], ranks: int) -> Policy:

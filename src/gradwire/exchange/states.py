@@ -7,9 +7,9 @@ schedule also the rank's own weights, `local/0/{tensor}`, and `weights`, checksu
 `delayed` what compressors of corrections remember, `correction_{what}/..`; of `local` the outer optimizer's momentum, the same
 on all ranks, `outer/0/{tensor}`, `local_steps`, how many the rank made, and `landed` where the last exchange landed earlier than
 the schedule says, as in `join()`. Where gradwire chose the plan itself also `decided`, its JSON in bytes, and `searching` where
-it was only being tried. Where scripts give batches weights also `samples`, float64 numbers in bytes. Where it
-is measuring something over several steps also `measuring`, JSON in bytes, and what it has added up so far, `measured/0/{tensor}`
-and `measured/1/{tensor}`.
+it was only being tried; or `chosen`, the plan that was chosen before and that goes on. Where scripts give batches weights also
+`samples`, float64 numbers in bytes. Where it is measuring something over several steps also `measuring`, JSON in bytes, and what
+it has added up so far, `measured/0/{tensor}` and `measured/1/{tensor}`.
 
 In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
 whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
@@ -39,7 +39,7 @@ VERSION = 1
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})/(.+)", re.DOTALL)
 _MEMORY = re.compile(r"\w+/([0-3]|left)/.+", re.DOTALL)
 _FIELDS = {"version", "step", "order", "plan", "ranks", "weights", "local_steps", "landed"}
-_FIELDS |= {"decided", "searching", "measuring", "samples"}
+_FIELDS |= {"decided", "searching", "chosen", "measuring", "samples"}
 _DIGEST_BYTES = 32
 _DOUBLE = struct.Struct("<d")
 _CURE = "Pass what handle.state_dict() returned."
@@ -71,7 +71,9 @@ class Saved(NamedTuple):
     decided: Plan | None
     """The plan itself, where gradwire chose it."""
     searching: bool
-    """Whether it was only being tried."""
+    """Whether it was only being tried, and nothing was chosen yet."""
+    chosen: Plan | None
+    """The plan that goes on, where another one, `decided`, was only being compared with it."""
     measuring: bytes
     """How far a measurement is that takes several steps, if it is this rank's own; empty where there is none."""
     measured: dict[str, torch.Tensor]
@@ -178,10 +180,6 @@ class _Fields:
         digest = self._numbers("plan", torch.uint8)
         if len(digest) != _DIGEST_BYTES:
             raise ValueError(f"rank{rank}/plan has {len(digest)} bytes: a plan's digest has {_DIGEST_BYTES}. {_CURE}")
-        try:
-            decided = Plan.from_json(bytes(self._numbers("decided", torch.uint8))) if "decided" in fields else None
-        except GradwireError as error:
-            raise ValueError(f"rank{rank}/decided is no plan: {error} {_CURE}") from error
         packed = bytes(self._numbers("samples", torch.uint8)) if "samples" in fields else b""
         if len(packed) % _DOUBLE.size:
             raise ValueError(f"rank{rank}/samples has {len(packed)} bytes, not whole numbers of {_DOUBLE.size} bytes. {_CURE}")
@@ -194,7 +192,8 @@ class _Fields:
             ranks=len(self.ranks),
             memory=[memory],
             missing=[],
-            decided=decided,
+            decided=self._plan("decided"),
+            chosen=self._plan("chosen"),
             searching="searching" in fields and bool(self._number("searching")),
             weights=[n % 2**64 for n in self._numbers("weights", torch.int64)] if "weights" in fields else [],
             local_steps=self._number("local_steps") if "local_steps" in fields else None,
@@ -212,6 +211,14 @@ class _Fields:
                 raise ValueError(f"rank{rank}/{printable(field)} is {_kind(value)}: it must be a float32 tensor. {_CURE}")
             memory[field] = value.detach()
         self.saved.measured.update((field, memory.pop(field)) for field in list(memory) if field.startswith(MEASURED))
+
+    def _plan(self, field: str) -> Plan | None:
+        if field not in self._fields:
+            return None
+        try:
+            return Plan.from_json(bytes(self._numbers(field, torch.uint8)))
+        except GradwireError as error:
+            raise ValueError(f"rank{self.rank}/{field} is no plan: {error} {_CURE}") from error
 
     def _numbers(self, field: str, dtype: torch.dtype, dimensions: int = 1) -> list[int]:
         key = f"rank{self.rank}/{field}"

@@ -134,9 +134,9 @@ class DDPState:
                 f"the state has {len(order)} tensors, and DDP averages {len(names)}: it was saved with another model, or other "
                 "parameters were frozen. Load it into that model."
             )
-        decided = saved.decided if saved is not None and self.plan is None else None
-        if decided and (why := Auto(self.accuracy, ("backward",), group.world_size).refuses(decided, decided)):
-            raise ValueError(f"the state was saved under a plan that this hook does not run: {why}")
+        for plan in (saved.decided, saved.chosen) if saved is not None and self.plan is None else ():
+            if plan and (why := Auto(self.accuracy, ("backward",), group.world_size).refuses(plan, plan)):
+                raise ValueError(f"the state was saved under a plan that this hook does not run: {why}")
         self._find_job().stop()
         self._exchange, self._scale, self._came, self._saved = None, LossScale(), [], dict(state)
         self._order, self._order_known = [names[at] for at in order], bool(order)

@@ -175,7 +175,7 @@ class DDPJob:
 
     def state(self) -> dict[str, torch.Tensor]:
         """The fields of a rank's state for a plan that nothing but this run knows."""
-        return {} if self.driver is None else state_of_decision(self.plan, self.searching)
+        return {} if self.driver is None else state_of_decision(self.plan, self.driver)
 
     def leave(self) -> None:
         """Leave the exchange, until `run` is called with another one."""

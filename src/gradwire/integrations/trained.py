@@ -59,8 +59,9 @@ class StepWatch:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The script asks for a step of any optimizer of the process."""
-        stepped = (self._names.get(id(each)) for group in optimizer.param_groups for each in group["params"])
-        self._passed.check(optimizer, next(filter(None, stepped), ""), self._counts, self._cure)
+        has = (each for group in optimizer.param_groups for each in group["params"])
+        named = ((name, each) for each in has if (name := self._names.get(id(each))) is not None)
+        self._passed.check(optimizer, named, self._counts, self._cure)
 
     def remove(self) -> None:
         """Refuse nothing any more."""

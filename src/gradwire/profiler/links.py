@@ -15,6 +15,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -408,7 +409,10 @@ class _Spread:
 
     def perform(self) -> None:
         under_way = [lane.submit(partial(_perform, traffic)) for lane, traffic in self._used]
-        self._own.perform()
+        try:
+            self._own.perform()
+        finally:
+            wait(under_way)  # after an error too: no lane is still at work for a measurement that is over
         for each in under_way:
             each.result()
 

@@ -1,5 +1,9 @@
 """The sizes with which a link is measured, and the rate that is found, on made-up links."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +11,7 @@ import torch
 
 from gradwire.costs import fit_line
 from gradwire.profiler import links
-from gradwire.transport import Grid
+from gradwire.transport import Grid, LinkError
 
 
 def sweep(
@@ -81,3 +85,26 @@ def test_a_link_that_stood_still_for_the_largest_size_has_the_rate_of_the_others
     points = [(4.0 * n, 50 + 3 * n * 8 / 100) for n in links.SIZES[:5]] + [(4.0 * links.SIZES[5], 3 * links.SIZES[5] * 8 / 20)]
     found = links.measured_links({"inter": points, "allreduce": points}, Grid.even(4, 1, 0)).cluster.inter
     assert found.gbps == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_no_lane_is_still_at_work_after_one_of_them_failed(broken: int) -> None:
+    """`broken`: which of three lanes loses a rank. The last one takes longest."""
+    ended, run = threading.Event(), ThreadPoolExecutor(2)
+
+    def perform(lane: int) -> None:
+        if lane == broken:
+            raise LinkError(1, ConnectionError("rank 1 is gone"))
+        if lane == 2:
+            time.sleep(0.3)
+            ended.set()
+
+    own, *others = [SimpleNamespace(announce=lambda *_: None, perform=lambda lane=lane: perform(lane)) for lane in range(3)]
+    lanes = [SimpleNamespace(submit=lambda job: run.submit(job, None)) for _ in others]
+    made: Any = zip(lanes, others, strict=True)
+    spread = links._Spread(own, [*made])  # type: ignore[arg-type]
+    spread.announce(links._SPREAD_BYTES, 1)
+    with run:
+        with pytest.raises(LinkError, match="rank 1 is gone"):
+            spread.perform()
+        assert ended.is_set()

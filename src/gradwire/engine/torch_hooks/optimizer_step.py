@@ -61,13 +61,21 @@ class PassedOptimizers:
         self._passed = weakref.WeakSet(optimizers)
         self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
-    def check(self, optimizer: torch.optim.Optimizer, name: str, counts: str, cure: str) -> None:
-        """It is about to step the parameter of this name, or none if that is ''. Raises StepStateError if it is another one, and
-        none of those passed steps any more. counts: who counts their steps, and where they were passed."""
+    def check(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Iterable[tuple[str, torch.nn.Parameter | None]],
+        counts: str,
+        cure: str,
+    ) -> None:
+        """It is about to step those of its parameters that have a gradient. Raises StepStateError if it is another one, and none
+        of those passed steps any more. named: its parameters that the model has, as far as they live. counts: who counts their
+        steps, and where they were passed."""
         if optimizer in self._passed:
             self._others.clear()
             return
-        if not name:
+        name = next((name for name, each in named if each is not None and each.grad is not None), None)
+        if name is None:
             return
         self._others[optimizer] = steps = self._others.get(optimizer, 0) + 1
         if steps >= self._MOST or not self._passed:
