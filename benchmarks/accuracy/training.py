@@ -19,8 +19,8 @@ from benchmarks.accuracy.forms import Form
 from benchmarks.accuracy.jobs import MeasuredJob
 from benchmarks.accuracy.rivals import RIVALS
 from gradwire.compressors import roundtrip
-from gradwire.core import innermost
-from gradwire.exchange import Exchange, TensorMeta, embeddings_of
+from gradwire.core import Spec, innermost
+from gradwire.exchange import Exchange, TensorMeta, embeddings_of, info_of, plan_for
 from gradwire.transport.in_process import InProcessGroup, run_ranks
 
 __all__ = ["ElementWeights", "Witness", "policy_of", "train"]
@@ -28,7 +28,9 @@ __all__ = ["ElementWeights", "Witness", "policy_of", "train"]
 BLOCK = 128
 """Elements of a block of weights."""
 HELD_OUT = 8
-"""Batches that the last weights are evaluated on."""
+"""Batches that weights are evaluated on."""
+APART = 10
+"""Steps from one evaluation to the next, for jobs that have several."""
 NUDGE = 1e-6
 DAY_S = 86_400.0
 
@@ -97,10 +99,10 @@ class ElementWeights:
         self._weights.copy_(weights)
 
 
-def policy_of(form: Form) -> gw.Policy:
-    """One bucket of one chunk, so that a step has as few messages as possible."""
+def policy_of(form: Form, spec: Spec | None = None) -> gw.Policy:
+    """One bucket of one chunk, so that a step has as few messages as possible. spec: in place of the form's."""
     scheme = "alltoall" if form.diffs else "flat"
-    return gw.Policy(default=form.planned, scheme=scheme, bucket_bytes=2**40, edge_bytes=2**40, chunk_bytes=0)
+    return gw.Policy(default=spec or form.planned, scheme=scheme, bucket_bytes=2**40, edge_bytes=2**40, chunk_bytes=0)
 
 
 class _Kept(NamedTuple):
@@ -134,6 +136,8 @@ class Training:
 
     def step(self, number: int) -> None:
         """Make one step of all ranks."""
+        if (spec := self.form.turns.get(number)) is not None:
+            self._change_to(spec)
         gradients = self._gradients(number)
         ranks = len(gradients)
         exact = [sum((each[name] for each in gradients[1:]), gradients[0][name]) / ranks for name in self.encoded]
@@ -147,6 +151,14 @@ class Training:
             self._step_owners(number)
         else:
             self.optimizer.step()
+
+    def _change_to(self, spec: Spec) -> None:
+        """Send by this spec from now on. What was not sent yet stays, as where `plan='auto'` changes plans."""
+        embeddings = embeddings_of(self.model)
+        tensors = [info_of(name, each, id(each) in embeddings) for name, each in self.parameters.items()]
+        plan, _ = plan_for(policy_of(self.form, spec), tensors, len(self.exchanges))
+        for exchange in self.exchanges:
+            exchange.change_to(plan)
 
     def _gradients(self, number: int) -> list[dict[str, Tensor]]:
         """The gradient of each rank. Buffers (running means) become those of rank 0, as after DDP's broadcast."""
@@ -313,10 +325,14 @@ def _trained(
             next(model.parameters()).mul_(1 + NUDGE)
     began, work = time.perf_counter(), time.process_time()
     training = Training(job, form, seed, steps, exchanges, model)
+    evaluated = []
     for number in range(steps):
         training.step(number)
+        before_end = steps - 1 - number
+        if before_end % APART == 0 and before_end < APART * job.evaluations:
+            evaluated.append(training.held_out())
     last = training.trained[-20:]
-    result = {"loss": training.held_out(), "trained": sum(last) / len(last)} | training.witness.values()
+    result = {"loss": sum(evaluated) / len(evaluated), "trained": sum(last) / len(last)} | training.witness.values()
     if after is not None:
         after(training)
     result["seconds"] = round(time.perf_counter() - began, 1)
