@@ -4,7 +4,7 @@ Three kinds of job suffer from a codec in different ways:
 
 - `transformer` is the bench's decoder, with AdamW.
 - `tied` has the layout of GPT-2: the embedding is the head too, and query, key and value share the rows of one matrix.
-- `cnn` is the bench's residual network, with momentum. `calm-cnn` is the same with less chance in its losses.
+- `cnn` is the bench's residual network, with momentum.
 
 `wide-transformer` and `wide-tied` are the same at several times the size. `gpt2` is a GPT-2 of transformers, for a check with a
 model, a text and a number of parameters that codecs were not tuned on (`--jobs gpt2 --ranks 4 --steps 400`).
@@ -34,9 +34,6 @@ HELD_OUT_BATCH = 16
 
 class MeasuredJob(Job):
     """A job with data that no rank trains on, and a rate for each step."""
-
-    evaluations = 1
-    """The held-out loss is the mean of so many evaluations, of which the last one is of the last weights."""
 
     def held_out(self, count: int) -> list[Batch]:
         """Batches of data that no rank trains on, the same for every seed."""
@@ -224,12 +221,7 @@ class SmallCNNJob(DigitsJob, MeasuredJob):
     def _draw(self, rank: int, world_size: int, generator: torch.Generator) -> Batch:
         of_training = torch.arange(len(digits()[1]))
         of_training = of_training[of_training % 5 != 4][rank::world_size]
-        count = self._samples(world_size)
-        return self._noisy(of_training[torch.randint(len(of_training), (count,), generator=generator)], generator)
-
-    def _samples(self, ranks: int) -> int:
-        """The samples of a rank in a step."""
-        return self.batch_size
+        return self._noisy(of_training[torch.randint(len(of_training), (self.batch_size,), generator=generator)], generator)
 
     def _draw_held_out(self, generator: torch.Generator) -> Batch:
         return self._noisy(torch.arange(4, len(digits()[1]), 5), generator)
@@ -241,24 +233,9 @@ class SmallCNNJob(DigitsJob, MeasuredJob):
         return functional.interpolate(square, size=(32, 32), mode="bilinear", align_corners=False), labels[which]
 
 
-class CalmCNNJob(SmallCNNJob):
-    """The same network with less chance: 96 digits a step on all ranks together, rates that rise over 40 steps, and the mean of
-    four evaluations."""
-
-    name = "calm-cnn"
-    batch_size = 96
-    warm_up_steps = 40
-    evaluations = 4
-
-    def rate(self, step: int, steps: int) -> float:
-        return min((step + 1) / self.warm_up_steps, super().rate(step, steps))
-
-    def _samples(self, ranks: int) -> int:
-        return self.batch_size // ranks
-
-
-_JOBS = SmallTransformerJob, TiedJob, SmallCNNJob, CalmCNNJob, WideTransformerJob, WideTiedJob, GPT2Job
-JOBS: dict[str, type[MeasuredJob]] = {job.name: job for job in _JOBS}
+JOBS: dict[str, type[MeasuredJob]] = {
+    job.name: job for job in (SmallTransformerJob, TiedJob, SmallCNNJob, WideTransformerJob, WideTiedJob, GPT2Job)
+}
 
 
 def job_of(name: str, seed: int) -> MeasuredJob:

@@ -28,9 +28,7 @@ __all__ = ["ElementWeights", "Witness", "policy_of", "train"]
 BLOCK = 128
 """Elements of a block of weights."""
 HELD_OUT = 8
-"""Batches that weights are evaluated on."""
-APART = 10
-"""Steps from one evaluation to the next, for jobs that have several."""
+"""Batches that the last weights are evaluated on."""
 NUDGE = 1e-6
 DAY_S = 86_400.0
 
@@ -325,14 +323,10 @@ def _trained(
             next(model.parameters()).mul_(1 + NUDGE)
     began, work = time.perf_counter(), time.process_time()
     training = Training(job, form, seed, steps, exchanges, model)
-    evaluated = []
     for number in range(steps):
         training.step(number)
-        before_end = steps - 1 - number
-        if before_end % APART == 0 and before_end < APART * job.evaluations:
-            evaluated.append(training.held_out())
     last = training.trained[-20:]
-    result = {"loss": sum(evaluated) / len(evaluated), "trained": sum(last) / len(last)} | training.witness.values()
+    result = {"loss": training.held_out(), "trained": sum(last) / len(last)} | training.witness.values()
     if after is not None:
         after(training)
     result["seconds"] = round(time.perf_counter() - began, 1)

@@ -102,20 +102,6 @@ def test_a_trial_is_as_long_as_the_longest_of_auto() -> None:
     assert specs == [warm.at_step(0), late, four, gw.Identity(), late, warm.at_step(15)]
 
 
-def test_the_calm_cnn_has_one_batch_for_all_ranks_and_rates_that_rise() -> None:
-    job = job_of("calm-cnn", 0)
-    assert [len(job.batch(0, ranks, 0)[1]) for ranks in (2, 4)] == [48, 24]
-    assert [job.rate(step, 200) for step in (0, 19, 39, 99, 150)] == [1 / 40, 0.5, 1, 1, 0.5]
-
-
-def test_a_loss_may_be_the_mean_of_several_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Training, "held_out", lambda training: float(len(training.trained)))
-    job = job_of("transformer", 0)
-    assert train(job, form_of("exact"), 0, ranks=2, steps=12)["loss"] == 12
-    job.evaluations = 2
-    assert train(job, form_of("exact"), 0, ranks=2, steps=12)["loss"] == (2 + 12) / 2
-
-
 def test_a_file_is_continued_where_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Any] = []
 
