@@ -5,7 +5,8 @@
 One process trains one model as any number of ranks would (`benchmarks.accuracy.training`), so 16 ranks need no 16 processes.
 Each training is one line of JSON in the file, written when the training ends. A training that is in the file is not repeated.
 The table has the mean over seeds with its 95 % interval by Student's t, and the witness values: the energy of what was applied
-over that of the exact mean, and the norms of residuals and of the applied error over the norm of the exact mean.
+over that of the exact mean, and the norms of residuals and of the applied error over the norm of the exact mean. With
+`--against FORM` it compares with that form in place of exact sums.
 
 `--specs` are forms (`benchmarks.accuracy.forms`): a spec as in Python, or a short name, and what is done around the exchange.
 """
@@ -22,7 +23,7 @@ import torch
 
 from benchmarks import markdown
 from benchmarks.accuracy.forms import OPTIONS, SPECS, form_of
-from benchmarks.accuracy.frontier import beside_exact, write_frontier
+from benchmarks.accuracy.frontier import compared, write_frontier
 from benchmarks.accuracy.jobs import JOBS, job_of
 from benchmarks.accuracy.rivals import RIVALS
 from benchmarks.accuracy.training import train
@@ -53,6 +54,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, required=True, help="a file of lines of JSON, to which trainings are added")
     parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument("--against", default=REFERENCE, help="the form that losses in the table are compared with")
     parser.add_argument("--frontier", action="store_true", help="only write loss and bytes into docs/compressors.md")
     options = parser.parse_args(arguments)
     if options.frontier:
@@ -74,7 +76,7 @@ def run(arguments: list[str]) -> int:
         with options.out.open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(f"{cell['job']}, {cell['ranks']} ranks, seed {cell['seed']}, {cell['form']}: {found['loss']:.4f}", flush=True)
-    print("\n".join(table([each for each in read(options.out) if each["steps"] == options.steps])))
+    print("\n".join(table([each for each in read(options.out) if each["steps"] == options.steps], options.against)))
     return 0
 
 
@@ -99,21 +101,21 @@ def _split(forms: str) -> list[str]:
     return found
 
 
-def table(trainings: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: a row for every job, number of ranks and form."""
+def table(trainings: Sequence[dict[str, Any]], reference: str = REFERENCE) -> list[str]:
+    """Markdown: a row for every job, number of ranks and form that has seeds of the reference."""
     rows = []
     for job, ranks in dict.fromkeys((each["job"], each["ranks"]) for each in trainings):
         found = [each for each in trainings if (each["job"], each["ranks"]) == (job, ranks)]
         for form in dict.fromkeys(each["form"] for each in found):
-            both = beside_exact(found, form)
-            if not both or form == REFERENCE:
+            both = compared(found, form, reference)
+            if not both or form == reference:
                 continue
             mean, width = interval([percent for _, percent in both])
             loss = f"{mean:+.2f} ± {width:.2f}" if len(both) > 1 else f"{mean:+.2f}"
             witness = [_mean(each[name] for each, _ in both) for name in ("sent_energy", "residual_norm", "error_norm")]
             rows.append((mean, [job, ranks, form, f"{form_of(form).bytes_an_element():.3f}", len(both), loss, *witness]))
         rows.sort(key=lambda row: (list(JOBS).index(row[1][0]), row[1][1], row[0]))
-    head = ["job", "ranks", "form", "bytes", "seeds", "loss over exact, %", "sent energy", "residual", "error"]
+    head = ["job", "ranks", "form", "bytes", "seeds", f"loss over {reference}, %", "sent energy", "residual", "error"]
     return markdown.table(head, [row for _, row in rows], left=3)
 
 

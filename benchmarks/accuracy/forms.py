@@ -56,9 +56,13 @@ OPTIONS = {
     "diffs": "owners apply the optimizer, and encode the changes of weights",
     "decayN": "the percent of a residual that is kept",
     "nudged": "the first weights are a millionth larger: chance alone",
+    "trial": "the first 15 steps send what those of `plan='auto'` may send before it stays with this spec",
 }
 """What a training may do around its exchange, and how it is written."""
 
+TRIAL = (3, 6, 9, 12, 15)
+"""The steps in which `plan='auto'` begins another plan, if its trial is as long as it may be: three steps with the spec that it
+begins with, four turns of three steps, and the rest with the plan that it chose."""
 STEADY = 10**6
 """A step after any warm-up."""
 SQUARE = ElementRun(2**20, 0, (1024, 1024))
@@ -110,6 +114,13 @@ class Form(NamedTuple):
     rival: str = ""
     """A way of another system to average, in place of the exchange."""
     nudged: bool = False
+    trial: bool = False
+
+    @property
+    def turns(self) -> dict[int, Spec]:
+        """The specs of a trial by the step that each begins with. As on trial, warm-ups are left out. The last spec stays."""
+        late = self.spec.settled
+        return dict(zip(TRIAL, (late, gw.QSGD(bits=4), gw.Identity(), late, self.planned), strict=True)) if self.trial else {}
 
     @property
     def planned(self) -> Spec:
@@ -144,7 +155,7 @@ def form_of(text: str) -> Form:
             form = form._replace(warm_up_steps=int(number))
         elif word == "decay" and number and isinstance(form.spec, ErrorFeedback):
             form = form._replace(spec=msgspec.structs.replace(form.spec, decay=int(number) / 100))
-        elif option in ("ef21", "diffs", "nudged"):
+        elif option in ("ef21", "diffs", "nudged", "trial"):
             form = form._replace(**{option: True})
         else:
             raise FormatError(f"{option!r} in {text!r} is no option of a form: there are {', '.join(OPTIONS)}.")

@@ -98,14 +98,16 @@ def _size(form: str, runs: Sequence[ElementRun], embeddings: Sequence[ElementRun
 
 def over_exact(trainings: Sequence[Mapping[str, Any]], form: str) -> list[float]:
     """The loss of a form over that of exact sums in percent, for each seed, from the trainings of one job and number of ranks."""
-    return [percent for _, percent in beside_exact(trainings, form)]
+    return [percent for _, percent in compared(trainings, form)]
 
 
-def beside_exact(trainings: Sequence[Mapping[str, Any]], form: str) -> list[tuple[Mapping[str, Any], float]]:
-    """The trainings of a form whose seed has one with exact sums, each with its loss over that one in percent."""
-    exact = {each["seed"]: each["loss"] for each in trainings if each["form"] == "exact"}
-    own = [each for each in trainings if each["form"] == form and each["seed"] in exact]
-    return [(each, 100 * (each["loss"] / exact[each["seed"]] - 1)) for each in own]
+def compared(
+    trainings: Sequence[Mapping[str, Any]], form: str, reference: str = "exact"
+) -> list[tuple[Mapping[str, Any], float]]:
+    """The trainings of a form whose seed has one of the reference, each with its loss over that one in percent."""
+    losses = {each["seed"]: each["loss"] for each in trainings if each["form"] == reference}
+    own = [each for each in trainings if each["form"] == form and each["seed"] in losses]
+    return [(each, 100 * (each["loss"] / losses[each["seed"]] - 1)) for each in own]
 
 
 def below(points: Mapping[str, Point], rival: str) -> bool:

@@ -19,8 +19,8 @@ from benchmarks.accuracy.forms import Form
 from benchmarks.accuracy.jobs import MeasuredJob
 from benchmarks.accuracy.rivals import RIVALS
 from gradwire.compressors import roundtrip
-from gradwire.core import innermost
-from gradwire.exchange import Exchange, TensorMeta, embeddings_of
+from gradwire.core import Spec, innermost
+from gradwire.exchange import Exchange, TensorMeta, embeddings_of, info_of, plan_for
 from gradwire.transport.in_process import InProcessGroup, run_ranks
 
 __all__ = ["ElementWeights", "Witness", "policy_of", "train"]
@@ -97,10 +97,10 @@ class ElementWeights:
         self._weights.copy_(weights)
 
 
-def policy_of(form: Form) -> gw.Policy:
-    """One bucket of one chunk, so that a step has as few messages as possible."""
+def policy_of(form: Form, spec: Spec | None = None) -> gw.Policy:
+    """One bucket of one chunk, so that a step has as few messages as possible. spec: in place of the form's."""
     scheme = "alltoall" if form.diffs else "flat"
-    return gw.Policy(default=form.planned, scheme=scheme, bucket_bytes=2**40, edge_bytes=2**40, chunk_bytes=0)
+    return gw.Policy(default=spec or form.planned, scheme=scheme, bucket_bytes=2**40, edge_bytes=2**40, chunk_bytes=0)
 
 
 class _Kept(NamedTuple):
@@ -134,6 +134,8 @@ class Training:
 
     def step(self, number: int) -> None:
         """Make one step of all ranks."""
+        if (spec := self.form.turns.get(number)) is not None:
+            self._change_to(spec)
         gradients = self._gradients(number)
         ranks = len(gradients)
         exact = [sum((each[name] for each in gradients[1:]), gradients[0][name]) / ranks for name in self.encoded]
@@ -147,6 +149,14 @@ class Training:
             self._step_owners(number)
         else:
             self.optimizer.step()
+
+    def _change_to(self, spec: Spec) -> None:
+        """Send by this spec from now on. What was not sent yet stays, as where `plan='auto'` changes plans."""
+        embeddings = embeddings_of(self.model)
+        tensors = [info_of(name, each, id(each) in embeddings) for name, each in self.parameters.items()]
+        plan, _ = plan_for(policy_of(self.form, spec), tensors, len(self.exchanges))
+        for exchange in self.exchanges:
+            exchange.change_to(plan)
 
     def _gradients(self, number: int) -> list[dict[str, Tensor]]:
         """The gradient of each rank. Buffers (running means) become those of rank 0, as after DDP's broadcast."""

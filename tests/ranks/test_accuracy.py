@@ -11,10 +11,13 @@ from threads import Threads, built, here
 
 import gradwire as gw
 from benchmarks import accuracy
-from benchmarks.accuracy.forms import form_of
+from benchmarks.accuracy.forms import TRIAL, form_of
 from benchmarks.accuracy.jobs import job_of
 from benchmarks.accuracy.levels import Levels, lloyd_levels
 from benchmarks.accuracy.training import Training, gradients_of, policy_of, train
+from gradwire.auto.driver import SETTLE_STEPS
+from gradwire.auto.measuring import LOOK_STEPS
+from gradwire.auto.trial import MOST_STEPS
 from gradwire.compressors import SoleRank, compressor_for
 from gradwire.exchange import embeddings_of, info_of, plan_for
 from gradwire.kernels import Segment, Segments
@@ -31,6 +34,8 @@ def replicas(job_name: str, form: str, steps: int) -> tuple[list[torch.Tensor], 
     plan, _ = plan_for(policy_of(form_of(form)), tensors, here.world_size)
     handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     for step in range(steps):
+        if (spec := form_of(form).turns.get(step)) is not None:
+            handle.session.change_to(plan_for(policy_of(form_of(form), spec), tensors, here.world_size)[0])
         job.loss(model, job.batch(here.rank, here.world_size, step)).backward()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * job.rate(step, steps)
@@ -42,7 +47,13 @@ def replicas(job_name: str, form: str, steps: int) -> tuple[list[torch.Tensor], 
 
 @pytest.mark.parametrize(
     ("job", "form", "steps"),
-    [("transformer", "today2", 20), ("transformer", "four+warm3", 5), ("transformer", "weighted4", 22), ("cnn", "today2", 4)],
+    [
+        ("transformer", "today2", 20),
+        ("transformer", "four+warm3", 5),
+        ("transformer", "weighted4", 22),
+        ("tied", "weighted4+trial", 22),
+        ("cnn", "today2", 4),
+    ],
 )
 def test_one_model_has_the_bits_of_three_ranks(threads: Threads, job: str, form: str, steps: int) -> None:
     ranks = threads.run(3, replicas, job, form, steps, deadline_s=300.0)
@@ -83,6 +94,14 @@ def test_levels_have_the_least_error_of_so_many(count: int, error: float) -> Non
     assert torch.equal(lloyd_levels(count), -lloyd_levels(count).flip(0)) or count % 2
 
 
+def test_a_trial_is_as_long_as_the_longest_of_auto() -> None:
+    assert (TRIAL[0], TRIAL[-1]) == (SETTLE_STEPS + LOOK_STEPS, MOST_STEPS)
+    form, warm = form_of("weighted4+trial"), form_of("weighted4").spec
+    specs = [form.planned.at_step(0), *(spec.at_step(step) for step, spec in form.turns.items())]
+    late, four = warm.at_step(20), gw.QSGD(bits=4)
+    assert specs == [warm.at_step(0), late, four, gw.Identity(), late, warm.at_step(15)]
+
+
 def test_a_file_is_continued_where_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Any] = []
 
@@ -105,6 +124,7 @@ def test_a_file_is_continued_where_it_ends(tmp_path: Path, monkeypatch: pytest.M
     assert [line["form"] for line in lines] == ["exact", "four+weights"] * 2
     assert [line["seed"] for line in lines] == [0, 0, 1, 1]
     assert accuracy.table(lines)[-1] == "| tied | 4 | four+weights | 0.266 | 2 | +1.00 ± 0.00 | 1.00 | 0.20 | 0.10 |"
+    assert accuracy.table(lines, "four+weights")[-1].startswith("| tied | 4 | exact | 4.000 | 2 | -0.99 ± 0.00 |")
 
 
 @pytest.mark.parametrize(("words", "said"), [("four+heavy", "'heavy'"), ("four+", "''"), ("nine", "'nine'")])
