@@ -130,8 +130,8 @@ class AutoDecision:
             f"{self.exposed_us / 1e3:.1f} ms for exchanges. "
             f"At equal samples the loss is expected to end {100 * self.chosen.loss_above:.1f} % above that of synchronous SGD, "
             f"as on the bench's transformer{more if self.ranks > 2 else ''}: "
-            f"the same loss needs about {self.chosen.steps_for_one:.2f} times as many steps. At a constant learning rate, as there, "
-            f"it has what 1,000 steps of synchronous SGD learn after about {self.seconds_for(1000):.0f} s. "
+            f"the same loss needs about {self.chosen.steps_for_one:.2f} times as many steps. At a constant learning rate, "
+            f"as there, it has what 1,000 steps of synchronous SGD learn after about {self.seconds_for(1000):.0f} s. "
             f"Decided in {self.took_steps} steps ({self.why}). Each rank trains alone from one exchange to the next, so compare "
             "the held-out loss; without 'local' in schedules= auto does not do it." + self._ending
         )
