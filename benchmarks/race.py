@@ -3,19 +3,21 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from benchmarks.campaigns.requests import RepositoryRequest
 from gradwire.bench.jobs import make_job
 from gradwire.bench.progress import RaceView, View
-from gradwire.bench.results import Cell, StepEvent
+from gradwire.bench.results import Cell, Decided, StepEvent
 from gradwire.bench.runner import run_bench
 
-__all__ = ["Race", "is_whole", "reached"]
+__all__ = ["Race", "is_whole", "reached", "steps_for_one"]
 
 
 def is_whole(path: Path) -> bool:
@@ -26,7 +28,8 @@ def is_whole(path: Path) -> bool:
 class Race:
     """The results of each method so far, by its name: pairs of seconds and held-out loss, and the times of its steps.
 
-    During the race seconds are those of rank 0's clock; at its end, the mean over ranks.
+    During the race seconds are those of rank 0's clock; at its end, the mean over ranks. Of a method that decides, its first
+    decision is kept, too.
     """
 
     def __init__(self, methods: Mapping[str, str], about: Mapping[str, Any], job: str, link: str, **request: Any) -> None:
@@ -38,6 +41,7 @@ class Race:
         self._batch = make_job(job).batch_size * self._request.world_size
         self._step_us: dict[str, list[float]] = {name: [] for name in methods}
         self._held_out: dict[str, list[tuple[int, float]]] = {name: [] for name in methods}
+        self._decided: dict[str, Decided] = {}
         self._unfinished = True
 
     def run(self, keep: Callable[[dict[str, Any]], None]) -> None:
@@ -65,6 +69,7 @@ class Race:
                 self.failed[name] = cell.failure
             else:
                 self._step_us[name], self._held_out[name] = list(cell.step_us), list(cell.held_out)
+                self._decided |= {name: cell.decided[0]} if cell.decided else {}
         self._unfinished = False
 
     def result(self) -> dict[str, Any]:
@@ -77,12 +82,15 @@ class Race:
     def _found(self, name: str) -> dict[str, Any]:
         ends = [0.0, *accumulate(us / 1e6 for us in self._step_us[name])]
         steps = len(ends) - 1
-        return {
+        found = {
             "steps": steps,
             "samples": steps * self._batch,
             "step_ms": 1e3 * ends[-1] / steps,
             "held_out": [(ends[at], loss) for at, loss in self._held_out[name]],
         }
+        if (decided := self._decided.get(name)) is not None:
+            found["decided"] = msgspec.to_builtins(decided) | {"after_s": ends[min(decided.step, steps)]}
+        return found
 
 
 class Told:
@@ -114,3 +122,32 @@ def reached(held_out: list[tuple[float, float]], goal: float) -> float | None:
             return last[0] + (seconds - last[0]) * (last[1] - goal) / (last[1] - loss)
         last = seconds, loss
     return None
+
+
+def steps_for_one(found: Mapping[str, Any], other: Mapping[str, Any], steps: int) -> float | None:
+    """Return how many steps of a method learned what one step of the other had learned after so many steps. None if one of them
+    did not get so far.
+
+    Losses of weights that were trained at a constant rate differ by chance from one evaluation to the next. So each counts as the
+    mean of three in a row.
+
+    >>> slow, fast = ({"step_ms": 1e3, "held_out": [(n, 4.0 - n / part) for n in range(0, 50, 10)]} for part in (20, 10))
+    >>> steps_for_one(slow, fast, 15), steps_for_one(slow, fast, 25)
+    (2.0, None)
+    """
+    own, others = _by_steps(found), _by_steps(other)
+    goal = next(
+        (a + (b - a) * (steps - begin) / (end - begin) for (begin, a), (end, b) in pairwise(others) if begin <= steps <= end),
+        None,
+    )
+    took = None if goal is None else reached(own, goal)
+    return None if took is None else took / steps
+
+
+def _by_steps(found: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Pairs of a number of steps and the mean of the loss then, before and after."""
+    losses = [loss for _, loss in found["held_out"]]
+    return [
+        (1e3 * seconds / found["step_ms"], fmean(losses[max(0, at - 1) : at + 2]))
+        for at, (seconds, _) in enumerate(found["held_out"])
+    ]

@@ -32,6 +32,8 @@ class Tried:
     """Number of steps that bring the progress of one step of plain all-reduce."""
     loss_above: float = 0.0
     """How far the loss ends above synchronous SGD's at equal samples, as a share of it; only of local steps."""
+    steps_at_constant_rate: float = 0.0
+    """The number of `steps_for_one` at a constant learning rate; 0 if it is the same."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,18 @@ class AutoDecision:
     ranks: int = 2
     """The number of ranks."""
 
+    def seconds_for(self, steps: int) -> float:
+        """Return in how many seconds the chosen plan is expected to learn what so many steps of synchronous SGD learn, at a
+        constant learning rate. Steps count with their measured time, or else with the predicted one.
+
+        >>> local = Tried("local steps", predicted_us=200_000.0, measured_us=None, steps=0, steps_for_one=1.5)
+        >>> AutoDecision(5, "at the start", local, local, (local,), 5, 0.0, 0.0).seconds_for(1000)
+        300.0
+        """
+        chosen = self.chosen
+        step_us = chosen.measured_us or chosen.predicted_us
+        return steps * step_us * (chosen.steps_at_constant_rate or chosen.steps_for_one) / 1e6
+
     def __str__(self) -> str:
         chosen, plain = self.chosen, self.plain
         if self.second_look is not None:
@@ -116,7 +130,8 @@ class AutoDecision:
             f"{self.exposed_us / 1e3:.1f} ms for exchanges. "
             f"At equal samples the loss is expected to end {100 * self.chosen.loss_above:.1f} % above that of synchronous SGD, "
             f"as on the bench's transformer{more if self.ranks > 2 else ''}: "
-            f"the same loss needs about {self.chosen.steps_for_one:.2f} times as many steps. "
+            f"the same loss needs about {self.chosen.steps_for_one:.2f} times as many steps. At a constant learning rate, "
+            f"as there, it has what 1,000 steps of synchronous SGD learn after about {self.seconds_for(1000):.0f} s. "
             f"Decided in {self.took_steps} steps ({self.why}). Each rank trains alone from one exchange to the next, so compare "
             "the held-out loss; without 'local' in schedules= auto does not do it." + self._ending
         )

@@ -572,7 +572,8 @@ def _kind(plan: Plan) -> Hashable:
 
 def _foreseen(candidate: Candidate) -> Tried:
     """Describe a candidate that did not run."""
-    return Tried(candidate.name, candidate.predicted_us, None, 0, candidate.steps_for_one, candidate.loss_above)
+    steps, constant = candidate.steps_for_one, candidate.steps_at_constant_rate
+    return Tried(candidate.name, candidate.predicted_us, None, 0, steps, candidate.loss_above, constant)
 
 
 def _read(text: str) -> tuple[list[Offer], list[Candidate], Offer | None]:

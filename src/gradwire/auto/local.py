@@ -12,7 +12,7 @@ from itertools import product
 import msgspec
 
 from gradwire.auto.accuracy import policy_of, specs_under
-from gradwire.auto.local_losses import EVERY, averaged, loss_above, steps_to_make_up, streamed
+from gradwire.auto.local_losses import EVERY, at_constant_rate, averaged, loss_above, steps_to_make_up, streamed
 from gradwire.auto.planning import Offer, words_of
 from gradwire.auto.trial import ALIKE, GAIN, Candidate, Trial
 from gradwire.core import Cluster, Costs, Identity, Profile, Spec
@@ -55,7 +55,8 @@ def _priced(simulator: Simulator, cluster: Cluster, specs: Sequence[Spec]) -> It
             plan = msgspec.structs.replace(policy_of(spec, infos), schedule=schedule).plan(infos, ranks, per_node)
             step_us, steps = simulator.step_us(plan), steps_to_make_up(above)
             best_us = min(best_us, step_us * steps)
-            yield Offer(Candidate(words_of(plan), step_us, cycle=every, steps_for_one=steps, loss_above=above), plan)
+            made = Candidate(words_of(plan), step_us, cycle=every, steps_for_one=steps, loss_above=above)
+            yield Offer(made._replace(steps_at_constant_rate=at_constant_rate(steps, spec)), plan)
 
 
 def worth(local: Offer | None, trial: Trial, chosen: int, exposed_us: float) -> bool:

@@ -29,6 +29,10 @@ DOUBLING = 0.027
 The small transformer of `python -m benchmarks outer` ends 0.014 to 0.018 higher, whatever the number of steps."""
 STEEPNESS = 0.0668
 """Where DDP's loss falls as steps ** -p, the p of that transformer between 150 and 300 steps (`python -m benchmarks losses`)."""
+AT_CONSTANT_RATE, SPARSE_AT_CONSTANT_RATE = 1.30, 0.85
+"""How many times as many steps races at a constant rate took as follows from p and the rows, which end at a rate of 0: means of
+weights, and SparseLoCo. Geometric means on two ranks, every 5 and 30 steps, for what 250, 500 and 1,000 steps of synchronous SGD
+learn (`python -m benchmarks local`). The single numbers are 0.80 to 1.29 times as large."""
 
 
 def averaged(every: int) -> LocalSteps:
@@ -73,3 +77,12 @@ def steps_to_make_up(above: float) -> float:
     (1.31, 1.0)
     """
     return float((1 + max(0.0, above)) ** (1 / STEEPNESS))
+
+
+def at_constant_rate(steps: float, spec: Spec) -> float:
+    """Return about how many steps with this spec it is at a constant learning rate, from `steps_to_make_up`.
+
+    >>> round(at_constant_rate(1.31, QSGD(bits=4)), 2), at_constant_rate(1.0, SPARSELOCO)
+    (1.7, 1.0)
+    """
+    return max(1.0, steps * (SPARSE_AT_CONSTANT_RATE if spec == SPARSELOCO else AT_CONSTANT_RATE))

@@ -66,6 +66,8 @@ class Candidate(NamedTuple):
     """Longest time of a step, known from before the trial; 0 if unknown."""
     runs: bool = True
     """Whether the candidate may have a turn. Without a turn, `seen_us` alone decides."""
+    steps_at_constant_rate: float = 0.0
+    """The number of `steps_for_one` at a constant learning rate; 0 if it is the same. It decides nothing."""
 
     @property
     def to_loss_us(self) -> float:

@@ -8,7 +8,7 @@ ddp-fp16        torch's fp16_compress_hook
 ddp-powersgd    torch's PowerSGD hook at rank 4, in one bucket
 gradwire:SPEC   gradwire with a policy, such as gradwire:qsgd4, or a policy and a schedule, such as gradwire:qsgd4@pipelined
 gradwire:auto   gradwire chooses the plan (also gradwire:auto-exact, gradwire:auto-aggressive; gradwire:adaptive chooses bits);
-                gradwire:auto@all chooses among all schedules
+                gradwire:auto@all chooses among all schedules but local steps, gradwire:auto@local has local steps too
 
 Each method has its own model and optimizer from one seed, and its own process group. So all can run in turns in a process.
 """
@@ -243,6 +243,7 @@ class Gradwire(Method):
                 cost_us=each.cost_us,
                 predicted_us=each.chosen.predicted_us,
                 measured_us=each.chosen.measured_us,
+                learns_us=1e6 * each.seconds_for(1),
             )
             for each in self.handle.decisions
             if isinstance(each, AutoDecision)

@@ -38,6 +38,7 @@ DECIDING: dict[str, dict[str, Any]] = {
     "auto-exact": {"plan": "auto", "accuracy": "exact"},
     "auto-aggressive": {"plan": "auto", "accuracy": "aggressive"},
     "auto@all": {"plan": "auto", "accuracy": "safe", "schedules": _ALL_SCHEDULES},
+    "auto@local": {"plan": "auto", "accuracy": "safe", "schedules": ("backward", "local")},
     "auto-exact@all": {"plan": "auto", "accuracy": "exact", "schedules": _ALL_SCHEDULES},
     "auto-aggressive@all": {"plan": "auto", "accuracy": "aggressive", "schedules": _ALL_SCHEDULES},
     "adaptive": {"plan": AdaptiveBits()},

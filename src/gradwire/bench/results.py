@@ -91,6 +91,8 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Predicted time of a step of the chosen plan."""
     measured_us: float | None = None
     """Time of a step of the chosen plan in the trial; null: the plan did not run."""
+    learns_us: float | None = None
+    """Expected time for what a step of plain all-reduce learns, at a constant learning rate."""
 
 
 class MethodRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

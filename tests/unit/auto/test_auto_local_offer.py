@@ -2,11 +2,13 @@
 
 import json
 import math
+from statistics import geometric_mean
 
 import msgspec
 import pytest
 from test_auto_offers import TENSORS, cluster, costs, profile, shared_nodes
 
+from benchmarks import local
 from benchmarks.common import RESULTS
 from benchmarks.local_equal import WAYS, arm_of
 from benchmarks.losses import HALFWAY, above_ddp
@@ -14,7 +16,17 @@ from benchmarks.paired import differences
 from gradwire.auto.accuracy import LOCAL_SPECS, SPARSELOCO, check_schedules, schedules_of
 from gradwire.auto.decision import AutoDecision, Tried
 from gradwire.auto.local import local_offer, worth
-from gradwire.auto.local_losses import DOUBLING, EVERY, STEEPNESS, averaged, loss_above, steps_to_make_up, streamed
+from gradwire.auto.local_losses import (
+    AT_CONSTANT_RATE,
+    DOUBLING,
+    EVERY,
+    SPARSE_AT_CONSTANT_RATE,
+    STEEPNESS,
+    averaged,
+    loss_above,
+    steps_to_make_up,
+    streamed,
+)
 from gradwire.auto.planning import Offer
 from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Link, Profile
@@ -92,6 +104,30 @@ def test_losses_are_those_that_were_measured() -> None:
     assert loss_above(averaged(5), QSGD(bits=4), 4) == pytest.approx(sum(more) / len(more), abs=6e-5)
     losses = json.loads((RESULTS / "losses.json").read_text())["finals"]["transformer"]
     assert pytest.approx(math.log2(1 + above_ddp(losses, HALFWAY)), abs=5e-5) == STEEPNESS
+
+
+def test_steps_for_one_are_those_of_the_races() -> None:
+    """On two ranks, with the table of docs/local_steps.md."""
+    results = [json.loads(path.read_text()) for path in local.FOLDER.glob("*.json")]
+    over: dict[bool, list[float]] = {True: [], False: []}
+    for result in local.longest([each for each in results if each["nodes"] == 2]):
+        for name, expected, found in local.steps_rows(result):
+            over[name == "SparseLoCo"] += [each / expected for each in found[1:] if each is not None]
+    for sparse, rate in ((False, AT_CONSTANT_RATE), (True, SPARSE_AT_CONSTANT_RATE)):
+        assert rate * geometric_mean(over[sparse]) == pytest.approx(rate, abs=6e-3)
+        assert min(over[sparse]) >= 0.79 and max(over[sparse]) <= 1.295
+    known = [local.said_over_took(name, found, result) for result in results for name, found in result["methods"].items()]
+    said = [each for each in known if each is not None]
+    assert len(said) == 8 and sum(0.8 <= each <= 1.25 for each in said) == 7, "docs/local_steps.md names the eighth"
+
+
+def test_the_decision_says_how_long_it_takes_to_learn_as_much() -> None:
+    plain = Tried("plain", 5e5, 4e5, 3)
+    made = Tried("local", 2e5, None, 0, 1.5, 0.02, steps_at_constant_rate=2.0)
+    decision = AutoDecision(5, "at the start", made, plain, (plain,), 5, 0.0, 3e5, instead_of=plain)
+    assert decision.seconds_for(1000) == pytest.approx(400.0)
+    assert "it has what 1,000 steps of synchronous SGD learn after about 400 s" in str(decision)
+    assert AutoDecision(5, "at the start", plain, plain, (plain,), 5, 0.0, 0.0).seconds_for(10) == pytest.approx(4.0)
 
 
 def test_what_cannot_be_encoded_is_sent_as_it_is() -> None:

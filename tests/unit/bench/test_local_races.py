@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks import local, local_equal, local_step
@@ -12,8 +13,10 @@ from benchmarks.campaigns import rivals
 from benchmarks.campaigns.requests import RepositoryRequest
 from benchmarks.paired import REFERENCE
 from benchmarks.race import Race, is_whole
+from gradwire.auto.accuracy import SPARSELOCO
+from gradwire.auto.local_losses import at_constant_rate, steps_to_make_up
 from gradwire.bench.names import check_method
-from gradwire.bench.results import Cell, StepEvent
+from gradwire.bench.results import Cell, Decided, StepEvent
 from gradwire.errors import FormatError
 
 OURS, OTHER = "local, 4 bits", "SparseLoCo"
@@ -133,7 +136,40 @@ def test_other_periods_have_their_own_methods() -> None:
         for name, method in local.methods_of(every).items():
             if not method.startswith(rivals.RIVAL_PREFIX):
                 assert check_method(method) == method
-            assert name == local.AUTO or f"@{every}" in method or f'"every": {every}' in method
+            assert name in (local.AUTO, local.WITH_LOCAL) or f"@{every}" in method or f'"every": {every}' in method
+
+
+def test_what_was_said_is_beside_what_it_took() -> None:
+    """Steps of 100 ms. Auto needs 20 of them for its last loss. With local steps it needs 10, and was said to need 16: 4 until it
+    had decided, and 16 times 1.5 half steps."""
+    race = race_of(local.AUTO, local.WITH_LOCAL, OTHER)
+    said = Decided(chosen="local", plain=False, step=4, cost_us=0.0, learns_us=7.5e4)
+    sooner = msgspec.structs.replace(ended(local.WITH_LOCAL), held_out=[(0, 4.0), (10, 2.0)], decided=[said])
+    race.ended([ended(local.AUTO), sooner, ended(OTHER)])
+    result = json.loads(json.dumps(race.result()))
+    assert "decided" not in result["methods"][local.AUTO]
+    found = {name: local.said_over_took(name, each, result) for name, each in result["methods"].items()}
+    expected = local.expected_steps(OTHER, 30, 2)
+    assert expected == at_constant_rate(steps_to_make_up(0.054), SPARSELOCO)
+    assert found == {local.AUTO: None, local.WITH_LOCAL: pytest.approx(1.6), OTHER: pytest.approx(expected)}
+    assert "| 1.0 | 2.00 | 1.60 |" in "\n".join(local.table_of(result))
+    result["methods"][OTHER]["held_out"][-1][1] = 2.5
+    assert local.said_over_took(OTHER, result["methods"][OTHER], result) is None, "it never had that loss"
+
+
+def test_steps_for_one_are_a_table_of_the_longest_races() -> None:
+    def race(every: int, steps: int) -> dict[str, Any]:
+        curves = {local.AUTO: steps, OTHER: 2 * steps}
+        curves = {
+            name: {"steps": n, "step_ms": 1e3, "held_out": [(at, 4.0 - at / n) for at in range(0, n, 10)]}
+            for name, n in curves.items()
+        }
+        return {"nodes": 2, "every": every, "methods": curves}
+
+    made = "\n".join(local.steps_table([race(30, 600), race(5, 300), race(30, 140)]))
+    assert "| SparseLoCo | 2 | 5 | 1.10 | 2.00 | 2.00 | - | - |" in made
+    assert "| SparseLoCo | 2 | 30 | 1.87 | 2.00 | 2.00 | 2.00 | - |" in made
+    assert local.steps_table([]) == []
 
 
 def test_steps_beside_their_prediction() -> None:
