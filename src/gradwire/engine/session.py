@@ -84,7 +84,7 @@ def compiled(model: torch.nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
-class _Stepped(NamedTuple):
+class _OwnParameters(NamedTuple):
     """The parameters of the model that an optimizer has, when they were looked for."""
 
     groups: int
@@ -101,7 +101,7 @@ class ScriptWatch:
     def __init__(self, reducer: Reducer, optimizers: Iterable[torch.optim.Optimizer], drift_check_steps: int) -> None:
         self._reducer, self._passed = reducer, PassedOptimizers(optimizers)
         self._own_steps = OwnSteps(drift_check_steps, reducer.group, reducer.lanes.name)
-        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stepped] = weakref.WeakKeyDictionary()
+        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _OwnParameters] = weakref.WeakKeyDictionary()
         self.loss_scale = LossScale()
         hear(self)
 
@@ -128,7 +128,7 @@ class ScriptWatch:
         if known is None or known[:2] != (len(optimizer.param_groups), reducer.watched):
             has = {id(each) for group in optimizer.param_groups for each in group["params"]}
             named = [pair for pair in zip(reducer.names, reducer.parameters, strict=True) if id(pair[1]()) in has]
-            known = self._stepped_by[optimizer] = _Stepped(len(optimizer.param_groups), reducer.watched, named)
+            known = self._stepped_by[optimizer] = _OwnParameters(len(optimizer.param_groups), reducer.watched, named)
         return known.named
 
     def begins(self, exchange: Exchange, settle: Callable[[], None]) -> None:
