@@ -132,9 +132,9 @@ def all_specs(accuracy: str | float, ranks: int) -> tuple[Spec, ...]:
 
     Of those with feedback, and of those without, it is the smallest.
 
-    >>> all_specs("safe", ranks=2) == (FOUR_BITS, WEIGHTED_3), all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED_4)
+    >>> all_specs("safe", ranks=4) == (FOUR_BITS, WEIGHTED_4), all_specs("safe", ranks=16) == (WEIGHTED_8, FOUR_BITS)
     (True, True)
-    >>> all_specs("safe", ranks=16) == (WEIGHTED_8, FOUR_BITS)
+    >>> all_specs(0.015, ranks=4) == (FOUR_BITS, WEIGHTED_3)
     True
     >>> all_specs("safe", ranks=100), all_specs(0.004, ranks=2)
     ((QSGD(bits=8, block=128),), (QSGD(bits=4, block=128),))

@@ -3,8 +3,8 @@
 The rows are held-out losses after 200 steps over those of exact sums, on two small transformers with AdamW: the mean over seeds
 and the upper end of its 95 % interval. `python -m benchmarks accuracy` measured them from 2026-11-27 to 29. docs/measured.md has
 each row's interval. WEIGHTED_3 and so on are named by their levels. Trainings of the CNN end several percent apart by chance, so
-that they decide nothing. On 8 ranks four levels end 1.2 % above on the second job with one
-seed, and have no row there.
+that they decide nothing. On 8 ranks four levels end 1.2 % above on the second job with one seed, and have no row there. On two
+ranks three levels end 0.8 % above after 200 steps, but more than 1 % after 600 (docs/measured.md), and have no row either.
 """
 
 import math
@@ -37,7 +37,6 @@ ROWS: Mapping[Spec, Mapping[int, Mapping[str, LossRow]]] = {
         32: {"tied": LossRow(0.012, 0.0146)},
     },
     WEIGHTED_3: {
-        2: {"transformer": LossRow(0.0052, 0.007), "tied": LossRow(0.0081, 0.0098)},
         4: {"transformer": LossRow(0.0058, 0.0078), "tied": LossRow(0.0133, 0.0182)},
     },
     WEIGHTED_4: {
@@ -79,8 +78,8 @@ def bound(spec: Spec, ranks: int) -> LossRow | None:
 def allowed(spec: Spec, ranks: int, most: float) -> bool:
     """Return whether the rows of a spec show a loss of at most this share, and an interval that ends at most half as much above.
 
-    >>> allowed(FOUR_BITS, 4, 0.01), allowed(WEIGHTED_3, 2, 0.01), allowed(WEIGHTED_3, 4, 0.01)
-    (True, True, False)
+    >>> allowed(FOUR_BITS, 4, 0.01), allowed(WEIGHTED_3, 2, 0.01)
+    (True, False)
     """
     row = bound(spec, ranks)
     return row is not None and row.mean <= most and row.upper <= 1.5 * most

@@ -237,7 +237,7 @@ def test_what_compressors_cannot_take_is_never_compressed() -> None:
     mixed = [*wide[:4], *TENSORS[4:]]
     plan = first_policy("safe", mixed, 2).plan(mixed)
     assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float64" or len(t.shape) < 2} == {Identity()}
-    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {WEIGHTED_3}
+    assert {plan_spec(plan, t.name) for t in mixed if t.dtype == "float32" and len(t.shape) == 2} == {WEIGHTED_4}
 
 
 @pytest.mark.parametrize("gbps", [0.01, 0.1, 10.0])
@@ -267,8 +267,8 @@ def plan_spec(plan, name: str) -> Spec:
 
 
 def test_safe_is_what_the_rows_of_that_number_of_ranks_say() -> None:
-    assert specs_of("safe", TENSORS, 2) == (FOUR_BITS, WEIGHTED_3)
-    assert specs_of("safe", TENSORS, 3) == specs_of("safe", TENSORS, 4) == (FOUR_BITS, WEIGHTED_4)
+    assert specs_of("safe", TENSORS, 2) == specs_of("safe", TENSORS, 3) == specs_of("safe", TENSORS, 4) == (FOUR_BITS, WEIGHTED_4)
+    assert specs_of(0.015, TENSORS, 2) == specs_of(0.015, TENSORS, 4) == (FOUR_BITS, WEIGHTED_3)
     assert specs_of("safe", TENSORS, 5) == specs_of("safe", TENSORS, 16) == (WEIGHTED_8, FOUR_BITS)
     assert specs_of("safe", TENSORS, 17) == specs_of("safe", TENSORS, 1024) == (EIGHT_BITS,)
     assert specs_of(0.004, TENSORS, 2) == (FOUR_BITS,) and specs_of(0.001, TENSORS, 2) == (EIGHT_BITS,)
@@ -277,10 +277,10 @@ def test_safe_is_what_the_rows_of_that_number_of_ranks_say() -> None:
     assert all(spec.law.kind == "unbiased" or spec.feedback for spec in specs_of("aggressive", TENSORS, 2))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 16, 32])
+@pytest.mark.parametrize("ranks", [2, 16, 32])
 def test_the_first_plan_sends_the_fewest_bytes(ranks: int) -> None:
     plan = first_policy("safe", TENSORS, ranks).plan(TENSORS, ranks)
-    assert plan_spec(plan, "w0") == {2: WEIGHTED_3, 4: WEIGHTED_4, 16: WEIGHTED_8, 32: EIGHT_BITS}[ranks]
+    assert plan_spec(plan, "w0") == {2: WEIGHTED_4, 16: WEIGHTED_8, 32: EIGHT_BITS}[ranks]
 
 
 @pytest.mark.parametrize(("saved", "ranks"), [(16, 4), (4, 16), (32, 8), (8, 32)])
@@ -314,7 +314,7 @@ def test_rows_are_those_of_the_trainings() -> None:
     for form, spec in (forms | {"weighted3": WEIGHTED_3, "weighted4": WEIGHTED_4, "weighted8": WEIGHTED_8}).items():
         for ranks, jobs in ROWS[spec].items():
             for job, row in jobs.items():
-                own = [each for each in trainings if (each["job"], each["ranks"]) == (job, ranks)]
+                own = [each for each in trainings if (each["job"], each["ranks"], each["steps"]) == (job, ranks, 200)]
                 exact = {each["seed"]: each["loss"] for each in own if each["form"] == "exact"}
                 shares = [each["loss"] / exact[each["seed"]] - 1 for each in own if each["form"] == form]
                 mean, width = interval(shares)
