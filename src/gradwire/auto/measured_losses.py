@@ -4,7 +4,7 @@ The rows are held-out losses after 200 steps over those of exact sums, on two sm
 and the upper end of its 95 % interval. `python -m benchmarks accuracy` measured them from 2026-11-27 to 29. docs/measured.md has
 each row's interval. WEIGHTED_3 and so on are named by their levels. Trainings of the CNN end several percent apart by chance, so
 that they decide nothing. On 8 ranks four levels end 1.2 % above on the second job with one seed, and have no row there. On two
-ranks three levels end 0.8 % above after 200 steps, but more than 1 % after 600 (docs/measured.md), and have no row either.
+ranks three levels end 0.8 % above after 200 steps, but 1.7 % after 600 (docs/measured.md), and have no row either.
 """
 
 import math
