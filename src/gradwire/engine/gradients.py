@@ -276,7 +276,8 @@ def _held_by_node(accumulated: torch.Tensor, grad: torch.Tensor) -> int:
 
 
 def _base_uses() -> int:
-    view = torch.empty(0, device="cpu").view(0)
+    with torch.inference_mode(False):  # a script may import this inside
+        view = torch.empty(0, device="cpu").view(0)
     assert view._base is not None
     uses: int = view._base._use_count()  # type: ignore[attr-defined]
     return uses

@@ -16,13 +16,24 @@ from gradwire.engine.schedules.base import KeepsState, ShardsOptimizer
 from gradwire.engine.schedules.factory import traits_of
 from gradwire.engine.session import Driver, Session
 from gradwire.errors import StepStateError
-from gradwire.exchange import Exchange, Saved, added_up, packed_samples, read_state, split, warn_of_lost, write_state
+from gradwire.exchange import (
+    Exchange,
+    Saved,
+    added_up,
+    outside_inference,
+    packed_samples,
+    read_state,
+    split,
+    warn_of_lost,
+    write_state,
+)
 from gradwire.transport import gather_bytes
 
 SET = "saved_by"
 """The key of a file's state with the name of the job that saved it, in bytes: files of one set have the same."""
 
 
+@outside_inference
 def state_of(session: Session) -> dict[str, torch.Tensor]:
     """See `Handle.state_dict`."""
     _check_between_steps(session, "state_dict()")
@@ -33,6 +44,7 @@ def state_of(session: Session) -> dict[str, torch.Tensor]:
     return write_state(session.group, session.reducer.step, session.order, _digest_of(session, session.plan), memory)
 
 
+@outside_inference
 def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -> bool:
     """See `Handle.load_state_dict`. Collective: all ranks load, or none does. Returns whether they did.
 

@@ -32,7 +32,7 @@ from gradwire.engine.torch_hooks.optimizer_step import PassedOptimizers, hear, h
 from gradwire.engine.torch_hooks.splitting import compiled_frames
 from gradwire.engine.witness import Witness
 from gradwire.errors import GradwireError, PlanError, StepStateError
-from gradwire.exchange import Exchange, Saved, Stats, StepReport
+from gradwire.exchange import Exchange, Saved, Stats, StepReport, outside_inference
 from gradwire.plan import Policy
 from gradwire.transport import Lane, Lanes, LanesObserver, Link, LinkError, MergedValues, agree, all_have, broadcast_bytes
 
@@ -237,6 +237,7 @@ class Session(Observer):
     something is a method.
     """
 
+    @outside_inference
     def __init__(
         self,
         model: torch.nn.Module,
@@ -411,6 +412,7 @@ class Session(Observer):
         self.exchange = exchange
         self.reducer.attach(exchange)
 
+    @outside_inference
     def reset(self) -> None:
         """See `Handle.reset`."""
         if reset(self.reducer):
@@ -434,6 +436,7 @@ class Session(Observer):
 
     # ---- when the model changes
 
+    @outside_inference
     def attach(self) -> None:
         """See `Handle.attach`."""
         model = self._model()

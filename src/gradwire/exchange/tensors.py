@@ -1,8 +1,9 @@
 """The tensors of an exchange: what it is given, or what it will get."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import wraps
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -11,6 +12,9 @@ from gradwire.core import Plan, show
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange.golden import golden_digests
 from gradwire.transport import KERNELS
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -111,3 +115,16 @@ def fitting(name: str, tensor: TensorLike | None, view: torch.Tensor, device: to
     if tensor.device != device:
         raise StepStateError(f"tensor {name!r} is on {tensor.device}, and the exchange works on {device}.")
     return tensor
+
+
+def outside_inference(act: Callable[P, T]) -> Callable[P, T]:
+    """For what a script may call in inference mode: nothing could write later into what is made there."""
+
+    @wraps(act)
+    def outside(*arguments: P.args, **named: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return act(*arguments, **named)
+        with torch.inference_mode(False), torch.no_grad():
+            return act(*arguments, **named)
+
+    return outside

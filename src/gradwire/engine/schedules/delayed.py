@@ -49,11 +49,11 @@ from gradwire.engine.schedules.weights import (
     show_for_forward,
 )
 from gradwire.engine.torch_hooks.hooks import ModelHook
-from gradwire.engine.torch_hooks.optimizer_step import Stepping, Whole, outside_inference, snapshot, step_later
+from gradwire.engine.torch_hooks.optimizer_step import Stepping, Whole, snapshot, step_later
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_at_once
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import CORRECTION, Exchange, Remembered, Saved, StepReport, added_up, divided, info_of
+from gradwire.exchange import CORRECTION, Exchange, Remembered, Saved, StepReport, added_up, divided, info_of, outside_inference
 from gradwire.plan import correction_plan, with_buckets
 
 

@@ -33,10 +33,10 @@ from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.weights import Launched, TwoWeights, by_bucket, check_local, finish_quietly, show_for_forward
 from gradwire.engine.torch_hooks.hooks import ModelHook
-from gradwire.engine.torch_hooks.optimizer_step import outside_inference, own_steps
+from gradwire.engine.torch_hooks.optimizer_step import own_steps
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.errors import GradwireError, PlanError, StepStateError
-from gradwire.exchange import LOCAL, OUTER, Saved, StepReport, by_tensor
+from gradwire.exchange import LOCAL, OUTER, Saved, StepReport, by_tensor, outside_inference
 
 
 class LocalSchedule:

@@ -31,11 +31,11 @@ from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, Missing, ScheduleEvents, TrainingJob, Traits
 from gradwire.engine.torch_hooks.hooks import ModelHook
 from gradwire.engine.torch_hooks.lazy_tensors import can_wait, is_later, looking, make_current, raise_later, use_later
-from gradwire.engine.torch_hooks.optimizer_step import Groups, Stepping, outermost, outside_inference, snapshot, step_only
+from gradwire.engine.torch_hooks.optimizer_step import Groups, Stepping, outermost, snapshot, step_only
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_whole
 from gradwire.errors import GradwireError
-from gradwire.exchange import Exchange, StepReport
+from gradwire.exchange import Exchange, StepReport, outside_inference
 from gradwire.transport import Link, Mark, transfer
 
 

@@ -5,16 +5,13 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import optimizer as torch_optimizer
 
 from gradwire.errors import StepStateError
-
-T = TypeVar("T")
 
 _HEARERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _own = threading.local()
@@ -192,19 +189,6 @@ def outermost(device: torch.device) -> Iterator[None]:
         temporarily_clear_interpreter_stack(),
     ):
         yield
-
-
-def outside_inference(act: Callable[..., T]) -> Callable[..., T]:
-    """For what a look in inference mode may begin: nothing could write later into what is made there."""
-
-    @wraps(act)
-    def outside(*arguments: Any) -> T:
-        if not torch.is_inference_mode_enabled():
-            return act(*arguments)
-        with torch.inference_mode(False), torch.no_grad():
-            return act(*arguments)
-
-    return outside
 
 
 def step_only(optimizer: torch.optim.Optimizer, whole: Whole, groups: Groups, parameters: Collection[torch.nn.Parameter]) -> None:
