@@ -50,13 +50,13 @@ def many_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def together(size: int, function: Callable[[Group], Any]) -> list[Any]:
+def together(size: int, function: Callable[[Group], Any], kind: type[Group] = LonelyGroup) -> list[Any]:
     """What the function returns on each rank. Ranks are threads, with connections as between processes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def rank_of(rank: int) -> Any:
         own = dist.PrefixStore("ranks", dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False))
-        return function(LonelyGroup.of_store(own, rank, size, timedelta(seconds=60)))
+        return function(kind.of_store(own, rank, size, timedelta(seconds=60)))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank_of, range(size)))
@@ -125,6 +125,24 @@ def test_a_plan_that_needs_more_connections_gets_them(many_descriptors: None) ->
     found = together(size, live)
     assert {(before, after) for before, after, _ in found} == {(2, size - 1)}
     assert len({means for *_, means in found}) == 1
+
+
+@pytest.mark.parametrize("plan", [gw.QSGD(bits=4), gw.Identity()], ids=repr)
+def test_ranks_that_share_memory_have_few_connections_too(many_descriptors: None, plan: Any) -> None:
+    size = AT_ONCE + 2
+
+    def live(group: Group) -> tuple[str, int, int]:
+        values = gradient(group.rank)
+        exchange = gw.Exchange({"values": values}, plan, group)
+        shares = min(len(lane.link.wire.shared_with) for lane in exchange.lanes.data if lane.link.wire is not None)
+        exchange.average_()
+        connections = wire_connections(exchange)
+        exchange.close()
+        return digest([values]), connections, shares
+
+    found = together(size, live, Group)
+    assert len({means for means, *_ in found}) == 1 and {shares for *_, shares in found} == {size - 1}
+    assert max(connections for _, connections, _ in found) <= most(size)
 
 
 def wire_connections(exchange: gw.Exchange) -> int:

@@ -4,6 +4,7 @@ Everything is allocated once, before the first step. All ranks have the same buc
 """
 
 import gc
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -277,11 +278,11 @@ def cut(numels: Sequence[int], granularity: int, start: int, end: int, parts: in
     >>> cut([100], granularity=1, start=0, end=100, parts=3, sizes=[2, 0, 3])
     [0, 40, 40, 100]
     """
-    ends = [0, *accumulate(sizes or [1] * parts)]
+    ends, tensors_end = [0, *accumulate(sizes or [1] * parts)], list(accumulate(numels))
     edges = [start]
     for part in range(1, parts):
         target = start + (end - start) * ends[part] // ends[-1]
-        edges.append(max(edges[-1], min(end, _snap(numels, granularity, target))))
+        edges.append(max(edges[-1], min(end, _snap(numels, tensors_end, granularity, target))))
     return [*edges, end]
 
 
@@ -291,16 +292,14 @@ def _known_cut(numels: tuple[int, ...], granularity: int, start: int, end: int, 
     return cut(numels, granularity, start, end, parts, sizes)
 
 
-def _snap(numels: Sequence[int], granularity: int, target: int) -> int:
-    """The allowed edge nearest to the target."""
-    begin = 0
-    for numel in numels:
-        if target <= begin + numel:
-            lower = (target - begin) // granularity * granularity
-            upper = min(lower + granularity, numel)
-            return begin + (lower if target - begin - lower <= upper - (target - begin) else upper)
-        begin += numel
-    return begin
+def _snap(numels: Sequence[int], ends: Sequence[int], granularity: int, target: int) -> int:
+    """The allowed edge nearest to the target. `ends`: of the tensors with these elements."""
+    if (at := bisect_left(ends, target)) == len(ends):
+        return ends[-1] if ends else 0
+    begin = ends[at] - numels[at]
+    lower = (target - begin) // granularity * granularity
+    upper = min(lower + granularity, numels[at])
+    return begin + (lower if target - begin - lower <= upper - (target - begin) else upper)
 
 
 class _Rows:
@@ -316,10 +315,12 @@ class _Rows:
             whole = Segment(at, member.numel(), tensor_key(name), 0, bucket.bits_of(name, step))
             self.tensors.append((whole, name, tuple(member.shape)))
             at += member.numel()
+        self._ends = list(accumulate(self.numels))
 
     def between(self, start: int, end: int, device: torch.device) -> Segments:
         rows, names, shapes = [], [], []
-        for (at, numel, key, _, bits), name, shape in self.tensors:
+        first, last = bisect_right(self._ends, start), bisect_left(self._ends, end)
+        for (at, numel, key, _, bits), name, shape in self.tensors[first : last + 1]:
             low, high = max(at, start), min(at + numel, end)
             if low < high:
                 rows.append(Segment(low - start, high - low, key, low - at, bits))

@@ -35,13 +35,16 @@ class Tensor(ctypes.Structure):
     )
 
     @classmethod
-    def from_param(cls, tensor: Any) -> Any:
+    def packed(cls, tensor: Any) -> "Tensor":
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"a kernel takes a tensor here, not {tensor!r}")
         if not tensor.is_cpu:
             raise TypeError(f"the C++ kernels take tensors on the CPU, not on {tensor.device}")
-        dtype = DTYPES.get(tensor.dtype, -1)
-        return byref(cls(tensor.data_ptr(), tensor.numel(), dtype, tensor.is_contiguous()))
+        return cls(tensor.data_ptr(), tensor.numel(), DTYPES.get(tensor.dtype, -1), tensor.is_contiguous())
+
+    @classmethod
+    def from_param(cls, tensor: Any) -> Any:
+        return byref(cls.packed(tensor))
 
     @classmethod
     def apart(cls, elements: Scattered, places: Any) -> "Tensor":
@@ -55,18 +58,38 @@ class Update(ctypes.Structure):
     _fields_ = (*((name, c_float) for name in LocalUpdate._fields), ("threads", c_int64))
 
     @classmethod
+    def packed(cls, by: LocalUpdate) -> "Update":
+        return cls(*by, torch.get_num_threads())
+
+    @classmethod
     def from_param(cls, by: LocalUpdate) -> Any:
-        return byref(cls(*by, torch.get_num_threads()))
+        return byref(cls.packed(by))
 
 
-def _argument(convert: Callable[[Any], Any]) -> type:
-    """The type of an argument that ctypes passes to C as `convert` returns it."""
-    return type("Argument", (), {"from_param": staticmethod(convert)})
+def _argument(packed: Callable[[Any], ctypes.Structure | int | None]) -> type:
+    """The type of an argument of which `packed` makes what C takes: the place of a structure, a number, or no place."""
+
+    def from_param(argument: Any) -> Any:
+        made = packed(argument)
+        return c_int64(made) if isinstance(made, int) else None if made is None else byref(made)
+
+    return type("Argument", (), {"packed": staticmethod(packed), "from_param": staticmethod(from_param)})
 
 
 def _one_of(numbers: Mapping[Any, int]) -> type:
     """The type of an argument that C takes as a number."""
-    return _argument(lambda word: c_int64(numbers[word]))
+    return _argument(numbers.__getitem__)
+
+
+def _table_of(segments: Segments) -> Tensor:
+    """The rows of segments. Made once: many calls may be of the same ones."""
+    if (made := segments.launches.get(_table_of)) is None:
+        if segments.device.type != "cpu":
+            raise TypeError(f"the C++ kernels take segments on the CPU, not on {segments.device}")
+        rows = (c_int64 * (5 * len(segments.rows)))(*itertools.chain.from_iterable(segments.rows))
+        made = segments.launches[_table_of] = Tensor(ctypes.addressof(rows), len(rows), DTYPES[torch.int64], True)
+        made.rows = rows  # kept as long as it
+    return made
 
 
 _WORDS = {
@@ -77,8 +100,8 @@ _WORDS = {
 }
 _TYPES = {
     torch.Tensor: Tensor,
-    torch.Tensor | None: _argument(lambda tensor: None if tensor is None else Tensor.from_param(tensor)),
-    Segments: _argument(lambda segments: Tensor.from_param(segments.table)),
+    torch.Tensor | None: _argument(lambda tensor: None if tensor is None else Tensor.packed(tensor)),
+    Segments: _argument(_table_of),
     torch.dtype: _one_of(DTYPES),
     LocalUpdate: Update,
     int: c_int64,
@@ -119,27 +142,32 @@ class Call(NamedTuple):
 def call(name: str, *arguments: Any) -> Call:
     """A call of a kernel, or of a function in `ROWS`. Tensors must keep their memory as long as the call is used; a `Scattered`
     may stand for the tensor that segments are of."""
-    kinds = ARGUMENTS.get(name) or ROWS[name]
+    function, packs, at = _packed(name)
     words, keeps = [], list(arguments)
-    for kind, argument in zip(kinds, arguments, strict=True):
-        if isinstance(argument, Scattered):
-            places = argument.addresses.of_rows(next(each for each in arguments if isinstance(each, Segments)))
-            keeps += [places, apart := Tensor.apart(argument, places)]
-            words.append(ctypes.addressof(apart))
-        elif kind is c_double:
-            words.append(struct.unpack("<q", struct.pack("<d", argument))[0])
-        elif kind in (c_int64, c_bool):
-            words.append(int(argument))
-        elif (converted := kind.from_param(argument)) is None:
-            words.append(0)
-        elif isinstance(converted, c_int64):
-            words.append(converted.value)
+    for pack, argument in zip(packs, arguments, strict=True):
+        if type(argument) is Scattered:
+            places = argument.addresses.of_rows(arguments[at])
+            keeps.append(places)
+            word = Tensor.apart(argument, places)
         else:
-            keeps.append(converted._obj)
-            words.append(ctypes.addressof(converted._obj))
+            word = pack(argument)
+        if type(word) is not int:  # the place of a structure
+            keeps.append(word)
+            word = 0 if word is None else ctypes.addressof(word)
+        words.append(word)
+    return Call(function, tuple(words), tuple(keeps))
+
+
+@functools.cache
+def _packed(name: str) -> tuple[int, tuple[Callable[[Any], Any], ...], int]:
+    """The address of a function in its packed form; what makes a word of each argument, or the structure that the word points to;
+    and the place of the segments."""
     function = ctypes.cast(native.library()[f"gw_packed_{name}"], c_void_p).value
     assert function is not None
-    return Call(function, tuple(words), tuple(keeps))
+    kinds = ARGUMENTS.get(name) or ROWS[name]
+    packs = {c_int64: int, c_bool: int, c_double: lambda number: struct.unpack("<q", struct.pack("<d", number))[0]}
+    places = [at for at, kind in enumerate(kinds) if kind is _TYPES[Segments]]
+    return function, tuple(packs.get(kind) or kind.packed for kind in kinds), (places or [0])[0]
 
 
 def run(calls: Iterable[Call]) -> None:

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Iterable, Sequence
 from ctypes import c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Addresses:
     def of_rows(self, segments: Segments) -> Any:
         """For each row the place in this table where C++ finds the address of its tensor."""
         begin, each = ctypes.addressof(self._table), ctypes.sizeof(c_void_p)
-        return (c_void_p * len(segments.rows))(*(begin + each * self._at[row.key] for row in segments.rows))
+        return (c_void_p * len(segments.rows))(*[begin + each * self._at[row.key] for row in segments.rows])
 
 
 @dataclass(frozen=True)
@@ -59,4 +59,4 @@ class Scattered:
 
     def __getitem__(self, run: slice) -> "Scattered":
         start, end, _ = run.indices(self.count)
-        return replace(self, count=end - start)
+        return Scattered(self.addresses, self.dtype, end - start, self.factor)

@@ -38,20 +38,14 @@ class Segments:
     """The tensors' shapes, where they are known; () of one that is cut."""
     weights: torch.Tensor | None = field(default=None, compare=False)
     """The weights of the elements of the flat buffer, as long as it; see `gradwire.kernels.reference.weights`."""
+    launches: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+    """Tables of kernels for these segments, made once."""
+    payload_bytes: dict[Any, int] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+    """Sizes of payloads of these segments, by spec and dtype."""
 
     @cached_property
     def table(self) -> torch.Tensor:
         return torch.tensor(self.rows, dtype=torch.int64, device=self.device).reshape(-1, 5)
-
-    @cached_property
-    def launches(self) -> dict[Any, Any]:
-        """Tables of the device's kernels for these segments, made once."""
-        return {}
-
-    @cached_property
-    def payload_bytes(self) -> dict[Any, int]:
-        """Sizes of payloads of these segments, by spec and dtype."""
-        return {}
 
     @cached_property
     def joined(self) -> "Segments":

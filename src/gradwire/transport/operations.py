@@ -5,6 +5,7 @@ names must stay where it is.
 """
 
 import ctypes
+from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import c_char, c_double, c_int64, c_void_p
 from functools import cached_property
@@ -19,10 +20,11 @@ from gradwire.kernels.reference.indices import DAMAGED
 
 _CALL, _SEND, _RECEIVE, _FLUSH, _RECEIVE_ELEMENTS = range(5)
 _MOST_ARGUMENTS = 10
+_UNUSED, _WORDS = (0,) * _MOST_ARGUMENTS, 3 + _MOST_ARGUMENTS
 
 
 class Operation(ctypes.Structure):
-    """Twin of `Operation` in csrc/phase.hpp."""
+    """Twin of `Operation` in csrc/phase.hpp: words of 64 bits."""
 
     _fields_ = (("kind", c_int64), ("peer", c_int64), ("target", c_void_p), ("arguments", c_int64 * _MOST_ARGUMENTS))
 
@@ -50,7 +52,8 @@ class Operations:
     """A list of operations, and what it keeps alive."""
 
     def __init__(self) -> None:
-        self._made: list[Operation] = []
+        self._words = array("q")
+        """Those of all operations."""
         self._keeps: list[Any] = []
 
     def release(self, memory: torch.Tensor) -> None:
@@ -90,27 +93,31 @@ class Operations:
         self._add(_FLUSH, 0, None, ())
 
     def _add(self, kind: int, peer: int, target: int | None, words: Sequence[int]) -> None:
-        self._made.append(Operation(kind, peer, target, (c_int64 * _MOST_ARGUMENTS)(*words)))
+        self._words.extend((kind, peer, target or 0, *words, *_UNUSED[len(words) :]))
 
     @cached_property
     def array(self) -> Any:
         """All of them, for C. No more may be added."""
-        return (Operation * len(self._made))(*self._made)
+        return (Operation * (len(self._words) // _WORDS)).from_buffer(self._words)
+
+    @property
+    def _kinds(self) -> Sequence[int]:
+        return self._words[::_WORDS]
 
     @property
     def sends(self) -> int:
-        return sum(each.kind == _SEND for each in self._made)
+        return self._kinds.count(_SEND)
 
     @cached_property
     def peers(self) -> frozenset[int]:
         """The ranks of its messages. No more may be added."""
-        return frozenset(each.peer for each in self._made if each.kind not in (_CALL, _FLUSH))
+        peers = self._words[1::_WORDS]
+        return frozenset(peer for kind, peer in zip(self._kinds, peers, strict=True) if kind not in (_CALL, _FLUSH))
 
     def spans(self, times: Sequence[float]) -> list[tuple[float, float]]:
         """Begin and end of each run of calls, by the times of every operation."""
         spans: list[tuple[float, float]] = []
-        kinds = [operation.kind for operation in self._made]
-        for at, (before, kind) in enumerate(pairwise([_FLUSH, *kinds])):
+        for at, (before, kind) in enumerate(pairwise([_FLUSH, *self._kinds])):
             if kind == _CALL:
                 began, ended = times[2 * at], times[2 * at + 1]
                 if before == _CALL:

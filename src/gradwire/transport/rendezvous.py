@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator, Sequence, Set
+from collections.abc import Generator, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -70,6 +70,9 @@ _STRANGERS = 32
 
 _REFUSED, _ASKS_S = "refused", 1.0
 """The place of the store for what a rank finds wrong with encryption, and how often a rank that waits looks there."""
+_GRACE_S = 2.0
+"""How long a lower rank waits for the call of a higher one before it asks for that. Ranks come to a new list one after another
+where they share processors, and what they ask for takes as long as the connection itself."""
 _CLONES = 4
 """How many connections to the store a rank has at most: its own, and clones for what waits by itself."""
 _TRIES = 5
@@ -414,13 +417,14 @@ class Rendezvous(GroupMeeting):
                 raise _in_time(missing)
 
     def _await(self, wanted: Set[Called], until: float) -> None:
-        """Wait until the thread has connected as wanted."""
+        """Wait until the thread has connected as wanted. Higher ranks are asked for a call after a grace: mostly they need the
+        connection as well, and call by themselves."""
+        began = time.monotonic()
+        asks = min(began + _GRACE_S, (began + until) / 2)
         with self._changed:
             for peer, _ in wanted:
                 self._errors.pop(peer, None)
-            self._calls += sorted(wanted)
-            if self._bell is not None:
-                _ring(self._bell)
+            self._let_call(each for each in wanted if each[0] < self._rank)
             while missing := wanted - self._known:
                 if self._is_closed:
                     raise LinkError(None, _shut_down())
@@ -429,9 +433,19 @@ class Rendezvous(GroupMeeting):
                 for peer, _ in missing:
                     if peer in self._errors:
                         raise LinkError(peer, self._errors[peer])
-                if (left := until - time.monotonic()) <= 0:
+                now = time.monotonic()
+                if now >= until:
                     raise _in_time(missing)
-                self._changed.wait(left)
+                if now >= asks:
+                    self._let_call(each for each in missing if each[0] > self._rank)
+                    asks = until
+                self._changed.wait(min(until, asks) - now)
+
+    def _let_call(self, called: Iterable[Called]) -> None:
+        """Let the thread call these."""
+        self._calls += sorted(called)
+        if self._bell is not None:
+            _ring(self._bell)
 
     def _serve(self, handshakes: "_Handshakes", ready: Sequence[socket.socket], listener: socket.socket) -> float:
         """Go on with what is ready. Returns when the next visitor is to be dropped."""
@@ -476,10 +490,13 @@ class Rendezvous(GroupMeeting):
     def _call(self, connection: socket.socket, peer: int, name: str) -> Steps:
         """Call a lower rank, or ask a higher one for a call."""
         card = self._cards[peer]
-        with suppress(BlockingIOError):
-            connection.connect((card.host, card.port))
-        yield selectors.EVENT_WRITE
-        if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        place = card.host, card.port
+        # asked twice: over loopback it is connected by then, and nobody has to wait
+        error = connection.connect_ex(place) and connection.connect_ex(place)
+        if error in (errno.EINPROGRESS, errno.EALREADY):
+            yield selectors.EVENT_WRITE
+            error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
             raise OSError(error, f"{os.strerror(error)} at {card.host} port {card.port}")
         hello = _HELLO.pack(self._rank, name.encode(), nonce := secrets.token_bytes(16))
         connection.send(hello + self._proof(b"call", bytes.fromhex(card.nonce), peer, hello))
@@ -623,6 +640,10 @@ class _Handshakes:
         self._selector = selectors.DefaultSelector()
         self._open: dict[socket.socket, tuple[Steps, Called | None, float]] = {}
         """The steps of each connection, who is called, and when the connection began."""
+        self._waits: dict[socket.socket, int] = {}
+        """The event that each connection waits for. A selector that is asked for another one describes it in words."""
+        self._listener: socket.socket | None = None
+        """The listener that the selector watches."""
         self._tries: Counter[Called] = Counter()
         self._hung_up: list[Called] = []
         self._failed: list[LinkError] = []
@@ -686,8 +707,13 @@ class _Handshakes:
 
     def ready(self, listener: socket.socket | None, until: float) -> list[socket.socket]:
         """Wait for the next events."""
-        with self._watching(listener):
-            return [key.fileobj for key, _ in self._selector.select(max(0.0, until - time.monotonic()))]  # type: ignore[misc]
+        if listener is not self._listener:
+            if self._listener is not None:
+                self._selector.unregister(self._listener)
+            if listener is not None:
+                self._selector.register(listener, selectors.EVENT_READ)
+            self._listener = listener
+        return [key.fileobj for key, _ in self._selector.select(max(0.0, until - time.monotonic()))]  # type: ignore[misc]
 
     def go_on_with(self, ready: Sequence[socket.socket], listener: socket.socket | None) -> Iterator[socket.socket]:
         """Go on with these. Yields who has called. Raises LinkError where nobody can be accepted."""
@@ -703,14 +729,6 @@ class _Handshakes:
                 pass
             except OSError as error:
                 raise LinkError(None, _with_cure(error)) from error
-
-    @contextmanager
-    def _watching(self, listener: socket.socket | None) -> Iterator[None]:
-        if listener is not None:
-            self._selector.register(listener, selectors.EVENT_READ)
-        yield
-        if listener is not None:
-            self._selector.unregister(listener)
 
     def _step(self, connection: socket.socket) -> None:
         steps, called, _ = self._open[connection]
@@ -734,15 +752,16 @@ class _Handshakes:
             elif called is not None:
                 self.fail(called[0], error)
             return
-        if connection in self._selector.get_map():
-            self._selector.modify(connection, event)
-        else:
+        if (before := self._waits.get(connection)) is None:
             self._selector.register(connection, event)
+        elif event != before:
+            self._selector.modify(connection, event)
+        self._waits[connection] = event
 
     def _end(self, connection: socket.socket) -> None:
         _, called, _ = self._open.pop(connection)
         self.visitors -= called is None
-        with suppress(KeyError):
+        if self._waits.pop(connection, None) is not None:
             self._selector.unregister(connection)
 
 

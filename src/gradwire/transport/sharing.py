@@ -219,9 +219,7 @@ class MemoryOffer:
             del lanes[0]
 
     def attach(self, wires: Sequence[Wire]) -> None:
-        """Let wires use it. The connection with a rank then shows that the rank lives."""
-        for wire in wires:
-            wire.connect(self._mapped.keys())
+        """Let wires use it. They connect with a rank when a list first needs it: the connection shows that it lives."""
         for peer, mapped in self._mapped.items():
             for wire, rings in zip(wires, mapped, strict=True):
                 wire.share(peer, rings)

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import selectors
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -99,3 +100,78 @@ def test_descriptors_are_counted_once_the_nodes_are_known(monkeypatch: pytest.Mo
     for each in made:
         each.close()
     assert sorted(known) == [0, 0, 2, 2]
+
+
+def two_ranks(timeout_s: float = 60.0) -> list[Rendezvous]:
+    """Both ends of a meeting whose threads answer and call."""
+    store, ends = HashStore(), timedelta(seconds=timeout_s)
+    with ThreadPoolExecutor(2) as ranks:
+        made = list(ranks.map(lambda rank: Rendezvous("test", JobKey(bytes(32)), rank, 2, store, "here", ends), range(2)))
+    for each in made:
+        each.start()
+    return made
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Who called whom."""
+    seen: list[tuple[int, int]] = []
+    begin = Rendezvous._begin_call
+
+    def begin_call(meeting: Rendezvous, handshakes: Any, peer: int, name: str) -> None:
+        seen.append((meeting._rank, peer))
+        begin(meeting, handshakes, peer, name)
+
+    monkeypatch.setattr(Rendezvous, "_begin_call", begin_call)
+    return seen
+
+
+def test_a_lower_rank_asks_for_no_call_that_comes_by_itself(calls: list[tuple[int, int]]) -> None:
+    made = two_ranks()
+    with ThreadPoolExecutor(1) as lane:
+        lower = lane.submit(made[0].reach, "lane", [1])
+        time.sleep(0.1)
+        ends = [*made[1].reach("lane", [0]).values(), *lower.result().values()]
+    assert len(ends) == 2 and calls == [(1, 0)]
+    for end in (*ends, *made):
+        end.close()
+
+
+@pytest.mark.parametrize("timeout_s", [60.0, 2.0])
+def test_a_lower_rank_asks_for_a_call_that_does_not_come(
+    calls: list[tuple[int, int]], timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the group's timeout is shorter than the grace."""
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 0.2 if timeout_s > 10 else 100.0)
+    made = two_ranks(timeout_s)
+    (end,) = made[0].reach("lane", [1]).values()
+    assert calls == [(0, 1), (1, 0)]
+    for each in (end, *made):
+        each.close()
+
+
+class AtOnce:
+    """A socket whose connection is there as soon as it is asked for, as over loopback, though the system says that it takes
+    longer."""
+
+    def __init__(self) -> None:
+        self.answers, self.sent = [errno.EINPROGRESS, 0], b""
+
+    def connect_ex(self, place: tuple[str, int]) -> int:
+        return self.answers.pop(0)
+
+    def send(self, what: bytes) -> int:
+        self.sent += what
+        return len(what)
+
+    def recv(self, count: int) -> bytes:
+        raise BlockingIOError
+
+
+def test_a_call_that_is_there_at_once_waits_for_the_answer_alone() -> None:
+    made, connection = two_ranks(), AtOnce()
+    steps = made[1]._call(connection, 0, "lane")  # type: ignore[arg-type]
+    assert next(steps) == selectors.EVENT_READ and connection.sent
+    steps.close()
+    for each in made:
+        each.close()
