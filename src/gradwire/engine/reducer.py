@@ -390,10 +390,13 @@ class Reducer:
         self.batches.begin(exchange, part, self.schedule.traits.weighs_batches)
 
     def may_send(self) -> bool:
-        """Whether a forward that begins now may send: not one that recomputes activations inside a backward.
+        """Whether a forward that begins now may send: not one that recomputes activations inside a backward, nor one in a forked
+        process, where only a backward is refused.
 
         Raises if the last backward failed or was left.
         """
+        if self.lanes.shared.forked_from is not None:
+            return False
         self.lanes.check()
         inside = torch._C._current_graph_task_id() != -1
         if not inside:

@@ -53,6 +53,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
     Messages of later steps depend on the loaded states. So ranks compare the states first. If one rank fails, all raise.
     """
     _check_between_steps(session, "load_state_dict()")
+    session.lanes.check()
     saved: Saved | None = None
     with _failing_together(session) as card:
         if (state := read()) is not None:
@@ -228,7 +229,7 @@ def _check_between_steps(session: Session, method: str) -> None:
     session.settle()
     reducer = session.reducer
     if reducer.state is StepState.IDLE:
-        session.lanes.await_queued()
+        session.lanes.check_queued()
     match reducer.state:
         case StepState.RUNNING | StepState.CLOSING:
             why = f"step {reducer.step} is in hand: some residuals are of this step, and others of the one before"

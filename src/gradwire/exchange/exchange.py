@@ -990,7 +990,8 @@ class Executor:
 
     def drain(self) -> None:
         """Wait for the lanes' last task or failure."""
-        wait(self.running.lanes)
+        if self.lanes.shared.forked_from is None:
+            wait(self.running.lanes)
 
     def give_up(self) -> None:
         """Let the lanes go that wait for buckets or before the gate, and forget the step."""
@@ -1018,6 +1019,7 @@ class Executor:
     def await_tasks(self, bucket: int | None = None) -> None:
         """Wait for the tasks of a bucket, or all before the gate. Raises TaskFailed if a lane failed first, Abandoned if the step
         was given up."""
+        self.lanes.shared.check_process()
         step = self.running
         try:
             marks = (step.progress.at_gate if bucket is None else step.progress.done[bucket]).result()
@@ -1031,6 +1033,7 @@ class Executor:
     def await_result(self, other: "Future[T]") -> T:
         """Wait for something else while lanes go on. Raises TaskFailed as soon as any lane fails, Abandoned if the step was given
         up."""
+        self.lanes.shared.check_process()
         step = self.running
         try:
             either: list[Future[Any]] = [other, step.progress.failed]
@@ -1048,6 +1051,7 @@ class Executor:
     def finish(self, others: Sequence["Future[Any]"], step: int) -> list[Meter]:
         """Open the gate and wait for the step's last task and the other futures. Raises TaskFailed as soon as any lane
         fails, Abandoned if the step was given up, and what another future raises as soon as it does. `step`: its number."""
+        self.lanes.shared.check_process()
         running = self.running
         try:
             self.open_gate()

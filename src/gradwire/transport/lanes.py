@@ -82,7 +82,8 @@ class Lane:
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         self._jobs.put((lambda: job(self.link), future))
-        if not self._finalizer.alive:  # asked after `put`: the thread may have ended already
+        # asked after `put`: the thread may have ended already. A forked process has none
+        if not (self._finalizer.alive and self._thread.is_alive()):
             _cut([future], _closed())
         return future
 
@@ -530,6 +531,7 @@ class Lanes:
 
     def check(self) -> None:
         """Raises the failure, if there is one. A step that the thread left in another handle ends: lanes wait for it."""
+        self.shared.check_process()
         self.failure = self.failure or self.shared.failure
         if self.failure is not None:
             raise self.failure.again()
@@ -569,6 +571,8 @@ class Lanes:
 
     def _fail_all(self, error: GradwireError) -> GradwireError:
         """Tell all ranks this error, and end their waits."""
+        if self.shared.forked_from is not None:
+            return error
         with suppress(Exception):  # no thread, no memory: the others then find that this rank is gone
             self._roll_call.sign(str(error), self._patience_s)
         self.shared.break_off()
@@ -594,6 +598,8 @@ class Lanes:
 
     def broken(self, what: str, cause: Exception, step: int, bucket: int | None = None) -> GradwireError:
         """The error to raise when what was waited for failed. It names the ranks that were waited for."""
+        if self.shared.forked_from is not None:
+            return self.shared.of_another_process()
         if self._ended is not None:
             return self.fail(self._ended.again())
         if self.failure is None and self._incomplete is not None:

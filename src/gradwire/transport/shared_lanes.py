@@ -4,6 +4,7 @@ All of them submit to the same lanes, in the order in which their steps begin, w
 order gets lanes of its own: a handle that another thread uses, and one whose lanes wait between backward and `optimizer.step()`.
 """
 
+import os
 import threading
 import time
 import weakref
@@ -11,7 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, StepStateError
+from gradwire.transport.forks import close_in_child
 from gradwire.transport.wire import LinkError
 
 _GRACE_S = 0.5
@@ -45,6 +47,28 @@ class LaneSet:
         """Why, for all users."""
         self._now: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: weakref.ref[Any] | None = None
+        self.forked_from: int | None = None
+        """The process that made the set, in a process that was forked from it since."""
+        self._made_by = os.getpid()
+        close_in_child(self)
+
+    def close_copies(self) -> None:
+        """End the set in a forked process, which has none of its threads. Takes no lock: a thread may have held it. Other ranks
+        notice nothing."""
+        self.forked_from, self.lanes, self.is_open, self.is_broken = self._made_by, [], False, True
+
+    def check_process(self) -> None:
+        """Raises StepStateError in a forked process: nobody there would do what is submitted, and no wait would end."""
+        if self.forked_from is not None:
+            raise self.of_another_process()
+
+    def of_another_process(self) -> StepStateError:
+        """The error for a forked process."""
+        return StepStateError(
+            f"this process was forked from process {self.forked_from}, which trains, and has neither its threads nor its "
+            "connections: nothing can be exchanged here. Train there. Here call the handle's detach() to use the model without "
+            "other ranks; evaluations under torch.no_grad() need nothing. Start processes that are to train by spawn."
+        )
 
     def break_off(self) -> None:
         """Fail all waits, here and on the other ranks. For any thread."""

@@ -1,5 +1,6 @@
 """Steps of optimizers: who asks for one, what stands in place of one, and steps of some parameters alone."""
 
+import os
 import threading
 import types
 import weakref
@@ -15,6 +16,7 @@ from gradwire.errors import StepStateError
 
 _HEARERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _own = threading.local()
+os.register_at_fork(after_in_child=_HEARERS.clear)  # steps of a forked process are its own affair
 
 
 def hear(hearer: Any) -> None:
