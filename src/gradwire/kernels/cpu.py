@@ -148,7 +148,7 @@ def call(name: str, *arguments: Any) -> Call:
         if type(argument) is Scattered:
             places = argument.addresses.of_rows(arguments[at])
             keeps.append(places)
-            word = Tensor.apart(argument, places)
+            word: Any = Tensor.apart(argument, places)
         else:
             word = pack(argument)
         if type(word) is not int:  # the place of a structure
@@ -158,14 +158,18 @@ def call(name: str, *arguments: Any) -> Call:
     return Call(function, tuple(words), tuple(keeps))
 
 
+def _word_of(number: float) -> int:
+    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
+
+
 @functools.cache
 def _packed(name: str) -> tuple[int, tuple[Callable[[Any], Any], ...], int]:
     """The address of a function in its packed form; what makes a word of each argument, or the structure that the word points to;
     and the place of the segments."""
     function = ctypes.cast(native.library()[f"gw_packed_{name}"], c_void_p).value
     assert function is not None
-    kinds = ARGUMENTS.get(name) or ROWS[name]
-    packs = {c_int64: int, c_bool: int, c_double: lambda number: struct.unpack("<q", struct.pack("<d", number))[0]}
+    kinds: tuple[Any, ...] = ARGUMENTS.get(name) or ROWS[name]
+    packs: dict[Any, Callable[[Any], Any]] = {c_int64: int, c_bool: int, c_double: _word_of}
     places = [at for at, kind in enumerate(kinds) if kind is _TYPES[Segments]]
     return function, tuple(packs.get(kind) or kind.packed for kind in kinds), (places or [0])[0]
 

@@ -53,7 +53,7 @@ class Operations:
 
     def __init__(self) -> None:
         self._words = array("q")
-        """Those of all operations."""
+        """The words of all operations."""
         self._keeps: list[Any] = []
 
     def release(self, memory: torch.Tensor) -> None:

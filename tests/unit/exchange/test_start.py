@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import pairwise
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -81,7 +82,7 @@ def test_the_segments_of_a_shard_are_found_without_a_search() -> None:
     edges = [end * part // parts for part in range(parts + 1)]
 
     def shards() -> list[Any]:
-        return [rows.between(*run, torch.device("cpu")) for run in zip(edges, edges[1:], strict=False)]
+        return [rows.between(*run, torch.device("cpu")) for run in pairwise(edges)]
 
     count, made = calls_of(shards)
     assert sum(row.numel for segments in made for row in segments.rows) == end
