@@ -43,6 +43,9 @@ class Segments:
     payload_bytes: dict[Any, int] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
     """Sizes of payloads of these segments, by spec and dtype."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"launches": {}}  # addresses, which mean nothing elsewhere
+
     @cached_property
     def table(self) -> torch.Tensor:
         return torch.tensor(self.rows, dtype=torch.int64, device=self.device).reshape(-1, 5)
