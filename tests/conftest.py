@@ -79,18 +79,6 @@ QUICK_CASES = {
 SLOW_CASES = 12
 """How many of the others `make test-slow` runs at most, where a case starts ranks; `make test-all` runs all."""
 
-CI_CASES = {
-    "ranks": 2,
-    "integrations": 3,
-    "scripts": 3,
-    "kernels": 6,
-    "compressors": 45,
-    "costs": 45,
-    "planner": 40,
-    "exchange": 27,
-}
-"""How many cases of a parametrized test `make test-ci` runs at most: those of `make test`, and some of the others."""
-
 CI_SLOW = ("ranks", "integrations", "kernels")
 """Folders in which that is so for cases with the mark `slow`, too: the first ones as written."""
 
@@ -165,8 +153,8 @@ def left_out_of(slow: list[pytest.Function], cases: list[pytest.Function], folde
     if "GRADWIRE_ALL_CASES" in os.environ:
         return []
     if _IS_CI:
-        first = sample(cases, CI_CASES[folder], in_order=len(slow) == len(cases))
-        more = CI_CASES[folder] - (len(cases) - len(slow))
+        first = sample(cases, QUICK_CASES[folder], in_order=len(slow) == len(cases))
+        more = QUICK_CASES[folder] - (len(cases) - len(slow))
         return sorted(slow, key=lambda case: case not in first)[max(0, more) :]
     return slow[SLOW_CASES:] if folder == "ranks" else []
 

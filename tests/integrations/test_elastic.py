@@ -35,6 +35,7 @@ from gradwire.integrations.member_watch import LighthouseLine
 from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
 from gradwire.integrations.quorum import load_torchft
 
+MORE = [pytest.mark.slow, pytest.mark.thorough]
 EXAMPLE = Path(gw.__file__).parents[2] / "examples" / "elastic_train.py"
 
 
@@ -574,7 +575,7 @@ def test_who_leaves_ends_its_request() -> None:
     [
         "2 bits with feedback",
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("low rank", "local")),
-        pytest.param("auto", marks=[pytest.mark.slow, pytest.mark.thorough]),
+        pytest.param("auto", marks=MORE),
     ],
 )
 def test_the_others_make_steps_while_a_joiner_waits_for_its_state(interpreters: Interpreters, tmp_path: Path, plan: str) -> None:
@@ -601,7 +602,7 @@ def test_the_others_make_steps_while_a_joiner_waits_for_its_state(interpreters: 
         crowd.close()
 
 
-@pytest.mark.parametrize("plan", [pytest.param("2 bits with feedback", marks=[pytest.mark.slow, pytest.mark.thorough]), "local"])
+@pytest.mark.parametrize("plan", [pytest.param("2 bits with feedback", marks=MORE), "local"])
 def test_a_member_that_is_killed_and_restarted_ends_with_the_others_weights(
     interpreters: Interpreters, tmp_path: Path, plan: str
 ) -> None:
@@ -625,9 +626,7 @@ def test_a_member_that_is_killed_and_restarted_ends_with_the_others_weights(
         crowd.close()
 
 
-@pytest.mark.parametrize(
-    "who", ["joiner", pytest.param("first", marks=pytest.mark.slow), pytest.param("second", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("who", ["joiner", pytest.param("first", marks=MORE), pytest.param("second", marks=MORE)])
 def test_a_member_that_is_killed_while_members_meet_is_missed_before_the_timeout(
     interpreters: Interpreters, tmp_path: Path, who: str
 ) -> None:
@@ -653,6 +652,7 @@ def test_a_member_that_is_killed_while_members_meet_is_missed_before_the_timeout
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_auto_decides_anew_when_a_member_joins(interpreters: Interpreters, tmp_path: Path) -> None:
     pytest.importorskip("torchft")
     crowd = Crowd(interpreters, "auto", str(tmp_path))
@@ -670,6 +670,7 @@ def test_auto_decides_anew_when_a_member_joins(interpreters: Interpreters, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_lighthouse_that_is_started_again_names_the_next_steps(interpreters: Interpreters, tmp_path: Path) -> None:
     pytest.importorskip("torchft")
     crowd = Crowd(interpreters, "exact", str(tmp_path))
@@ -694,6 +695,7 @@ def test_a_lighthouse_that_is_started_again_names_the_next_steps(interpreters: I
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_joiner_with_another_plan_goes_and_the_others_go_on(interpreters: Interpreters, tmp_path: Path) -> None:
     pytest.importorskip("torchft")
     crowd = Crowd(interpreters, "exact", str(tmp_path))
@@ -736,7 +738,7 @@ job.leave()
 """
 
 
-@pytest.mark.parametrize("steps", [(100, 100), (100, 0), (0, 98)])
+@pytest.mark.parametrize("steps", [(100, 0), pytest.param((100, 100), marks=MORE), pytest.param((0, 98), marks=MORE)])
 def test_a_job_counts_on_from_a_checkpoint(interpreters: Interpreters, steps: tuple[int, int]) -> None:
     pytest.importorskip("torchft")
     lighthouse, address = started_lighthouse(interpreters, "127.0.0.1:0")

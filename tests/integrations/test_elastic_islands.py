@@ -56,7 +56,8 @@ class Island:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_killed_island_is_a_killed_member(interpreters: Interpreters, tmp_path: Path, kind: str) -> None:
     coordination = pytest.importorskip("torchft.coordination")
     lighthouse = coordination.LighthouseServer(

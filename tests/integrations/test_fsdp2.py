@@ -129,6 +129,7 @@ def learned(compressed: bool, parameters: gw.Spec | None = None) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_loss_is_that_of_fsdp_with_4_bits(worlds: Worlds) -> None:
     plain, ours = (worlds.run(2, learned, compressed)[0] for compressed in (False, True))
     assert plain < 1.2

@@ -31,6 +31,7 @@ def compile_all() -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @needs_triton
 def test_every_kernel_compiles_with_every_value_of_its_constants_to_exact_arithmetic() -> None:
     found = in_a_process(ARCHES, whole=False)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from worlds import Given, Outcome, World, Worlds, gradwire_threads
 
 import gradwire as gw
+from gradwire.kernels import cpu
 
 TIMEOUT_S = 6.0
 """Of the process group: within it the others raise."""
@@ -276,7 +277,7 @@ def codec_fails(in_c: bool) -> tuple[str, str, float, tuple[int, ...]]:
         scheme = handle.session.exchange._buckets[0].chunks[0]
         assert scheme.runs_in_c
         if in_c:  # a kernel refuses the segments
-            scheme.piece.shards[0].table[0, 1] = 1000
+            cpu._table_of(scheme.piece.shards[0]).rows[1] = 1000
         else:
             scheme.run = lambda *arguments: torch.zeros(2) + torch.zeros(3)
     began = time.monotonic()

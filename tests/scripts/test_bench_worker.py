@@ -24,6 +24,7 @@ PROBLEM = "this test asks for plain loopback"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.network
 @pytest.mark.skipif(permission_problem() is not None, reason=str(permission_problem()))
 def test_bytes_of_a_link_of_its_own_are_those_planned(tmp_path, monkeypatch):

@@ -11,13 +11,13 @@ from gradwire.testbed import permission_problem
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = [page for page in PAGES if any(block.mark for block in blocks(page))]
-LONG = ("language-model", "image-model")
-"""Pages that train two models each until one reaches the other's loss."""
+IN_CI = ("README", "two-processes")
+"""Pages of those that start ranks from a shell which CI runs too. It runs all others that do not."""
 
 
 def case(page: Path) -> object:
     starts = any(block.mark == "run" and (block.language == "sh" or block.about) for block in blocks(page))
-    marks = [pytest.mark.slow] * starts + [pytest.mark.thorough] * (page.stem in LONG)
+    marks = [pytest.mark.slow] * starts + [pytest.mark.thorough] * (starts and page.stem not in IN_CI)
     return pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=marks)
 
 

@@ -30,7 +30,9 @@ NEEDS = {"accelerate_loop.py": "accelerate", "lightning_fit.py": "lightning", "t
 RUN_BELOW = (BY_TORCHRUN, "unequal.py")
 
 
-SCRIPTS = [pytest.param(name, marks=[pytest.mark.slow] * (name in NEEDS)) for name in SAID if name not in RUN_BELOW]
+SCRIPTS = [
+    pytest.param(name, marks=[pytest.mark.slow, pytest.mark.thorough] * (name in NEEDS)) for name in SAID if name not in RUN_BELOW
+]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -54,6 +56,8 @@ def test_an_example_runs_under_torchrun() -> None:
     assert len(told) == 2 and len(set(told)) == 1, done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_unequal_ranks_learn_as_one_process(interpreters: Interpreters) -> None:
     path = ROOT / "examples" / "unequal.py"
     assert len(path.read_text().splitlines()) <= 60

@@ -101,6 +101,7 @@ def test_four_nodes_train_through_one_port_of_each_site(clean: None, no_sockets:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.network
 def test_the_doctor_says_what_lets_a_job_through_one_port(clean: None) -> None:
     """Only the port of the meeting point is open."""

@@ -110,6 +110,7 @@ def test_a_short_outage_is_survived(cluster: EmulatedCluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_outage_that_is_asked_for_is_survived(cluster: EmulatedCluster) -> None:
     outage_s = 12.0
     assert usual_silence_s(60.0) + IDLE_S + INTERVAL_S < outage_s < 25.0, "the scenario's silence_s"
@@ -129,6 +130,7 @@ def test_a_silence_that_kernels_cannot_count_is_refused(silence_s: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_slow_and_stopped_ranks_are_not_taken_for_dead(cluster: EmulatedCluster) -> None:
     """One computes for 15 s, one is stopped for 12 s; the others' messages fill the windows of their connections."""
     training = Training(cluster, {"slow": -1})

@@ -46,8 +46,10 @@ def commands_of(page: str) -> list[str]:
 @pytest.mark.network
 @pytest.mark.parametrize(
     ("page", "program"),
-    [("how-to/launch.md", "train.py"), ("tutorials/two-machines.md", "-m gradwire doctor")],
-    ids=["launch", "tutorial"],
+    [
+        pytest.param("how-to/launch.md", "train.py", id="launch", marks=pytest.mark.thorough),
+        pytest.param("tutorials/two-machines.md", "-m gradwire doctor", id="tutorial"),
+    ],
 )
 def test_the_commands_for_two_machines_start_a_job(
     page: str, program: str, clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

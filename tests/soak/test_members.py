@@ -16,13 +16,11 @@ WELL = {"ended": [0, 0], "crashed": [], "last": 1, "unequal": [], "left": []}
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed: pip install '.[elastic]'")
 @pytest.mark.parametrize(
     "plan",
-    [
-        "2 bits with feedback",
-        *(pytest.param(plan, marks=pytest.mark.thorough) for plan in ("exact", "4 bits", "low rank", "local")),
-    ],
+    ["2 bits with feedback", "exact", "4 bits", "low rank", "local"],
 )
 def test_members_that_come_and_go_end_with_equal_weights(interpreters: Interpreters, plan: str) -> None:
     seen = come_and_go(interpreters, plan, events=8, seed=len(plan), size=3)

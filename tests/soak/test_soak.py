@@ -19,13 +19,13 @@ from soak.stage import NotStarted
 from soak.training import End
 
 TESTS = Path(__file__).parents[1]
-IS_CI = "GRADWIRE_CI_CASES" in os.environ
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_sample_of_the_faults(interpreters: Interpreters, tmp_path: Path) -> None:
-    """Pairs of a kind of fault and a schedule, and some thousand steps; in CI fewer of both."""
-    faults, steps = (40, 1000) if IS_CI else (150, 3000)
+    """Pairs of a kind of fault and a schedule, and some thousand steps."""
+    faults, steps = 150, 3000
     summary = soak(interpreters, tmp_path, faults=faults, steps=steps, seed=100)
     assert len(summary["kinds"]) + len(summary["not_possible_here"]) == 23
     assert {schedule for row in summary["pairs"].values() for schedule in row} == {
@@ -48,7 +48,6 @@ def test_forty_faults_have_every_kind_and_every_schedule() -> None:
         assert sorted(seeds) == [*range(seed, seed + 40)]
 
 
-@pytest.mark.skipif(IS_CI, reason="test_a_sample_of_the_faults runs more of them")
 def test_a_few_faults(interpreters: Interpreters, tmp_path: Path) -> None:
     """Some pairs of a kind and a schedule; frameworks, which take seconds to load, are in the larger sample."""
     summary = soak(interpreters, tmp_path, faults=8, steps=0, seed=7, schedules=",".join([*SCHEDULES, HOOK]))

@@ -75,6 +75,7 @@ def test_rows_have_threads_memory_and_ddp_and_older_ones_a_dash():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_point_has_all_costs():
     found = measured(2, (4, 4000), 0.1, 120.0)
     assert found is not None and {*COSTS, *LATER} <= found.keys()

@@ -26,8 +26,10 @@ CODEC = CodecCosts(
     decode=[(4096, 15.0), (2**20, 200.0), (2**24, 3500.0)],
 )
 
+_MORE = [pytest.mark.slow, pytest.mark.thorough]
 
-@pytest.mark.parametrize("first", [*range(0, 60, 10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(60, 200, 10))])
+
+@pytest.mark.parametrize("first", [*range(0, 60, 10), *(pytest.param(n, marks=_MORE) for n in range(60, 200, 10))])
 def test_promises_hold_of_random_jobs(first):
     assert not check_many(first, 10)["counterexamples"]
 
