@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from worlds import Worlds, digest, seeded
+from worlds import Worlds, digest, mesh_of, seeded
 
 import gradwire as gw
 from gradwire.integrations import fsdp2
@@ -89,7 +88,7 @@ def sharded(**options: Any) -> nn.Sequential:
 
 def in_fsdp2(folder: str | None, plan: Any, replicas: bool) -> str:
     if replicas:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+        mesh = mesh_of(2, 2)
         model = sharded(mesh=mesh["inside"])
         exchanges = fsdp2.replicate(model, mesh["between"].get_group(), plan)
     else:

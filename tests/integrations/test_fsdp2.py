@@ -14,9 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from loss_scales import scaled_steps
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from worlds import Worlds, digest, gradwire_threads, seeded
+from worlds import Worlds, digest, gradwire_threads, mesh_of, seeded
 
 import gradwire as gw
 from gradwire.integrations import fsdp2
@@ -146,7 +145,7 @@ def test_the_loss_is_that_of_fsdp_with_compressed_weights(worlds: Worlds) -> Non
 
 def resumed(folder: str, parameters: gw.Spec | None, replicas: bool) -> bool:
     """Whether a run that was taken up from PyTorch's distributed checkpoint goes on bit for bit, and there were residuals."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside")) if replicas else None
+    mesh = mesh_of(2, 2) if replicas else None
 
     def made() -> tuple[nn.Module, fsdp2.ModuleExchanges]:
         if mesh is None:
@@ -219,7 +218,7 @@ def test_parameters_in_bfloat16_are_gathered(worlds: Worlds, parameters: gw.Spec
 
 def hybrid(spec: gw.Spec, width: int) -> tuple[float, float, float]:
     """On 2 x 2 ranks: the difference from HSDP's weights, over their change; how far replicas are apart; bytes over fp32's."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    mesh = mesh_of(2, 2)
     native = sharded(network(width), mesh=mesh)
     first = whole(native)
     train(native, range(5))
@@ -383,7 +382,7 @@ def test_parameters_that_are_gathered_from_another_group(worlds: Worlds) -> None
 
 def heads_between_replicas(heads: list[int]) -> dict[str, float]:
     """As `in_turns`, between the replicas of HSDP."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    mesh = mesh_of(2, 2)
     plain, ours = Fsdp((5, 5), None, None, mesh=mesh), Fsdp((5, 5), None, None, mesh=mesh["inside"])
     ours.exchanges = fsdp2.replicate(ours.model, mesh["between"].get_group(), FEEDBACK)
     for run in (plain, ours):
@@ -404,7 +403,7 @@ def test_residuals_follow_parameters_between_replicas(worlds: Worlds) -> None:
 def under_scales(how: str, scaled: bool) -> list[str]:
     """Digests of the means of each step, without the scale. Head 0 is left out in one step, in which the scale changes."""
     if how == "replicate":
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("between", "inside"))
+        mesh = mesh_of(2, 1)
         run = Fsdp((5, 5), None, None, mesh=mesh["inside"])
         plan = gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls", levels="lloyd"), weights=0.9)
         run.exchanges = fsdp2.replicate(run.model, mesh["between"].get_group(), plan)
@@ -433,7 +432,7 @@ def refused(how: str) -> list[str]:
     for scale in (2.0**16, 1.0):
         model = network()
         if how == "replicate":
-            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("between", "inside"))
+            mesh = mesh_of(2, 1)
             exchanges = fsdp2.replicate(sharded(model, mesh=mesh["inside"]), mesh["between"].get_group(), plan)
         else:
             exchanges = fsdp2.compress(sharded(model), plan)
@@ -525,7 +524,7 @@ def on_replicas(replicas: int, spec: gw.Spec | None) -> Fsdp:
     """FSDP2 on all ranks, or with so many replicas HSDP."""
     if not replicas:
         return Fsdp((5,), spec, None)
-    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("between", "inside"))
+    mesh = mesh_of(replicas, dist.get_world_size() // replicas)
     run = Fsdp((5,), None, None, mesh=mesh["inside"] if spec is not None else mesh)
     if spec is not None:
         run.exchanges = fsdp2.replicate(run.model, mesh["between"].get_group(), spec)

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from worlds import Worlds, digest, seeded
+from worlds import Worlds, digest, mesh_of, seeded
 
 import gradwire as gw
 from gradwire.auto.measured_losses import WEIGHTED_4
@@ -159,7 +158,7 @@ def test_first_steps_send_more_bits(worlds: Worlds) -> None:
 
 def hybrid(plan: Any, steps: int) -> tuple[bool, str]:
     """Whether auto chose the compressors between nodes, and the weights after so many steps."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    mesh = mesh_of(2, 2)
     model = sharded(mesh=mesh["inside"])
     exchanges = fsdp2.replicate(model, mesh["between"].get_group(), plan)
     train(model, range(steps))

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from worlds import Worlds, digest, seeded
+from worlds import Worlds, digest, mesh_of, seeded
 
 import gradwire as gw
 from gradwire.integrations import fsdp2
@@ -29,7 +28,7 @@ class Hybrid:
 
     def __init__(self, plan: Any, replicas: int) -> None:
         ranks = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("between", "inside"))
+        mesh = mesh_of(replicas, ranks // replicas)
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 200), nn.Tanh(), nn.Linear(200, 8))
         for module in (self.model[2], self.model):

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from worlds import Worlds, digest, seeded
+from worlds import Worlds, digest, mesh_of, seeded
 
 import gradwire as gw
 from gradwire.engine import REGISTRY, prepare
@@ -40,7 +39,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 def diloco(outer: gw.Nesterov) -> torch.Tensor:
     """The weights of DiLoCo in plain torch, with whole models and DDP inside each island."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    mesh = mesh_of(2, 2)
     model = network()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -64,7 +63,7 @@ def diloco(outer: gw.Nesterov) -> torch.Tensor:
 
 def built(shards: bool, policy: gw.Policy) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """A model on two islands, its optimizer, and what `gw.islands` returns."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    mesh = mesh_of(2, 2)
     model: nn.Module = network()
     if shards:
         for layer in model:
@@ -157,7 +156,7 @@ def not_kept() -> tuple[str, str, str]:
     train(model, optimizer, range(EVERY - 1))
     before = digest([whole(model)])
     train(model, optimizer, range(EVERY - 1, EVERY))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    mesh = mesh_of(2, 2)
     with pytest.raises(gw.StepStateError) as error:
         gw.islands(model, optimizer, mesh, policy)
     return before, digest([whole(model)]), str(error.value)
@@ -179,7 +178,7 @@ def with_a_handle() -> list[str]:
     made.detach()
     prepare(model.module, gw.Identity(), 4)
     REGISTRY.add(model.module, model.parameters(), None)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    mesh = mesh_of(2, 2)
     with pytest.raises(gw.StepStateError) as second:
         gw.islands(model, optimizer, mesh, policy)
     return [str(first.value), str(second.value)]
@@ -251,7 +250,7 @@ def test_steps_of_an_optimizer_that_was_not_passed_are_refused(worlds: Worlds) -
 
 
 def refused() -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    mesh = mesh_of(2, 2)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said = []

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from beside_ddp import batch, name_of, plain
 from integration_scripts import EAGER, SCRIPTS, Script, Wrap, experts, frozen_later
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from worlds import Worlds
+from worlds import Worlds, mesh_of
 
 import gradwire as gw
 from gradwire.integrations import fsdp2
@@ -44,7 +43,7 @@ def test_ddps_hook_ends_as_ddp(worlds: Worlds, script: Script) -> None:
 
 def in_fsdp2(script: Script, spec: gw.Spec | None, replicas: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("between", "inside")) if replicas else None
+    mesh = mesh_of(2, dist.get_world_size() // 2) if replicas else None
     exchanges = []
 
     def wrap(model: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ next test gets another. Ranks are forked from a server that has loaded torch, wh
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import hashlib
 import multiprocessing
@@ -225,12 +226,34 @@ def _do(function: Callable[..., Any], arguments: tuple[Any, ...], grace_s: float
         value = function(*arguments)
     except BaseException:
         return "raised", traceback.format_exc()
+    _destroy_groups()
     gc.collect()
     deadline = time.monotonic() + grace_s  # a thread that waits for a rank that failed ends with its collective
     while (left := gradwire_threads()) and time.monotonic() < deadline:
         time.sleep(0.02)
         gc.collect()  # what that thread held becomes garbage then
     return ("raised", f"it left threads:\n{_where_threads_are()}") if left else ("returned", value)
+
+
+def _destroy_groups() -> None:
+    """End the groups that the function made: a thread of each gloo group wakes a hundred times a second."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD and group not in _of_meshes:
+            dist.destroy_process_group(group)
+
+
+_of_meshes: set[dist.ProcessGroup] = set()
+"""The groups of `mesh_of`, which stay: DTensor keeps what it knows of a mesh, and takes an equal one for the same."""
+
+
+@functools.cache
+def mesh_of(between: int, inside: int) -> Any:
+    """The mesh of so many nodes of so many ranks each; the same for all functions of a process."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (between, inside), mesh_dim_names=("between", "inside"))
+    _of_meshes.update(mesh.get_all_groups())
+    return mesh
 
 
 def _where_threads_are() -> str:
