@@ -7,11 +7,11 @@
 of so many ranks, with the same weights on all ranks, and with other ones on each: then rank 0's are sent, as DDP always does.
 
 The floor is the same script without communication. It, 4 bits and DDP train in turns in the same processes, on loopback. Every
-point takes `--seconds`, and at least LEAST_TURNS turns. 200 million elements need 6 GB of memory, without DDP. Each point is
-written to benchmarks/results/growth.json when it is measured, and is not measured again, unless `--anew`. After `--minutes` no
-point begins, and one that is under way ends without a result: the same command goes on with what is left. 1 if CPU time grows
-faster than the bytes and the messages that a rank sends, or sockets, messages or the start faster than with a grid; 2 if points
-are left.
+point takes `--seconds`, and at least LEAST_TURNS turns. 200 million elements need 6 GB of memory and 64 ranks 20 GB, without
+DDP. Each point is written to benchmarks/results/growth.json when it is measured, and is not measured again, unless `--anew`.
+After `--minutes` no point begins, and one that is under way ends without a result: the same command goes on with what is left.
+1 if CPU time grows faster than the bytes and the messages that a rank sends, or sockets, messages or the start faster than with a
+grid; 2 if points are left.
 """
 
 import argparse
@@ -45,8 +45,8 @@ RANKS = (2, 4, 8, 16, 32, 64)
 FEW, USUAL = 24, 6_000_000
 """Tensors, and elements of all of them, of the curves over something else."""
 CURVES = ("tensors", "elements", "ranks")
-MOST_DDP = 100_000_000
-"""With more elements there is no turn of DDP, which needs a third copy of the weights, and gradients twice."""
+MOST_DDP = 200_000_000
+"""With more elements on all ranks together there is no turn of DDP: it needs a third copy of the weights, and gradients twice."""
 DIRECT = 16
 """So many ranks exchange directly. More form a grid."""
 NOISE = 0.1
@@ -263,7 +263,7 @@ def _rank(order: dict[str, Any]) -> None:
     turn(step, WARMUP_STEPS)
     threads, memory = len(os.listdir("/proc/self/task")), _resident_bytes() - before
     arms, ddp_start_s = [floor, step], 0.0
-    if elements <= MOST_DDP:
+    if ranks * elements <= MOST_DDP:
         ddp, _, ddp_start_s, _ = training(torch.nn.parallel.DistributedDataParallel)
         turn(ddp, WARMUP_STEPS)
         arms.append(ddp)

@@ -27,8 +27,8 @@ in {seconds} s by the command below; do not edit.
 - **threads** are those of a rank's process, torch's and gloo's too. **memory** is what a rank needs more from before
   `gw.parallelize` to after its first steps, with the gradients. Both are of the rank that has the most.
 - **DDP** is torch's DistributedDataParallel, in turns with the others. Its start is the time of its constructor.
-- "-": the row is from before this was measured, and its start has the import too. With 200 million elements there is no DDP,
-  which would need 5 GB more.
+- "-" under **threads**: the row is from before this was measured, and its start has the import too. With more than 200 million
+  elements on all ranks together there is no DDP, for which there is not enough memory.
 - **slope** is the power of the first column with which a column grows: the slope of the line through the points'
   logarithms, by least squares. 1 is proportional.
 """
