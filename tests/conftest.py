@@ -80,7 +80,8 @@ SLOW_CASES = 12
 """How many of the others `make test-slow` runs at most, where a case starts ranks; `make test-all` runs all."""
 
 CI_SLOW = ("ranks", "integrations", "kernels")
-"""Folders in which that is so for cases with the mark `slow`, too: the first ones as written."""
+"""Folders in which `make test-ci` runs at most `QUICK_CASES` of a test's cases, those with the mark `slow` among them: the first
+ones as written."""
 
 _SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 _TIMING = re.compile(r"pytest\.mark\.timing\b")
