@@ -167,6 +167,7 @@ ARMS = {
     "trust region, 0.5 of the mean's step": Arm(lambda cell, weights: TrustRegion(cell, weights, 0.5)),
     "trust region, all of the mean's step": Arm(lambda cell, weights: TrustRegion(cell, weights, 1.0)),
     "mean, as long as a rank's own change": Arm(AsLongAsOne),
+    "mean, times the root of the ranks": Arm(lambda cell, weights: Nesterov(cell, weights, cell.ranks**0.5, 0.0)),
     "SNOO: Nesterov, rate 0.75, momentum 0.5": Arm(lambda cell, weights: Nesterov(cell, weights, 0.75, 0.5)),
     "schedule-free": Arm(ScheduleFree),
     "mean, inner states averaged": Arm(OuterStep, "averaged"),
