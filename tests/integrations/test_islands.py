@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from local_steps import lower_plainly
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +38,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
 
 
-def diloco(outer: gw.Nesterov) -> torch.Tensor:
+def diloco(outer: gw.Nesterov, second_moment: str) -> torch.Tensor:
     """The weights of DiLoCo in plain torch, with whole models and DDP inside each island."""
     mesh = mesh_of(2, 2)
     model = network()
@@ -46,6 +47,8 @@ def diloco(outer: gw.Nesterov) -> torch.Tensor:
             dist.broadcast(parameter, 0)
     inside = DistributedDataParallel(model, process_group=mesh["inside"].get_group())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if second_moment == "mean":
+        optimizer.register_step_post_hook(lambda optimizer, *_: lower_plainly(optimizer, ranks=2))  # of islands
     weights = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
     of_weights = torch.optim.SGD(weights, lr=outer.lr, momentum=outer.momentum, nesterov=outer.momentum > 0)
     for begin in range(0, STEPS, EVERY):
@@ -81,20 +84,21 @@ def whole(model: nn.Module) -> torch.Tensor:
     return torch.cat([each.detach().reshape(-1) for each in parts])
 
 
-def beside_diloco(shards: bool, outer: gw.Nesterov) -> float:
+def beside_diloco(shards: bool, outer: gw.Nesterov, second_moment: str) -> float:
     """The largest difference from the weights of plain torch."""
-    schedule = gw.LocalSteps(every=EVERY, outer=outer)
+    schedule = gw.LocalSteps(every=EVERY, outer=outer, second_moment=second_moment)
     model, optimizer, made = built(shards, gw.Uniform(gw.Identity(), schedule=schedule))
     train(model, optimizer, range(STEPS))
     own = whole(model)
     made.detach()
-    return (own - diloco(outer)).abs().max().item()
+    return (own - diloco(outer, second_moment)).abs().max().item()
 
 
+@pytest.mark.parametrize("second_moment", ["own", "mean"])
 @pytest.mark.parametrize("outer", [gw.Nesterov(lr=1.0, momentum=0.0), gw.Nesterov()], ids=["mean", "momentum"])
 @pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
-def test_weights_are_those_of_diloco_in_plain_torch(worlds: Worlds, shards: bool, outer: gw.Nesterov) -> None:
-    assert max(worlds.run(4, beside_diloco, shards, outer)) <= 1e-6
+def test_weights_are_those_of_diloco_in_plain_torch(worlds: Worlds, shards: bool, outer: gw.Nesterov, second_moment: str) -> None:
+    assert max(worlds.run(4, beside_diloco, shards, outer, second_moment)) <= 1e-6
 
 
 def compressed(shards: bool) -> tuple[str, str, bool, int, int]:

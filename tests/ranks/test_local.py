@@ -57,6 +57,7 @@ def engine(spec: gw.Spec, schedule: gw.LocalSteps, make_optimizer: Any, look: bo
 SCHEDULES = {
     "DiLoCo": gw.LocalSteps.diloco(every=3),
     "mean of weights": gw.LocalSteps(every=4),
+    "mean of weights, own second moments": gw.LocalSteps(every=4, second_moment="own"),
     "every step": gw.LocalSteps(every=1, outer=gw.Nesterov(lr=0.3, momentum=0.5)),
     "a delay": gw.LocalSteps(every=4, outer=gw.Nesterov(), delay=2),
     "a delay of a whole period": gw.LocalSteps(every=3, delay=3),
@@ -81,8 +82,9 @@ def test_steps_are_those_of_plain_diloco(threads: Threads, name: str, ranks: int
     expected = LocalReference(SCHEDULES[name], make_model, make_optimizer, gradient, ranks, fragments)
     expected.run(STEPS)
     looked = threads.run(ranks, engine, EXACT, SCHEDULES[name], make_optimizer, True)
+    estimated = make_optimizer is adam and SCHEDULES[name].second_moment == "mean"
     for seen, _ in looked:
-        if ranks == 2 and SCHEDULES[name].outer.radius is None:
+        if ranks == 2 and SCHEDULES[name].outer.radius is None and not estimated:
             assert [digest(weights) for weights in seen] == [digest(weights) for weights in expected.history]
         for found, weights in zip(seen, expected.history, strict=True):
             assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-6) for a, b in zip(found, weights, strict=True))

@@ -7,6 +7,20 @@ import torch
 import gradwire as gw
 
 
+@torch.no_grad()
+def lower_plainly(optimizer: torch.optim.Optimizer, ranks: int) -> None:
+    """After a step: Adam's second moment without the noise that the mean gradient of so many ranks would not have."""
+    for group in optimizer.param_groups:
+        first_kept, second_kept = group["betas"]
+        left = (1 - first_kept) / (1 + first_kept)
+        for parameter in group["params"]:
+            state, squares = optimizer.state[parameter], parameter.grad**2
+            mean = state["exp_avg"] / (1 - first_kept ** float(state["step"]))
+            signals = ((mean**2 - left * squares) / (1 - left)).clamp(min=0)
+            wanted = signals + (squares - signals) / ranks
+            state["exp_avg_sq"] += (1 - second_kept) * (wanted - squares)
+
+
 class LocalReference:
     """The global weights W, and a model and an optimizer of each rank."""
 
@@ -35,6 +49,8 @@ class LocalReference:
             for rank, (model, optimizer) in enumerate(zip(self.local, self.inner, strict=True)):
                 self.gradient(model, step, rank)
                 optimizer.step()
+                if self.data.second_moment == "mean" and isinstance(optimizer, torch.optim.Adam):
+                    lower_plainly(optimizer, len(self.local))
                 optimizer.zero_grad()
             if self.lands_after == step:
                 self._mix()

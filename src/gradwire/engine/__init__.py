@@ -7,6 +7,7 @@ from gradwire.engine.saving import SET, load_state, state_of, state_of_decision,
 from gradwire.engine.schedules.base import ClipsGradients, EndsLater, ShardsOptimizer
 from gradwire.engine.schedules.factory import check_optimizers
 from gradwire.engine.schedules.local import OuterOptimizer
+from gradwire.engine.second_moment import lower_second_moments
 from gradwire.engine.session import Driver, GradientWatcher, Session, ValueWatcher, compiled
 from gradwire.engine.torch_hooks.hooks import (
     GradientHooks,
@@ -24,6 +25,6 @@ __all__ = [
     "REGISTRY", "SET", "ClipsGradients", "Driver", "EndsLater", "GradientHooks", "GradientWatcher", "Keeps", "LossScale",
     "ModelHook", "Observer", "Observers", "OuterOptimizer", "PassedOptimizers", "Patch", "Session", "ShardsOptimizer",
     "TrainedJob", "ValueWatcher", "Witness", "WitnessedJob", "check_optimizers", "compiled", "facts", "hear", "hear_no_more",
-    "in_reentrant_backward", "leave_hooks_behind", "load_state", "prepare", "state_of", "state_of_decision", "tensors_in",
-    "told_by_all",
+    "in_reentrant_backward", "leave_hooks_behind", "load_state", "lower_second_moments", "prepare", "state_of",
+    "state_of_decision", "tensors_in", "told_by_all",
 ]  # fmt: skip

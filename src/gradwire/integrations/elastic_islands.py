@@ -131,4 +131,4 @@ def island_rounds(
     outer = OuterSteps(local, schedule, own)
 
     share = partial(share_inside, island, outer.weights, owners)
-    return LocalRounds(model, outer, optimizers, schedule.every, share), {name: local[name] for name in own}
+    return LocalRounds(model, outer, optimizers, schedule, share), {name: local[name] for name in own}

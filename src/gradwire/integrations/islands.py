@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradwire.core import show
-from gradwire.engine import REGISTRY, ModelHook, leave_hooks_behind
+from gradwire.engine import REGISTRY, ModelHook, leave_hooks_behind, lower_second_moments
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
@@ -93,6 +93,8 @@ class Islands:
         counts, cure = "islands count the steps of what gw.islands got", "call detach(), and gw.islands again, on all ranks"
         self._hooks: list[Any] = [StepWatch(self.trained, [optimizer], counts, cure)]
         self._hooks.append(optimizer.register_step_pre_hook(ModelHook(self, Islands._before_step)))
+        if schedule.second_moment == "mean":
+            self._hooks.append(optimizer.register_step_post_hook(ModelHook(self, Islands._lower_second_moments)))
         self._hooks.append(optimizer.register_step_post_hook(ModelHook(self, Islands._after_step)))
 
     def global_weights(self) -> AbstractContextManager[None]:
@@ -148,6 +150,9 @@ class Islands:
 
     def _before_step(self, *_: object) -> None:
         self.trained.check()
+
+    def _lower_second_moments(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        lower_second_moments(optimizer, self._between.size())
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from gradwire.core import LocalSteps
-from gradwire.engine import ModelHook, OuterOptimizer, leave_hooks_behind
+from gradwire.engine import ModelHook, OuterOptimizer, leave_hooks_behind, lower_second_moments
 from gradwire.errors import PlanError
 from gradwire.exchange import Exchange
 from gradwire.integrations.handover import MemberState
@@ -99,19 +99,22 @@ class LocalRounds:
         model: torch.nn.Module,
         outer: OuterSteps,
         optimizers: Sequence[torch.optim.Optimizer],
-        every: int,
+        schedule: LocalSteps,
         share: Callable[[], None] = lambda: None,
     ) -> None:
-        """every: local steps of a round. share: called when this rank has the W of its own tensors, to get those of others."""
+        """share: called when this rank has the W of its own tensors, to get those of others."""
         self.is_paused = False
         self._members: Members | None = None
-        self._every, self._local_steps = every, 0
+        self._every, self._local_steps = schedule.every, 0
         self._outer, self._share = outer, share
         self.trained = TrainedParameters(model)
         leave_hooks_behind(model)
         self._hooks: list[Any] = [model.register_forward_pre_hook(ModelHook(self, LocalRounds._before_forward), prepend=True)]
         self._hooks.append(StepWatch.of_members(self.trained, optimizers))
         self._hooks += [each.register_step_pre_hook(ModelHook(self, LocalRounds._before_step)) for each in optimizers]
+        if schedule.second_moment == "mean":
+            lower = ModelHook(self, LocalRounds._lower_second_moments)
+            self._hooks += [each.register_step_post_hook(lower) for each in optimizers]
         self._hooks.append(optimizers[-1].register_step_post_hook(ModelHook(self, LocalRounds._after_step)))
 
     def begin(self, members: Members) -> None:
@@ -145,6 +148,9 @@ class LocalRounds:
 
     def _before_step(self, *_: object) -> None:
         self.trained.check()
+
+    def _lower_second_moments(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        lower_second_moments(optimizer, self._members.parts if self._members is not None else 1)
 
     def _after_step(self, *_: object) -> None:
         self._local_steps += 1

@@ -114,7 +114,7 @@ def elastic(
         state = state_of(model, (), [*optimizers, *also])
     elif schedule.word == "local":
         outer = OuterSteps(named, check_rounds(schedule))
-        means = LocalRounds(model, outer, optimizers, schedule.every)
+        means = LocalRounds(model, outer, optimizers, schedule)
         state = means.state(state_of(model, named, [*optimizers, *also]))
     else:
         raise PlanError(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from gradwire.core import entry_points
-from gradwire.core.checks import flags, freeze, near, number, show, under, whole
+from gradwire.core.checks import flags, freeze, near, number, show, under, whole, word
 from gradwire.core.entry_points import SCHEDULES
 from gradwire.core.schedules.base import Schedule
 from gradwire.core.schedules.delayed import Delayed
@@ -95,6 +95,7 @@ class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"Nesterov(lr={self.lr}, momentum={self.momentum}{region})"
 
 
+SECOND_MOMENTS = "mean", "own"
 _MEAN = Nesterov(lr=1.0, momentum=0.0)
 """The outer step with it makes the global weights the mean of the local ones."""
 
@@ -113,11 +114,14 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
 
     By default W becomes the mean of the local weights. `LocalSteps.diloco` has an outer optimizer with momentum.
 
+    The second moment of Adam and its kin is kept near that of the ranks' mean gradient, which it has in synchronous training. A
+    rank's own gradients have more noise, and make steps shorter. Nothing is sent for it.
+
     >>> LocalSteps(every=100, outer=Nesterov(lr=0.4))
     LocalSteps(every=100, outer=Nesterov(lr=0.4, momentum=0.9))
     """
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("fragments", "delay", "mixing", "steps_of_ranks")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("fragments", "delay", "mixing", "steps_of_ranks", "second_moment")
     engine: ClassVar[str] = "gradwire.engine.schedules.local:LocalSchedule"
     needs_optimizer: ClassVar[bool] = True
     costs_accuracy: ClassVar[bool] = True
@@ -137,9 +141,14 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     steps_of_ranks: tuple[int, ...] = ()
     """For each rank its local steps from one exchange to the next; the largest is `every`. Fewer on a slow rank: nobody waits
     for it. Empty: `every` on all ranks. `with_shares` makes them of measured speeds."""
+    second_moment: str = "mean"
+    """Of whose gradients Adam's second moment is. "mean": of the ranks' mean gradient, estimated after each local step from the
+    first and second moment of the rank's own. "own": of the rank's own gradients, as torch computes it. Only Adam, AdamW, NAdam
+    and RAdam have one. A step with "mean" needs memory for two copies of the gradients."""
 
     def __post_init__(self) -> None:
         whole("every", self.every, "the local steps from one exchange to the next", low=1)
+        word("second_moment", self.second_moment, SECOND_MOMENTS)
         if not isinstance(self.outer, Nesterov):
             raise FormatError(f"outer is {show(self.outer)}: it must be gw.Nesterov(lr=..., momentum=..., radius=...).")
         if self.outer == _MEAN:  # repr() leaves out a default by its identity
@@ -168,19 +177,19 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
         `every`, the loss ends above that of the mean of weights (docs/local_steps.md).
 
         >>> LocalSteps.diloco()
-        LocalSteps(every=500, outer=Nesterov(lr=0.7, momentum=0.9))
+        LocalSteps(every=500, outer=Nesterov(lr=0.7, momentum=0.9), second_moment='own')
         """
-        return cls(every, Nesterov())
+        return cls(every, Nesterov(), second_moment="own")
 
     @classmethod
     def streaming(cls, every: int = 100, fragments: int = 8, delay: int = 5) -> "LocalSteps":
         """The values of Streaming DiLoCo (Douillard et al. 2025). Its outer gradients have 4 bits: `gw.QSGD(bits=4)`."""
-        return cls(every, Nesterov(lr=0.4, momentum=0.9), fragments, delay, mixing=0.5)
+        return cls(every, Nesterov(lr=0.4, momentum=0.9), fragments, delay, mixing=0.5, second_moment="own")
 
     @classmethod
     def sparseloco(cls, every: int = 30) -> "LocalSteps":
         """The values of SparseLoCo (Sarfi et al. 2025), where error feedback takes the place of outer momentum."""
-        return cls(every)
+        return cls(every, second_moment="own")
 
     def with_shares(self, shares: Sequence[float]) -> "LocalSteps":
         """Return the schedule in which each rank makes local steps in proportion to its share, and the one with the largest share

@@ -2,7 +2,8 @@
 
 W are the global weights, the same on all ranks. L are a rank's own, on which it computes (see docs/local_steps.md):
 
-1. The script's optimizer steps L by this rank's own gradients. Nothing is sent.
+1. The script's optimizer steps L by this rank's own gradients. Nothing is sent. Adam's second moment is then made that of the
+   mean gradient, as far as it can be estimated (`gradwire.engine.second_moment`).
 2. After every H-th local step an exchange begins, a step of the reducer: the outer gradients W - L are copied to the flat
    buffers, and the lanes average them with the plan's specs. With several fragments each has its own time in the period.
 3. `delay` local steps later the exchange ends: the outer optimizer has made W of the mean, and L takes up W.
@@ -32,6 +33,7 @@ from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.weights import Launched, TwoWeights, by_bucket, check_local, finish_quietly, show_for_forward
+from gradwire.engine.second_moment import lower_second_moments
 from gradwire.engine.torch_hooks.hooks import ModelHook
 from gradwire.engine.torch_hooks.optimizer_step import own_steps
 from gradwire.engine.torch_hooks.settling import SettleFirst
@@ -70,6 +72,9 @@ class LocalSchedule:
         self._guard = SettleFirst(None, (), ModelHook(self, LocalSchedule.settle))
         before, after = ModelHook(self, LocalSchedule._before_step), ModelHook(self, LocalSchedule._after_step)
         self._hooks = [optimizer.register_step_pre_hook(before) for optimizer in job.optimizers]
+        if schedule.second_moment == "mean":
+            lower = ModelHook(self, LocalSchedule._lower_second_moments)
+            self._hooks += [optimizer.register_step_post_hook(lower) for optimizer in job.optimizers]
         # with several optimizers a local step ends with the step of the last one
         self._hooks.append(job.optimizers[-1].register_step_post_hook(after))
 
@@ -175,6 +180,9 @@ class LocalSchedule:
                 "model.train() before the forward, and the model itself, not its parts.",
                 stacklevel=2,
             )
+
+    def _lower_second_moments(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        lower_second_moments(optimizer, self._reducer.group.world_size)
 
     @told_to_all
     @torch.no_grad()
