@@ -23,6 +23,7 @@ from benchmarks import markdown
 from benchmarks.accuracy.jobs import JOBS, MeasuredJob, job_of
 from benchmarks.common import RESULTS, write_between
 from benchmarks.paired import interval
+from gradwire.engine import lower_second_moments
 
 PATH = RESULTS / "outer.jsonl"
 PAGE = Path(__file__).parent.parent / "docs" / "local_steps.md"
@@ -32,8 +33,6 @@ HELD_OUT = 8
 """Batches that the last weights are evaluated on."""
 KEYS = "job", "ranks", "every", "arm", "seed", "steps"
 """The fields that name a training."""
-KEPT = 0.9
-"""How much of the lengths of earlier changes is kept in their moving mean."""
 SYNCHRONOUS, MEAN = "synchronous SGD", "mean of weights"
 
 Tensors = list[Tensor]
@@ -54,8 +53,8 @@ class OuterStep:
         """The global weights, from which ranks go on."""
         self.memory = [torch.zeros_like(weight) for weight in weights]
 
-    def step(self, mean: Tensors, of_one: float) -> None:
-        """Step the global weights by the mean of the local ones. of_one: the mean squared length of the ranks' own changes."""
+    def step(self, mean: Tensors) -> None:
+        """Step the global weights by the mean of the local ones."""
         for weight, own in zip(self.weights, mean, strict=True):
             weight.copy_(own)
 
@@ -72,7 +71,7 @@ class Nesterov(OuterStep):
         super().__init__(cell, weights)
         self.lr, self.momentum = lr, momentum
 
-    def step(self, mean: Tensors, of_one: float) -> None:
+    def step(self, mean: Tensors) -> None:
         for weight, kept, own in zip(self.weights, self.memory, mean, strict=True):
             gradient = weight - own
             kept.mul_(self.momentum).add_(gradient)
@@ -98,35 +97,14 @@ class TrustRegion(Nesterov):
         super().__init__(cell, weights, 0.7, 0.9)
         self.radius = radius
 
-    def step(self, mean: Tensors, of_one: float) -> None:
+    def step(self, mean: Tensors) -> None:
         before = [weight.clone() for weight in self.weights]
-        super().step(mean, of_one)
+        super().step(mean)
         way = _norm(new - old for new, old in zip(mean, before, strict=True))
         away = _norm(weight - new for weight, new in zip(self.weights, mean, strict=True))
         part = min(1.0, self.radius * way / away) if away else 1.0
         for weight, new in zip(self.weights, mean, strict=True):
             weight.copy_(new + part * (weight - new))
-
-
-class AsLongAsOne(OuterStep):
-    """The mean's direction, as far as a rank went itself: averaging shortens changes, since ranks differ.
-
-    Adam divides by the root of the second moment. That of one rank's gradients has the noise of one rank, and that of their
-    mean 1/n of it. So Adam's steps by the mean gradient, those of synchronous training, are longer than the mean of the ranks'
-    steps. If c is the part of the second moment that ranks have in common, they are 1 / sqrt(c + (1 - c) / n) times as long. By
-    the same factor the mean of changes is shorter than one change.
-    """
-
-    def __init__(self, cell: Cell, weights: Tensors) -> None:
-        super().__init__(cell, weights)
-        self.most, self.of_mean, self.of_one = cell.ranks**0.5, 0.0, 0.0
-
-    def step(self, mean: Tensors, of_one: float) -> None:
-        way = _norm(new - weight for new, weight in zip(mean, self.weights, strict=True))
-        self.of_mean, self.of_one = KEPT * self.of_mean + way**2, KEPT * self.of_one + of_one
-        rate = min(self.most, (self.of_one / self.of_mean) ** 0.5) if self.of_mean else 1.0
-        for weight, new in zip(self.weights, mean, strict=True):
-            weight.lerp_(new, rate)
 
 
 class ScheduleFree(OuterStep):
@@ -140,7 +118,7 @@ class ScheduleFree(OuterStep):
         self.b, self.steps = b, 0
         self.fast, self.slow = ([weight.clone() for weight in weights] for _ in range(2))
 
-    def step(self, mean: Tensors, of_one: float) -> None:
+    def step(self, mean: Tensors) -> None:
         self.steps += 1
         for weight, fast, slow, own in zip(self.weights, self.fast, self.slow, mean, strict=True):
             fast.add_(own - weight)
@@ -153,7 +131,8 @@ class ScheduleFree(OuterStep):
 
 
 class Arm(NamedTuple):
-    """A way to train. make: its outer step. states: what an exchange does to the states of inner optimizers."""
+    """A way to train. make: its outer step. states: what an exchange does to the states of inner optimizers; or that after each
+    step their second moments are as `gw.LocalSteps` estimates them, or truly those of the mean gradient."""
 
     make: Callable[[Cell, Tensors], OuterStep]
     states: str = "kept"
@@ -166,10 +145,11 @@ ARMS = {
     "trust region, 0.25 of the mean's step": Arm(lambda cell, weights: TrustRegion(cell, weights, 0.25)),
     "trust region, 0.5 of the mean's step": Arm(lambda cell, weights: TrustRegion(cell, weights, 0.5)),
     "trust region, all of the mean's step": Arm(lambda cell, weights: TrustRegion(cell, weights, 1.0)),
-    "mean, as long as a rank's own change": Arm(AsLongAsOne),
     "mean, times the root of the ranks": Arm(lambda cell, weights: Nesterov(cell, weights, cell.ranks**0.5, 0.0)),
     "SNOO: Nesterov, rate 0.75, momentum 0.5": Arm(lambda cell, weights: Nesterov(cell, weights, 0.75, 0.5)),
     "schedule-free": Arm(ScheduleFree),
+    "mean, second moments as estimated": Arm(OuterStep, "estimated"),
+    "mean, second moments of the mean gradient": Arm(OuterStep, "true"),
     "mean, inner states averaged": Arm(OuterStep, "averaged"),
     "mean, inner states reset": Arm(OuterStep, "reset"),
 }
@@ -223,11 +203,14 @@ def train(job: MeasuredJob, cell: Cell, arm: str, seed: int, steps: int) -> dict
     optimizers = [job.make_optimizer(model) for model in models]
     outer = ARMS[arm].make(cell, [parameter.detach() for parameter in first.parameters()])
     rates = [group["lr"] for group in optimizers[0].param_groups]
+    second = [torch.zeros_like(weight) for weight in outer.weights]
     for number in range(steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             _set_rates(optimizer, rates, job.rate(number, steps))
             job.loss(model, job.batch(rank, cell.ranks, number)).backward()
             optimizer.step()
+        _set_second_moments(optimizers, second, ARMS[arm].states)
+        for optimizer in optimizers:
             optimizer.zero_grad()
         if (number + 1) % cell.every == 0:
             _exchange(models, outer)
@@ -241,15 +224,28 @@ def train(job: MeasuredJob, cell: Cell, arm: str, seed: int, steps: int) -> dict
 @torch.no_grad()
 def _exchange(models: Sequence[torch.nn.Module], outer: OuterStep) -> None:
     """Step the global weights, and let all ranks go on from them and from the buffers of rank 0."""
-    of_ranks = [list(model.parameters()) for model in models]
-    changes = (_norm(own - weight for own, weight in zip(each, outer.weights, strict=True)) for each in of_ranks)
-    of_one = sum(change**2 for change in changes) / len(models)
-    outer.step([torch.stack(same).mean(0) for same in zip(*of_ranks, strict=True)], of_one)
+    outer.step([torch.stack(same).mean(0) for same in zip(*(model.parameters() for model in models), strict=True)])
     for model in models:
         for parameter, weight in zip(model.parameters(), outer.weights, strict=True):
             parameter.copy_(weight)
         for buffer, own in zip(model.buffers(), models[0].buffers(), strict=True):
             buffer.copy_(own)
+
+
+@torch.no_grad()
+def _set_second_moments(optimizers: Sequence[torch.optim.Optimizer], second: Tensors, how: str) -> None:
+    """Set those of Adam, after each step. second: those of the mean gradient so far, which this goes on with."""
+    if how == "estimated":
+        for optimizer in optimizers:
+            lower_second_moments(optimizer, len(optimizers))
+    elif how == "true":
+        kept = optimizers[0].param_groups[0]["betas"][1]
+        of_ranks = ([each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers)
+        for squares, *same in zip(second, *of_ranks, strict=True):
+            mean = torch.stack([each.grad for each in same]).mean(0)
+            squares.mul_(kept).addcmul_(mean, mean, value=1 - kept)
+            for optimizer, each in zip(optimizers, same, strict=True):
+                optimizer.state[each]["exp_avg_sq"].copy_(squares)
 
 
 @torch.no_grad()
