@@ -1,4 +1,4 @@
-// Local updates. They run on the script's thread and with its threads; codecs run on the threads of lanes instead.
+// Local updates, and second moments. They run on the script's thread and with its threads; codecs run on the threads of lanes instead.
 #include "api.hpp"
 
 // Of the OpenMP runtime that torch has loaded, if it has: its threads are the script's own. No runtime is linked here.
@@ -13,6 +13,12 @@ namespace gradwire {
 // Twin of `Update` in src/gradwire/kernels/cpu.py.
 struct Update {
   float rate, own, momentum, kept, taken, eps;
+  int64_t threads;  // at most
+};
+
+// Twin of `Lower` in src/gradwire/kernels/second_moment.py.
+struct Lower {
+  float unbiased, left, whole, taken;
   int64_t threads;  // at most
 };
 
@@ -61,6 +67,18 @@ GW_API gw_local_update(const Tensor* weight, const Tensor* gradient, const Tenso
     const LocalUpdate how{by->rate, by->own, by->momentum, by->kept, by->taken, by->eps};
     in_parallel(weight->numel, by->threads, [&](int64_t begin, int64_t end) {
       kernels().local_update(weight->data, g, s, m, dtype, how, begin, end, to);
+    });
+  });
+}
+
+GW_API gw_lower_second_moment(const Tensor* second, const Tensor* first, const Tensor* gradient, const Lower* by) {
+  return guarded([&] {
+    const Dtype dtype = dtype_of(*second);
+    GW_CHECK(second->contiguous, "the second moment must be contiguous");
+    const void *m = elements_of(first, *second), *g = elements_of(gradient, *second);
+    const LowerMoment how{by->unbiased, by->left, by->whole, by->taken};
+    in_parallel(second->numel, by->threads, [&](int64_t begin, int64_t end) {
+      kernels().lower_second_moment(g, m, dtype, how, begin, end, const_cast<void*>(static_cast<const void*>(second->data)));
     });
   });
 }

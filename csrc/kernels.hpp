@@ -124,6 +124,11 @@ struct LocalUpdate {
   float rate, own, momentum, kept, taken, eps;
 };
 
+// second -= taken * (g^2 - max(0, ((unbiased * first)^2 - left * g^2) * whole)), and is at least 0
+struct LowerMoment {
+  float unbiased, left, whole, taken;
+};
+
 struct Kernels {
   const char* level;
   // Reads src (+ residual, when given) and writes a payload; residual becomes what the payload lost.
@@ -194,6 +199,9 @@ struct Kernels {
   // Of elements `from` to `to`. Without mean or squares their terms are not there.
   void (*local_update)(const void* weight, const void* gradient, const void* squares, const void* mean, Dtype dtype,
                        const LocalUpdate& how, int64_t from, int64_t to, void* out);
+  // Of elements `from` to `to`. Where the gradient is not finite nothing changes.
+  void (*lower_second_moment)(const void* gradient, const void* first, Dtype dtype, const LowerMoment& how, int64_t from,
+                              int64_t to, void* second);
 };
 
 // The kernels by name, in the order of the struct.
@@ -202,7 +210,8 @@ struct Kernels {
   X(cast_encode) X(cast_decode) X(scale) X(scale_into) X(project) X(back_project)               \
   X(orthogonalise) X(reconstruct) X(select_encode) X(select_decode) X(block_topk_encode) X(block_topk_decode) X(stream_base)                   \
   X(random_gather) X(random_scatter) X(sign_encode) X(mean_sign_encode) X(sign_decode) X(threshold_encode)                    \
-  X(threshold_decode) X(terngrad_encode) X(scaled_encode) X(scaled_decode) X(local_update)
+  X(threshold_decode) X(terngrad_encode) X(scaled_encode) X(scaled_decode) X(local_update)      \
+  X(lower_second_moment)
 
 #ifdef GRADWIRE_LEVEL
 namespace GRADWIRE_LEVEL {

@@ -10,53 +10,56 @@ with c = (1 - beta1) / (1 + beta1). So (m * m - c * g * g) / (1 - c) is s on ave
 steps are rather too short than too long. In the first steps m is mostly g, and noise counts as signal.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+
+from gradwire.kernels import Noise
+from gradwire.kernels import lower_second_moments as lower
 
 __all__ = ["lower_second_moments"]
 
 _KINDS = torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam
 """Optimizers, and those derived from them, that keep moving means of g and of g * g as Adam does."""
 _KEYS = "step", "exp_avg", "exp_avg_sq"
+_TOGETHER = 1 << 24
+"""Elements of the tensors that are worked on together, unless one has more: more need memory, fewer need more launches."""
 
 
 @torch.no_grad()
 def lower_second_moments(optimizer: torch.optim.Optimizer, ranks: int) -> None:
     """Take the noise that a mean over so many ranks would not have out of what the last step added to the second moments.
 
-    Called after a step, while its gradients are there. Needs memory for two copies of them. Does nothing for optimizers other
-    than Adam and its kin, and where gradients are not finite: a gradient scaler left out that step.
+    Called after a step, while its gradients are there. Needs memory for two copies of 16 million elements, or of the largest
+    tensor. Does nothing for optimizers other than Adam and its kin, for a beta1 of 0, and where gradients are not finite: a
+    gradient scaler left out that step.
     """
     if ranks < 2 or not isinstance(optimizer, _KINDS):
         return
     for group in optimizer.param_groups:
-        of_gradient, of_squares = group["betas"]
-        left = (1 - of_gradient) / (1 + of_gradient)  # of the noise, in the first moment
-        for same in _alike(optimizer, group["params"]):
-            gradients = [_held(each.grad) for each in same]
+        first_kept, second_kept = map(float, group["betas"])
+        noise = Noise(first_kept, second_kept, ranks)
+        for same in _alike(optimizer, group["params"]) if first_kept else ():  # else the first moment is the gradient
             steps, first, second = ([_held(optimizer.state[each][key]) for each in same] for key in _KEYS)
-            unbiased = (1 / (1 - of_gradient ** torch.stack(steps))).unbind()
-            squares, signals = torch._foreach_mul(gradients, gradients), torch._foreach_mul(first, unbiased)
-            torch._foreach_mul_(signals, signals)
-            torch._foreach_sub_(signals, squares, alpha=left)
-            torch._foreach_div_(signals, 1 - left)
-            torch._foreach_clamp_min_(signals, 0.0)
-            torch._foreach_sub_(squares, signals)
-            for noise in squares:
-                noise.nan_to_num_(0.0, 0.0, 0.0)
-            torch._foreach_sub_(second, squares, alpha=(1 - of_squares) * (1 - 1 / ranks))
-            torch._foreach_clamp_min_(second, 0.0)  # rounding, and weight decay that the optimizer added to gradients
+            lower(second, first, [_held(each.grad) for each in same], steps, noise)
 
 
-def _alike(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """The parameters that have just been stepped, those of a device and dtype together."""
+def _alike(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The parameters that have just been stepped, some of a device and dtype together."""
     found: dict[Any, list[torch.Tensor]] = {}
     for each in parameters:
         if each.grad is not None and not each.is_complex() and all(key in optimizer.state[each] for key in _KEYS):
             found.setdefault((each.grad.device, each.grad.dtype), []).append(each)
-    return found.values()
+    for same in found.values():
+        together, numel = [same[0]], same[0].numel()
+        for each in same[1:]:
+            numel += each.numel()
+            if numel > _TOGETHER:
+                yield together
+                together, numel = [], each.numel()
+            together.append(each)
+        yield together
 
 
 def _held(tensor: Any) -> torch.Tensor:

@@ -18,12 +18,13 @@ from gradwire.kernels.compressor import Compressor, Context, KernelCall, Program
 from gradwire.kernels.reference.indices import DAMAGED
 from gradwire.kernels.reference.local_update import LocalUpdate
 from gradwire.kernels.scattered import Addresses, Scattered
+from gradwire.kernels.second_moment import Noise, lower_second_moments
 from gradwire.kernels.segments import Batch, BatchPart, Segment, Segments, tensor_key
 
 __all__ = [
-    "Addresses", "Batch", "BatchPart", "Compressor", "Context", "KernelCall", "LocalUpdate", "Program", "Scattered",
-    "Segment", "Segments", "WrappingCompressor", "crc32c", "is_float", "kernels_for", "refused", "run_calls", "runs_of",
-    "tensor_key",
+    "Addresses", "Batch", "BatchPart", "Compressor", "Context", "KernelCall", "LocalUpdate", "Noise", "Program",
+    "Scattered", "Segment", "Segments", "WrappingCompressor", "crc32c", "is_float", "kernels_for", "lower_second_moments",
+    "refused", "run_calls", "runs_of", "tensor_key",
 ]  # fmt: skip
 
 

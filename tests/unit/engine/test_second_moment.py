@@ -115,6 +115,11 @@ def test_what_has_no_second_moment_is_left_alone():
         assert torch.equal(*parameters)
 
 
+def test_without_a_first_moment_nothing_is_estimated():
+    gradients = noise(5)
+    assert torch.equal(*(of(gradients, ranks=ranks, betas=(0.0, 0.9)) for ranks in (1, RANKS)))
+
+
 def test_parameters_without_a_gradient_and_complex_ones_are_left_alone():
     stepped_once, never = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))
     of_complex = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))

@@ -144,7 +144,7 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     second_moment: str = "mean"
     """Of whose gradients Adam's second moment is. "mean": of the ranks' mean gradient, estimated after each local step from the
     first and second moment of the rank's own. "own": of the rank's own gradients, as torch computes it. Only Adam, AdamW, NAdam
-    and RAdam have one. A step with "mean" needs memory for two copies of the gradients."""
+    and RAdam have one. A step with "mean" needs memory for two copies of some of the gradients."""
 
     def __post_init__(self) -> None:
         whole("every", self.every, "the local steps from one exchange to the next", low=1)
