@@ -49,7 +49,8 @@ def methods_of(every: int, delay: int = DELAY) -> dict[str, str]:
     """The bench's methods by their names in the tables: those with local steps exchange every so many steps."""
 
     def local(spec: Mapping[str, Any], **schedule: Any) -> str:
-        return "gradwire:" + json.dumps({"default": spec, "schedule": {"kind": "local", "every": every} | schedule})
+        steps = {"kind": "local", "every": every, "second_moment": "own"}
+        return "gradwire:" + json.dumps({"default": spec, "schedule": steps | schedule})
 
     streamed = {"fragments": 4, "delay": min(delay, every // 4), "mixing": 0.5}
     feedback = {"id": "error_feedback", "inner": TWO_BITS}

@@ -32,23 +32,23 @@ FOUR, TWO = gw.QSGD(bits=4), gw.ErrorFeedback(gw.QSGD(bits=2))
 NEAR = gw.Nesterov(radius=1.0)
 
 
-def _own(way: Callable[[int], gw.LocalSteps]) -> Callable[[int], gw.LocalSteps]:
-    """The same, with the second moments of each rank's own gradients."""
-    return lambda every: msgspec.structs.replace(way(every), second_moment="own")
+def _mean(way: Callable[[int], gw.LocalSteps]) -> Callable[[int], gw.LocalSteps]:
+    """The same, with the second moments of the mean gradient."""
+    return lambda every: msgspec.structs.replace(way(every), second_moment="mean")
 
 
 WAYS: Mapping[str, tuple[gw.Spec, Callable[[int], Schedule]]] = {
-    "4 bits": (FOUR, averaged),
-    "nothing encoded": (gw.Identity(), averaged),
-    "SparseLoCo's spec": (SPARSELOCO, averaged),
-    "4 bits, streaming": (FOUR, streamed),
-    "2 bits with feedback": (TWO, averaged),
-    "4 bits, own": (FOUR, _own(averaged)),
-    "nothing encoded, own": (gw.Identity(), _own(averaged)),
+    "4 bits": (FOUR, gw.LocalSteps),
+    "nothing encoded": (gw.Identity(), gw.LocalSteps),
+    "SparseLoCo's spec": (SPARSELOCO, gw.LocalSteps),
+    "4 bits, streaming": (FOUR, _mean(streamed)),
+    "2 bits with feedback": (TWO, gw.LocalSteps),
+    "4 bits, own": (FOUR, averaged),
+    "nothing encoded, own": (gw.Identity(), averaged),
     "SparseLoCo, own": (SPARSELOCO, gw.LocalSteps.sparseloco),
-    "4 bits, streaming, own": (FOUR, _own(streamed)),
-    "2 bits with feedback, own": (TWO, _own(averaged)),
-    "4 bits, near the mean, own": (FOUR, _own(lambda every: gw.LocalSteps(every, NEAR))),
+    "4 bits, streaming, own": (FOUR, streamed),
+    "2 bits with feedback, own": (TWO, averaged),
+    "4 bits, near the mean, own": (FOUR, lambda every: gw.LocalSteps(every, NEAR, second_moment="own")),
     "4 bits, outer momentum, own": (FOUR, gw.LocalSteps.diloco),
 }
 """The most wanted first, for runs that are cut short. "own": with Adam's second moments of each rank's own gradients, and not of

@@ -2,7 +2,8 @@
 
 The rows are held-out losses on the bench's transformer, on two ranks after 300 steps, against synchronous SGD at equal samples.
 `python -m benchmarks local --equal` measured them on 2026-11-26 on an AMD EPYC. docs/local_steps.md has their intervals. On
-more ranks losses end higher. One such row was measured, so the same is added to all.
+more ranks losses end higher. One such row was measured, so the same is added to all. All rows are of second moments of each
+rank's own gradients, so auto's schedules have these.
 """
 
 import math
@@ -15,7 +16,7 @@ from gradwire.core import QSGD, ErrorFeedback, Identity, LocalSteps, Spec
 
 EVERY = (5, 10, 30, 100)
 """Numbers of steps between exchanges, the columns of the rows."""
-_STREAMED = LocalSteps(every=5, fragments=4, delay=1, mixing=0.5)
+_STREAMED = LocalSteps(every=5, fragments=4, delay=1, mixing=0.5, second_moment="own")
 _LONGEST_DELAY = 5
 _IN_ONE_PIECE: Mapping[Spec, tuple[float, ...]] = {
     QSGD(bits=4): (-0.0009, 0.0060, 0.0183, 0.0306),
@@ -39,16 +40,16 @@ def averaged(every: int) -> LocalSteps:
     """Return the schedule that averages all weights after so many steps.
 
     >>> averaged(30)
-    LocalSteps()
+    LocalSteps(second_moment='own')
     """
-    return LocalSteps(every=every)
+    return LocalSteps(every=every, second_moment="own")
 
 
 def streamed(every: int) -> LocalSteps:
     """Return the schedule that averages the weights in fragments, while some of the steps run.
 
     >>> streamed(30)
-    LocalSteps(fragments=4, delay=5, mixing=0.5)
+    LocalSteps(fragments=4, delay=5, mixing=0.5, second_moment='own')
     """
     delay = min(_LONGEST_DELAY, every // _STREAMED.fragments)
     return msgspec.structs.replace(_STREAMED, every=every, delay=delay)

@@ -16,7 +16,7 @@ __all__ = ["Noise", "lower_second_moments"]
 
 
 class Noise(NamedTuple):
-    """What is known of the noise in a rank's gradients."""
+    """The noise in a rank's gradients, as far as the optimizer and the number of ranks say."""
 
     first: float
     second: float

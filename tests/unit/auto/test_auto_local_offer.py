@@ -100,7 +100,7 @@ def test_losses_are_those_that_were_measured() -> None:
                 measured = differences(finals, arm_of(way, every), "loss")
                 assert known == pytest.approx(sum(measured) / len(measured), abs=6e-5), (way, every)
     on_four = json.loads((RESULTS / "local-equal-4.json").read_text())["finals"]["transformer"]
-    more = differences(on_four, arm_of("4 bits", 5), "loss")
+    more = differences(on_four, arm_of("4 bits, own", 5), "loss")
     assert loss_above(averaged(5), QSGD(bits=4), 4) == pytest.approx(sum(more) / len(more), abs=6e-5)
     losses = json.loads((RESULTS / "losses.json").read_text())["finals"]["transformer"]
     assert pytest.approx(math.log2(1 + above_ddp(losses, HALFWAY)), abs=5e-5) == STEEPNESS

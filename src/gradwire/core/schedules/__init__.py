@@ -142,9 +142,8 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     """For each rank its local steps from one exchange to the next; the largest is `every`. Fewer on a slow rank: nobody waits
     for it. Empty: `every` on all ranks. `with_shares` makes them of measured speeds."""
     second_moment: str = "mean"
-    """Of whose gradients Adam's second moment is. "mean": of the ranks' mean gradient, estimated after each local step from the
-    first and second moment of the rank's own. "own": of the rank's own gradients, as torch computes it. Only Adam, AdamW, NAdam
-    and RAdam have one. A step with "mean" needs memory for two copies of some of the gradients."""
+    """Whose gradients the second moment of Adam, AdamW, NAdam and RAdam is of. "mean": the ranks' mean gradient, estimated after
+    each local step from the rank's own first and second moment. "own": the rank's own gradient, as torch computes it."""
 
     def __post_init__(self) -> None:
         whole("every", self.every, "the local steps from one exchange to the next", low=1)
