@@ -22,6 +22,7 @@ import torch
 from crowd import START_S, Crowd, Member
 from elastic_member import TIMEOUT_S
 from interpreters import Interpreters
+from local_steps import lower_plainly
 from loss_scales import scaled_steps, unscaled
 from threads import Threads, built, here
 from worlds import Given, digest
@@ -36,6 +37,7 @@ from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
 from gradwire.integrations.quorum import load_torchft
 
 MORE = [pytest.mark.slow, pytest.mark.thorough]
+NINE = gw.LocalSteps(every=9)
 EXAMPLE = Path(gw.__file__).parents[2] / "examples" / "elastic_train.py"
 
 
@@ -296,7 +298,7 @@ def test_a_parameter_that_trains_later_is_refused(change: str, schedule: str) ->
         means, _ = means_of(model, optimizer)
     else:
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        means = LocalRounds(model, OuterSteps(named, gw.LocalSteps(every=9)), [optimizer], every=9)  # type: ignore[assignment]
+        means = LocalRounds(model, OuterSteps(named, NINE), [optimizer], NINE)  # type: ignore[assignment]
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     if change == "thawed":
@@ -321,7 +323,7 @@ def test_steps_of_an_optimizer_that_was_not_passed_are_refused(schedule: str) ->
     if schedule == "backward":
         means, _ = means_of(model, optimizer)
     else:
-        means = LocalRounds(model, OuterSteps(dict(model.named_parameters()), gw.LocalSteps(every=9)), [optimizer], every=9)  # type: ignore
+        means = LocalRounds(model, OuterSteps(dict(model.named_parameters()), NINE), [optimizer], NINE)  # type: ignore[assignment]
     other = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(9):
         model(torch.ones(1, 3)).sum().backward()
@@ -333,6 +335,27 @@ def test_steps_of_an_optimizer_that_was_not_passed_are_refused(schedule: str) ->
     assert torch.equal(model.weight, before)  # type: ignore[arg-type]
     means.detach()
     other.step()
+
+
+@pytest.mark.parametrize("second_moment", ["mean", "own"])
+def test_second_moments_in_rounds_are_those_of_a_mean_over_the_members(second_moment: str) -> None:
+    schedule = gw.LocalSteps(every=9, second_moment=second_moment)
+    model = linear()[0]
+    alone = copy.deepcopy(model)
+    optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, alone))
+    means = LocalRounds(model, OuterSteps(dict(model.named_parameters()), schedule), [optimizer], schedule)
+    for parts in (0, 2, 3, 3, 1):  # members that train; 0 before they have met
+        means.begin(SimpleNamespace(parts=parts, exchange=object()))  # type: ignore[arg-type]
+        for each, own in ((model, optimizer), (alone, plain)):
+            each(torch.randn(5, 3, generator=torch.Generator().manual_seed(parts))).square().sum().backward()
+            own.step()
+        if second_moment == "mean" and parts > 1:
+            lower_plainly(plain, parts)
+        model.zero_grad()
+        alone.zero_grad()
+    for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.state[found]["exp_avg_sq"], plain.state[expected]["exp_avg_sq"])
+    means.detach()
 
 
 def test_an_optimizer_of_other_parameters_may_step_often() -> None:
