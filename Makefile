@@ -110,7 +110,7 @@ fmt: .venv/.dev
 
 # pip waits and uses one processor: the kernels are compiled beside it into src/, and pip itself compiles none
 SET_UP = $(PY) setup.py --quiet build_ext --inplace & compiling=$$!; \
-	$(MAKE) --no-print-directory .venv/.torch && GRADWIRE_REFERENCE_ONLY=1 $(INSTALL) -c constraints.txt -e ".[$(EXTRAS)]"; \
+	$(MAKE) -s .venv/.torch && GRADWIRE_REFERENCE_ONLY=1 $(INSTALL) -c constraints.txt -e ".[$(EXTRAS)]"; \
 	installed=$$?; wait $$compiling && exit $$installed
 
 # what the demo needs
