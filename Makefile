@@ -120,12 +120,13 @@ SET_UP = $(PY) setup.py --quiet build_ext --inplace & compiling=$$!; \
 	@$(PY) -c "import matplotlib.pyplot, sklearn.datasets"
 	@touch $@
 
-# and what the tests need: every SIMD level, and the tools. Of what is left out Python compiles what is imported
+# and what the tests need: every SIMD level, and the tools. Python compiles what is imported of the folders that are left out, and
+# some packages have files that are no Python 3
 .venv/.dev: EXTRAS = bench,dev,docs,transformers,accelerate,lightning,ray,elastic
 .venv/.dev: export GRADWIRE_LEVELS = all
 .venv/.dev: .venv/.python constraints.txt $(SOURCES)
 	@$(SET_UP)
-	@$(PY) -m compileall -qq -j 0 -x "/tests/|/transformers/models/" .venv/lib || true  # some packages have files that are no Python 3
+	@$(PY) -m compileall -qq -j 0 -x "/tests/|/transformers/models/" .venv/lib || true
 	@touch .venv/.demo .venv/.docs $@
 
 # and what the documentation is made with
