@@ -96,27 +96,37 @@ fmt: .venv/.dev
 	$(PY) -m ruff check --fix $(PYTHONS)
 	$(PY) -m ruff format $(PYTHONS)
 
-# torch alone first and spelled exactly as pinned, so that nothing pulls another build of it; the kernels are compiled beside it
-.venv/.torch: constraints.txt
+# torch alone first and spelled exactly as pinned, so that nothing pulls another build of it
+.venv/.torch: .venv/.python constraints.txt
+	@$(INSTALL) $$(grep ^torch= constraints.txt)
+	@$(PY) -W ignore -c "import torch._dynamo"
+	@touch $@
+
+.venv/.python:
 	@echo "Setting up .venv (once): installing torch and compiling the C++ kernels. Some minutes, more on a busy machine ..."
 	@$(PYTHON) -m venv .venv
 	@$(INSTALL) "setuptools>=77"
-	@$(PY) setup.py --quiet build_ext --inplace & $(INSTALL) $$(grep ^torch= constraints.txt) && \
-		$(PY) -W ignore -c "import torch._dynamo"; installed=$$?; wait; exit $$installed
 	@touch $@
 
+# pip waits and uses one processor: the kernels are compiled beside it into src/, and pip itself compiles none
+SET_UP = $(PY) setup.py --quiet build_ext --inplace & compiling=$$!; \
+	$(MAKE) -s .venv/.torch && GRADWIRE_REFERENCE_ONLY=1 $(INSTALL) -c constraints.txt -e ".[$(EXTRAS)]"; \
+	installed=$$?; wait $$compiling && exit $$installed
+
 # what the demo needs
-.venv/.demo: .venv/.torch $(SOURCES)
-	@echo "Installing gradwire and what the demo draws with, half a minute ..."
-	@$(INSTALL) -c constraints.txt -e ".[bench]"
+.venv/.demo: EXTRAS = bench
+.venv/.demo: .venv/.python constraints.txt $(SOURCES)
+	@$(SET_UP)
 	@$(PY) -c "import matplotlib.pyplot, sklearn.datasets"
 	@touch $@
 
-# and what the tests need: every SIMD level, and the tools
-.venv/.dev: .venv/.torch $(SOURCES)
-	@echo "Installing what the tests need and compiling the kernels for every processor. Some minutes, more on a busy machine ..."
-	@GRADWIRE_LEVELS=all $(INSTALL) -c constraints.txt -e ".[bench,dev,docs,transformers,accelerate,lightning,ray,elastic]"
-	@$(PY) -m compileall -qq -j 0 .venv/lib || true  # some packages have files that are no Python 3
+# and what the tests need: every SIMD level, and the tools. Python compiles what is imported of the folders that are left out, and
+# some packages have files that are no Python 3
+.venv/.dev: EXTRAS = bench,dev,docs,transformers,accelerate,lightning,ray,elastic
+.venv/.dev: export GRADWIRE_LEVELS = all
+.venv/.dev: .venv/.python constraints.txt $(SOURCES)
+	@$(SET_UP)
+	@$(PY) -m compileall -qq -j 0 -x "/tests/|/transformers/models/" .venv/lib || true
 	@touch .venv/.demo .venv/.docs $@
 
 # and what the documentation is made with

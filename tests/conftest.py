@@ -51,8 +51,8 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 LONGEST_FIRST = (
     "test_soak", "test_doc_blocks", "test_bench_gpu", "test_bench_worker", "test_power_loss", "test_short_memory", "test_fsdp2",
-    "test_elastic", "test_in_process", "test_staging", "test_streams",
-    "test_kernels_triton", "test_kernel_variants",
+    "test_elastic", "test_in_lightning", "test_kernels_triton", "test_in_process", "test_staging", "test_streams",
+    "test_kernel_variants",
     "test_torch_tests", "test_docs_build", "test_testbed", "test_engine_residuals", "test_options_run", "test_auto_local",
     "test_exchange", "test_engine_equality", "test_auto_live", "test_auto_schedules", "test_auto_bits", "test_pipelined",
     "test_doctor", "test_examples", "test_bench_demo", "test_bench_schemes", "test_outside", "test_engine_faults",
@@ -63,6 +63,9 @@ LONGEST_FIRST = (
 
 WITH_TRITON = ("test_kernels_triton", "test_kernels_local_update")
 """How the names of files begin that use the fixtures `interpreter` and `compiler`."""
+
+WITH_FRAMEWORKS = ("test_in_accelerate", "test_in_lightning", "test_in_transformers", "test_scripts_in_trainers")
+"""Files that use the fixture `framework_worlds`."""
 
 QUICK_CASES = {
     "ranks": 2,
@@ -106,6 +109,14 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_loaded_stays() -> Iterator[None]:
+    """Do not look for garbage in modules that the file loaded: a package has 100,000 objects, a tenth of a second each time."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -168,7 +179,8 @@ _SAMPLED = pytest.StashKey[dict[str, tuple[int, int, int, int]]]()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send what was sampled from a worker to the process that prints."""
+    """Send what was sampled from a worker to the process that prints. Triton complains of what is frozen at the end."""
+    gc.unfreeze()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["sampled"] = session.config.stash.get(_SAMPLED, {})
 
@@ -180,7 +192,8 @@ class Workers:
         self._config = config
 
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """Give all files that need the processes of `triton_processes` to one worker: the processes take seconds to start."""
+        """Give all files to one worker that need the processes of `triton_processes`, or those with frameworks loaded: they take
+        seconds to start."""
         if config.getvalue("dist") != "loadfile":
             return None
         from xdist.scheduler import LoadFileScheduling
@@ -188,7 +201,9 @@ class Workers:
         class ByProcesses(LoadFileScheduling):
             def _split_scope(self, nodeid: str) -> str:
                 file = super()._split_scope(nodeid)
-                return "tests of Triton" if Path(file).stem.startswith(WITH_TRITON) else file
+                if Path(file).stem.startswith(WITH_TRITON):
+                    return "tests of Triton"
+                return "tests of frameworks" if Path(file).stem in WITH_FRAMEWORKS else file
 
         return ByProcesses(config, log)
 
@@ -241,9 +256,17 @@ def interpreters() -> Iterator[Interpreters]:
 
 
 @pytest.fixture(scope="module")
-def framework_worlds() -> Iterator[Worlds]:
-    """Ranks for one file of tests alone, which may set environment variables and load frameworks in them."""
+def own_worlds() -> Iterator[Worlds]:
+    """Ranks for one file of tests alone, which may set environment variables in them."""
     kept = Worlds()
+    yield kept
+    kept.close()
+
+
+@pytest.fixture(scope="module")
+def framework_worlds() -> Iterator[Worlds]:
+    """The same, with Accelerate, Transformers and Lightning loaded."""
+    kept = Worlds(frameworks=True)
     yield kept
     kept.close()
 

@@ -482,26 +482,24 @@ def test_a_wait_for_members_that_do_not_come_ends() -> None:
         lighthouse.shutdown()
 
 
-def test_the_script_says_how_many_members_are_enough_for_the_usual_lighthouse() -> None:
+def test_the_script_says_how_many_members_are_enough_for_the_usual_lighthouse(interpreters: Interpreters) -> None:
     """One of two machines may go on alone, without an option of `gradwire lighthouse`."""
     pytest.importorskip("torchft.coordination")
-    command = [sys.executable, "-m", "gradwire", "lighthouse", "--bind", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as lighthouse:
-        assert lighthouse.stdout is not None
-        try:
-            address = lighthouse.stdout.readline().split("://")[1].strip()
-            model, optimizer = linear()
-            job = gw.elastic(model, optimizer, plan=gw.Identity(), min_replicas=1, lighthouse=address, patience_s=20.0)
-            model(torch.randn(4, 3)).sum().backward()
-            optimizer.step()
-            assert (job.step, job.world_size) == (1, 1)
-            job.leave()
-            job = gw.elastic(model, optimizer, plan=gw.Identity(), min_replicas=2, lighthouse=address, patience_s=3.0)
-            with pytest.raises(gw.CommunicationError, match="fewer than 2 members"):
-                model(torch.randn(4, 3))
-            job.leave()
-        finally:
-            lighthouse.terminate()
+    lighthouse, address = started_lighthouse(interpreters, "127.0.0.1:0")
+    try:
+        model, optimizer = linear()
+        job = gw.elastic(model, optimizer, plan=gw.Identity(), min_replicas=1, lighthouse=address, patience_s=20.0)
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        assert (job.step, job.world_size) == (1, 1)
+        job.leave()
+        job = gw.elastic(model, optimizer, plan=gw.Identity(), min_replicas=2, lighthouse=address, patience_s=3.0)
+        with pytest.raises(gw.CommunicationError, match="fewer than 2 members"):
+            model(torch.randn(4, 3))
+        job.leave()
+    finally:
+        lighthouse.terminate()
+        lighthouse.wait(10)
 
 
 def test_members_that_start_together_begin_together_and_nobody_settles_for_a_joiner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,9 +325,17 @@ def test_a_tracker_file_has_bytes_step_times_and_the_decision(framework_worlds: 
     assert "A step takes" in write_report(tmp_path / "run")
 
 
-def test_options_of_ddp_are_refused() -> None:
+def refused_options() -> list[str]:
     from gradwire.integrations.lightning import GradwireStrategy
 
+    said = []
     for wrong in ({"find_unused_parameters": True}, {"ddp_comm_hook": print}):
-        with pytest.raises(gw.PlanError, match="is an option of DDP"):
+        with pytest.raises(gw.PlanError) as refused:
             GradwireStrategy(plan=gw.QSGD(bits=4), **wrong)
+        said.append(str(refused.value))
+    return said
+
+
+def test_options_of_ddp_are_refused(framework_worlds: Worlds) -> None:
+    for said in framework_worlds.run(2, refused_options):
+        assert len(said) == 2 and all("is an option of DDP" in words for words in said)

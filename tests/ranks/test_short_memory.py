@@ -93,7 +93,7 @@ def check(plan: str, every: int) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_some_lines(plan: str) -> None:
-    check(plan, 37)
+    check(plan, 53)
 
 
 def left_when_the_last_bucket_arrived(sharded: bool) -> str:

@@ -45,9 +45,9 @@ def train(sites: str, machines: str, spec: Any) -> tuple[str, tuple[tuple[int, .
     return found
 
 
-def test_gradients_are_added_at_a_site_before_they_leave_it(framework_worlds: Worlds) -> None:
-    apart = framework_worlds.run(4, train, "----", "0123", gw.QSGD(bits=4))
-    named = framework_worlds.run(4, train, "aabb", "0123", gw.QSGD(bits=4))
+def test_gradients_are_added_at_a_site_before_they_leave_it(own_worlds: Worlds) -> None:
+    apart = own_worlds.run(4, train, "----", "0123", gw.QSGD(bits=4))
+    named = own_worlds.run(4, train, "aabb", "0123", gw.QSGD(bits=4))
     assert [members for _, members, *_ in apart] == [((0,), (1,), (2,), (3,))] * 4
     assert [members for _, members, *_ in named] == [((0, 1), (2, 3))] * 4
     assert len({weights for weights, *_ in named}) == 1
@@ -59,10 +59,10 @@ def test_gradients_are_added_at_a_site_before_they_leave_it(framework_worlds: Wo
 
 @pytest.mark.parametrize(("sites", "nodes"), [("aaab", ((0, 1, 2), (3,))), ("aaaa", ((0, 1), (2, 3)))])
 def test_ranks_of_a_machine_share_memory_at_their_site(
-    framework_worlds: Worlds, sites: str, nodes: tuple[tuple[int, ...], ...]
+    own_worlds: Worlds, sites: str, nodes: tuple[tuple[int, ...], ...]
 ) -> None:
     """One site for all says nothing: then the machines are nodes."""
-    ends = framework_worlds.run(4, train, sites, "0011", gw.QSGD(bits=4))
+    ends = own_worlds.run(4, train, sites, "0011", gw.QSGD(bits=4))
     assert [members for _, members, *_ in ends] == [nodes] * 4
     assert [shared for _, _, shared, *_ in ends] == [[1], [0], [3], [2]]
     assert len({weights for weights, *_ in ends}) == 1
@@ -80,8 +80,8 @@ def refused(sites: str) -> tuple[str, tuple[int, ...]]:
     return str(caught.value), tuple(caught.value.ranks or ())
 
 
-def test_some_ranks_without_a_site_are_refused_on_all(framework_worlds: Worlds) -> None:
-    ends = framework_worlds.run(4, refused, "aa-b")
+def test_some_ranks_without_a_site_are_refused_on_all(own_worlds: Worlds) -> None:
+    ends = own_worlds.run(4, refused, "aa-b")
     assert len({*ends}) == 1
     words, ranks = ends[0]
     assert "rank 2 names no site, and rank 0 is at 'site a'" in words and SITE in words and ranks == (2,)

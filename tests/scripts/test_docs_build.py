@@ -1,12 +1,12 @@
 """The documentation is built without a warning, and the site has what it promises."""
 
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from interpreters import Interpreters
 
 import gradwire
 
@@ -17,13 +17,13 @@ MISSING = [name for name in NEEDED if find_spec(name) is None]
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: `make docs` installs what it needs")
-def test_every_page_is_read_without_a_warning_and_the_site_has_all_names(tmp_path: Path) -> None:
+def test_every_page_is_read_without_a_warning_and_the_site_has_all_names(interpreters: Interpreters, tmp_path: Path) -> None:
     """Every page is read, and its links are resolved. Two are written: `make docs` writes all, which takes as long again."""
     common = ["-q", "-d", str(tmp_path / "trees")]
     every_page = [*common, "-W", "--keep-going", "-b", "dummy", "docs", str(tmp_path / "nothing")]
     two_pages = [*common, "-b", "html", "docs", str(tmp_path / "site"), "docs/reference/api.md", "docs/reference/cli.md"]
     program = f"import sys\nfrom sphinx.cmd.build import main\nsys.exit(main({every_page}) or main({two_pages}))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = interpreters.run([sys.executable, "-c", program], cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     site = tmp_path / "site"
     api = (site / "reference" / "api.html").read_text()

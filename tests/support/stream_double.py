@@ -65,20 +65,26 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        schema = func._schema
-        views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+        views, arguments = _accesses(func)
         if call := _call_that_waits(func):
             self._device.note_wait(call)
         if "pin_memory" in (kwargs or {}):
             self._device.page_locked.append(result.untyped_storage())  # it is no stream's
         elif not views:
-            given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | (kwargs or {})
+            given = dict(zip(arguments, args, strict=False)) | (kwargs or {})
             read, written = [], list(_tensors(result))
-            for argument in schema.arguments:
-                writes = argument.alias_info is not None and argument.alias_info.is_write
-                (written if writes else read).extend(_tensors(given.get(argument.name)))
+            for name, writes in arguments.items():
+                (written if writes else read).extend(_tensors(given.get(name)))
             self._device.touch(read, written, str(func))
         return result
+
+
+@cache
+def _accesses(func: Any) -> tuple[bool, dict[str, bool]]:
+    """Whether an operation returns a view, and by name whether it writes an argument."""
+    writes = lambda each: each.alias_info is not None and each.alias_info.is_write  # noqa: E731
+    views = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+    return views, {each.name: writes(each) for each in func._schema.arguments}
 
 
 @cache

@@ -75,6 +75,23 @@ def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     warnings.simplefilter("ignore")  # numpy's, of NaN and overflow
     torch.set_num_threads(1)
+    _patch_once()
+
+
+def _patch_once() -> None:
+    """Make Triton replace the functions of its language once for each module of kernels, and for good. It does so again in every
+    call that a kernel makes, which takes a third of the time."""
+    from triton.runtime import interpreter
+
+    patch, done = interpreter._patch_lang, dict[str, Any]()
+
+    def once(function: Any) -> Any:
+        module = function.__globals__["__name__"]
+        if module not in done:
+            done[module] = patch(function)
+        return type(done[module])()  # nothing to restore
+
+    interpreter._patch_lang = once
 
 
 def _interpreted(function: Run, arguments: tuple[Any, ...]) -> dict[str, torch.Tensor]:

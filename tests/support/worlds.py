@@ -26,9 +26,10 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,11 @@ from gradwire.bench.ranks import die_with
 __all__ = ["Given", "Outcome", "Place", "World", "Worlds", "digest", "gradwire_threads", "seeded"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "gradwire.api", "numpy", "pytest", "hypothesis"])
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "gradwire.api", "numpy", "pytest", "hypothesis"]
+CONTEXT.set_forkserver_preload(PRELOADED)
+FRAMEWORKS = forkserver.ForkServer()
+"""Another server, whose ranks have those frameworks loaded that are installed: each takes a rank seconds."""
+FRAMEWORKS.set_forkserver_preload([*PRELOADED, "accelerate", "transformers.trainer", "transformers.models.gpt2", "lightning"])
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,10 @@ class Place:
 class World:
     """`size` processes that have initialised torch.distributed together, rank 0 being the host of the store."""
 
-    def __init__(self, size: int, group_timeout_s: float = 60.0, places: Sequence[Place] | None = None) -> None:
-        """`places`: where each rank lives; None for all on loopback."""
+    def __init__(
+        self, size: int, group_timeout_s: float = 60.0, places: Sequence[Place] | None = None, frameworks: bool = False
+    ) -> None:
+        """`places`: where each rank lives; None for all on loopback. frameworks: whether ranks have them loaded."""
         self.size = size
         places = places or [Place()] * size
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-world-")
@@ -84,9 +91,11 @@ class World:
             CONTEXT.Process(target=_live, args=(rank, places, group_timeout_s, theirs, str(log)), daemon=True)
             for rank, ((_, theirs), log) in enumerate(zip(pipes, self._logs, strict=True))
         ]
-        for process, (_, theirs) in zip(self.processes, pipes, strict=True):
-            process.start()
-            theirs.close()
+        server = FRAMEWORKS.connect_to_new_process if frameworks else forkserver.connect_to_new_process
+        with mock.patch.object(forkserver, "connect_to_new_process", server):
+            for process, (_, theirs) in zip(self.processes, pipes, strict=True):
+                process.start()
+                theirs.close()
         port = self._pipes[0].recv() if self._pipes[0].poll(60) else None
         for pipe in self._pipes[1:]:
             pipe.send(port)
@@ -175,14 +184,16 @@ class World:
 class Worlds:
     """One world of each size, made when first asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, frameworks: bool = False) -> None:
+        """frameworks: whether ranks have them loaded."""
         self._kept: dict[int, World] = {}
+        self._frameworks = frameworks
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> list[Any]:
         """Run `function(*arguments)` on every rank of the world of this size; what each returned, rank by rank."""
         world = self._kept.get(size)
         if world is None or not world.alive:
-            world = self._kept[size] = World(size)
+            world = self._kept[size] = World(size, frameworks=self._frameworks)
         try:
             return world.run(function, *arguments, deadline_s=deadline_s)
         except BaseException:

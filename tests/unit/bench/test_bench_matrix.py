@@ -357,6 +357,7 @@ def test_methods_decide_first_and_go_on_afterwards(monkeypatch, deciding_steps, 
     the order's steps. All have the same turns, and go on in equal rounds."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("gradwire.bench.worker.gc.collect", lambda: 0)  # of all that tests loaded: seconds
     methods = {"ddp": FakeMethod(False), SAFE: FakeMethod(True, warm_up)}
     order = WorkerOrder(
         job="mlp", methods=("ddp", SAFE), seed=0, steps=4, warmup_steps=3, turn_steps=2, collective_timeout_s=1.0, runner=0,
