@@ -77,6 +77,8 @@ def _lowered_by_torch(
 
 def _lowered_by_cpp(second: Tensor, first: Tensor, gradient: Tensor, steps: Tensor, noise: Noise) -> bool:
     """Do it in one pass over memory, where all tensors have the same dense layout and a dtype that C++ knows. Whether it did."""
+    if not steps:  # a gradient scaler left out the first one
+        return True
     alike = all(each.stride() == second.stride() and each.dtype is second.dtype for each in (first, gradient))
     dense = second.is_contiguous() or second.is_contiguous(memory_format=torch.channels_last)
     if not (alike and dense and second.dtype in _DTYPES):

@@ -80,6 +80,7 @@ def test_a_step_that_a_scaler_left_out_changes_nothing(value, fused):
 
     optimizer.register_step_post_hook(lambda optimizer, *_: lower_second_moments(optimizer, RANKS))
     first, second = noise(2)
+    step(torch.full((200,), value))
     step(first)
     before = optimizer.state[parameter]["exp_avg_sq"].clone()
     step(torch.full((200,), value))
