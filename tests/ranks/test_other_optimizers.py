@@ -1,6 +1,7 @@
 """Optimizers that are not built as torch's are, and what scripts do to weights at odd moments."""
 
 import copy
+import gc
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from threads import Threads, built, here
+from torch import nn
 from worlds import Given, Worlds, digest, seeded
 
 import gradwire as gw
@@ -141,6 +143,22 @@ def test_a_rate_of_zero_at_first_hides_nothing_from_the_trials() -> None:
 def test_a_trial_in_which_nothing_moves_shows_nothing() -> None:
     assert not splits(Around(torch.optim.SGD(parameters(), lr=0.1)))
     assert not elementwise(Around(torch.optim.SGD(parameters(), lr=0.1)))
+
+
+def steps_while_another_job_ends() -> bool:
+    """Whether that job had lost its schedule, as in a thread that ends while another one steps."""
+    model = built(0, lambda: nn.Linear(3, 2))
+    handle = gw.parallelize(model, torch.optim.SGD(model.parameters()), plan=EXACT, process_group=here.group)
+    watch = handle.session._script
+    handle.detach()
+    del handle, model
+    gc.collect()
+    watch.before_step(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    return watch._reducer._schedule() is None
+
+
+def test_a_step_of_another_model_asks_nothing_of_a_job_that_ends(threads: Threads) -> None:
+    assert all(threads.run(2, steps_while_another_job_ends))
 
 
 def test_a_step_that_was_replaced_is_not_cut() -> None:

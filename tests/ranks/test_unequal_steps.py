@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from delayed_steps import gradient, momentum
+from local_steps import lower_plainly
 from test_delayed import adam, make_model
 from threads import Threads, here
 from torch import nn
@@ -34,6 +35,8 @@ def expected(schedule: gw.LocalSteps, make_optimizer: Any, weighed: bool) -> lis
             for step in range(number * steps[rank], (number + 1) * steps[rank]):
                 gradient(model, step, rank)
                 optimizer.step()
+                if isinstance(optimizer, torch.optim.Adam):
+                    lower_plainly(optimizer, len(local))
                 optimizer.zero_grad()
         with torch.no_grad():
             for weight, *own in zip(whole.parameters(), *(model.parameters() for model in local), strict=True):

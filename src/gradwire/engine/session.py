@@ -111,6 +111,8 @@ class ScriptWatch:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The script asks for a step of any optimizer of the process."""
         reducer, named = self._reducer, self._parameters_of(optimizer)
+        if not named and optimizer not in self._passed:
+            return  # it is of another model: in a thread of its own it may step while the job of this one begins or ends
         watched = bool(named) and reducer.synchronise
         if watched and torch._C._current_graph_task_id() != -1:
             raise taken_in_backward(reducer, named[0][0], type(optimizer).__name__)

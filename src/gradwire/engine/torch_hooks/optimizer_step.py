@@ -60,6 +60,9 @@ class PassedOptimizers:
         self._passed = weakref.WeakSet(optimizers)
         self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
+    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
+        return optimizer in self._passed
+
     def check(
         self,
         optimizer: torch.optim.Optimizer,
