@@ -15,6 +15,7 @@ from gradwire.errors import PayloadError
 from gradwire.kernels import cpu, everywhere, reference
 from gradwire.kernels.checksum import crc32c
 from gradwire.kernels.compressor import Compressor, Context, KernelCall, Program, WrappingCompressor, runs_of
+from gradwire.kernels.cpu import in_memory
 from gradwire.kernels.reference.indices import DAMAGED
 from gradwire.kernels.reference.local_update import LocalUpdate
 from gradwire.kernels.scattered import Addresses, Scattered
@@ -23,8 +24,8 @@ from gradwire.kernels.segments import Batch, BatchPart, Segment, Segments, tenso
 
 __all__ = [
     "Addresses", "Batch", "BatchPart", "Compressor", "Context", "KernelCall", "LocalUpdate", "Noise", "Program",
-    "Scattered", "Segment", "Segments", "WrappingCompressor", "crc32c", "is_float", "kernels_for", "lower_second_moments",
-    "refused", "run_calls", "runs_of", "tensor_key",
+    "Scattered", "Segment", "Segments", "WrappingCompressor", "crc32c", "in_memory", "is_float", "kernels_for",
+    "lower_second_moments", "refused", "run_calls", "runs_of", "tensor_key",
 ]  # fmt: skip
 
 
@@ -126,4 +127,4 @@ class refused:
 
 def is_float(dtype: torch.dtype) -> bool:
     """Whether the kernels take tensors of this dtype."""
-    return dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return dtype in cpu.FLOATS

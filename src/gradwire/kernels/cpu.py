@@ -24,6 +24,19 @@ from gradwire.kernels.scattered import Scattered
 from gradwire.kernels.segments import Segments
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3, torch.uint8: 4}
+FLOATS = torch.float32, torch.bfloat16, torch.float16
+
+
+def in_memory(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
+    """The elements of tensors in the order in which they lie in memory; None unless all have one dense layout, and one dtype that
+    the kernels take as numbers."""
+    first = tensors[0]
+    dense = first.is_contiguous() or first.is_contiguous(memory_format=torch.channels_last)
+    if not dense or first.dtype not in FLOATS:
+        return None
+    if any(each.dtype is not first.dtype or each.stride() != first.stride() for each in tensors):
+        return None
+    return [each.as_strided((each.numel(),), (1,)) for each in tensors]
 
 
 class Tensor(ctypes.Structure):

@@ -79,16 +79,11 @@ def _lowered_by_cpp(second: Tensor, first: Tensor, gradient: Tensor, steps: Tens
     """Do it in one pass over memory, where all tensors have the same dense layout and a dtype that C++ knows. Whether it did."""
     if not steps:  # a gradient scaler left out the first one
         return True
-    alike = all(each.stride() == second.stride() and each.dtype is second.dtype for each in (first, gradient))
-    dense = second.is_contiguous() or second.is_contiguous(memory_format=torch.channels_last)
-    if not (alike and dense and second.dtype in _DTYPES):
+    if (elements := cpu.in_memory(second, first, gradient)) is None:
         return False
     by = _Lower(1 / (1 - noise.first ** float(steps)), noise.left, 1 / (1 - noise.left), noise.taken, torch.get_num_threads())
-    _native()(*(each.as_strided((each.numel(),), (1,)) for each in (second, first, gradient)), byref(by))
+    _native()(*elements, byref(by))
     return True
-
-
-_DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from gradwire.engine.reducer import Reducer
 from gradwire.engine.torch_hooks.optimizer_step import outermost
 from gradwire.errors import PlanError
 from gradwire.exchange import LOCAL, Exchange, Slot
-from gradwire.kernels import LocalUpdate, is_float, kernels_for, reference
+from gradwire.kernels import LocalUpdate, in_memory, kernels_for, reference
 from gradwire.transport import Mark
 
 Moments = tuple[LocalUpdate, torch.Tensor | None, torch.Tensor | None]
@@ -249,14 +249,14 @@ class LocalMove(NamedTuple):
 
     def apply(self, weight: torch.Tensor, out: torch.Tensor) -> None:
         """Write the updated weight to `out`: in one pass over memory, where all tensors have the same layout."""
-        tensors = [each for each in (weight, self.gradient, self.squares, self.mean, out) if each is not None]
-        alike = all(each.dtype is weight.dtype and each.stride() == weight.stride() for each in tensors)
-        dense = weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
-        if not (alike and dense and is_float(weight.dtype)):
+        tensors = weight, self.gradient, self.squares, self.mean, out
+        elements = in_memory(*(each for each in tensors if each is not None))
+        if elements is None:
             reference.local_update(weight, self.gradient, self.squares, self.mean, self.by, out)
             return
-        kernels = kernels_for(weight.device.type)
-        kernels.local_update(*(_in_memory(each) for each in (weight, *self[:1], *self[2:])), self.by, _in_memory(out))
+        left = iter(elements)
+        *given, into = (None if each is None else next(left) for each in tensors)
+        kernels_for(weight.device.type).local_update(*given, self.by, into)
 
 
 def local_moves(
@@ -309,13 +309,6 @@ def local_move(
         state = {**state, "step": steps}
     by, squares, mean = moments_of(state, param_group)
     return LocalMove(gradient, by._replace(rate=rate * by.rate, eps=param_group.get("eps", 0.0)), squares, mean)
-
-
-def _in_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Its elements in the order in which they lie in memory."""
-    if tensor is None or tensor.is_contiguous():
-        return tensor
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def check_local(local: Mapping[str, torch.Tensor], sums: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
