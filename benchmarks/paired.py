@@ -3,6 +3,8 @@
 All arms of a seed begin with the same weights and get the same batches; towards the end the global weights are evaluated, several
 times, on the same batches that no arm has trained on. What is measured is written at once, so that a long run can be cut in
 pieces.
+
+A job's name may end in a factor of its learning rate: `transformer@0.5` trains the transformer at half of its rate.
 """
 
 import argparse
@@ -67,7 +69,9 @@ PLAIN = {REFERENCE: Arm(gw.Uniform(gw.Identity())), "S-SGD nudged (chance alone)
 def parser_of(part: str, seeds: int) -> argparse.ArgumentParser:
     """Options of a benchmark of learning: jobs, seeds, steps, only, again."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {part}")
-    parser.add_argument("--jobs", nargs="+", default=["transformer", "resnet"])
+    parser.add_argument(
+        "--jobs", nargs="+", default=["transformer", "resnet"], help="names, transformer@0.5 at half of its learning rate"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", nargs="+", default=[""], help="names, or parts of them")
@@ -197,7 +201,7 @@ def verdict(finals: Finals, arms: Mapping[str, Arm]) -> int:
 class Training:
     """One arm on one rank."""
 
-    def __init__(self, arm: Arm, job: Job, seed: int, steps: int, fused: bool = False) -> None:
+    def __init__(self, arm: Arm, job: Job, seed: int, steps: int, fused: bool = False, rate: float = 1.0) -> None:
         self.arm, self.job, self.model = arm, job, job.make_model(seed)
         if arm.nudged:
             with torch.no_grad():
@@ -205,7 +209,7 @@ class Training:
         self.optimizer = job.make_optimizer(self.model)
         for group in self.optimizer.param_groups if fused else ():
             group["fused"] = True
-        self.rates = LambdaLR(self.optimizer, lambda step: min(1.0, (steps - step) / (FALLING * steps)))
+        self.rates = LambdaLR(self.optimizer, lambda step: rate * min(1.0, (steps - step) / (FALLING * steps)))
         self.handle = gw.parallelize(self.model, self.optimizer, plan=arm.plan)
         self.trained: list[float] = []
         self.losses: list[float] = []
@@ -261,8 +265,9 @@ def train_on_rank(
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    job = make_job(job_name, seed)
-    running = {name: Training(arms[name], job, seed, steps, fused) for name in names}
+    name_of_job, _, rate = job_name.partition("@")
+    job = make_job(name_of_job, seed)
+    running = {name: Training(arms[name], job, seed, steps, fused, float(rate or 1.0)) for name in names}
     held_out = [job.batch(each % world, world, steps + each) for each in range(HELD_OUT)]
     looked_at = {steps - 1 - LOOK_EVERY * each for each in range(looks)}
     for step in range(steps):

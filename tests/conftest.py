@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 import torch
 import triton_processes
+import turns
 from interpreters import Interpreters
 from sampling import chance, sample, values_that_run
 from threads import Threads
@@ -39,6 +40,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers use the folder of the pro
     folder = tempfile.mkdtemp(prefix="gradwire-tests-")
     Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
     tempfile.tempdir = os.environ["TMPDIR"] = folder
+    os.environ.setdefault("GRADWIRE_TURN", str(turns.of_commit()))
     os.environ.setdefault("GRADWIRE_CACHE_DIR", folder)
     os.environ.setdefault("GRADWIRE_FLIGHT_DIR", folder)
 
@@ -123,8 +125,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark slow cases, and leave out some where there are very many and the command names no test. Order files for the workers of
     xdist, each of which takes up the next when it is done with one."""
     cases: dict[tuple[str, str, bool], list[pytest.Function]] = defaultdict(list)
-    left_out: list[pytest.Item] = []
     named = bool(config.option.keyword) or any("::" in argument for argument in config.args)
+    left_out: list[pytest.Item] = []
     for item in items:
         if "for_cuda" in item.name:  # a compiler starts for them
             item.add_marker("slow")
@@ -144,11 +146,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in slow:
             item.add_marker("slow")
         left_out += out
+    gone = set(left_out)
+    left_out += [] if named else those_that_wait([item for item in items if item not in gone])
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
     place = {name: at for at, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def those_that_wait(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Mark costly tests slow whose turn it is not, and return them if `make test-ci` runs now, which leaves them out."""
+    costly = turns.turns(turns.COSTLY.read_text(encoding="utf-8"))
+    turn = int(os.environ["GRADWIRE_TURN"])
+    waiting = [item for item in items if turns.of_test(item.nodeid, costly) not in (None, turn)]
+    for item in waiting:
+        item.add_marker("slow")
+    return waiting if _IS_CI and "GRADWIRE_ALL_CASES" not in os.environ else []
 
 
 def is_sampled(case: pytest.Item) -> bool:
@@ -225,6 +239,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for folder, (tests, quick, run, total) in sorted(sampled.items()):
             terminalreporter.write_line(
                 f"{folder}: of {total} cases of {tests} tests `make test` runs {quick}, {with_slow} {run}"
+            )
+        if "not slow" in config.option.markexpr or _IS_CI:
+            terminalreporter.write_line(
+                f"Of the tests in tests/costly.txt a third runs, by the commit: turn {int(os.environ['GRADWIRE_TURN']) + 1} of "
+                f"{turns.TURNS}. GRADWIRE_TURN=0, 1 or 2 chooses."
             )
         if "not thorough" in config.option.markexpr:
             terminalreporter.write_line("Tests with the mark `thorough` run in `make test-slow`.")

@@ -8,6 +8,7 @@ from typing import Any
 import conftest
 import pytest
 from sampling import sample
+from turns import COSTLY, TURNS, costly_of, of_test, turns
 
 PHASES = ("forward", "backward", "step")
 RANKS = (0, 1, 2)
@@ -63,3 +64,42 @@ def test_ci_leaves_out_slow_cases_where_each_takes_long(
     for is_ci, expected in ((False, of_make_test), (True, of_ci)):
         monkeypatch.setattr(conftest, "_IS_CI", is_ci)
         assert conftest.is_sampled(case) is expected
+
+
+# ---- costly tests run in turns
+
+
+def test_turns_take_equally_long_and_every_costly_test_has_one() -> None:
+    lines = [line.split() for line in COSTLY.read_text(encoding="utf-8").splitlines()]
+    found = turns(COSTLY.read_text(encoding="utf-8"))
+    sums = [sum(float(seconds) for seconds, name in lines if found[name] == turn) for turn in range(TURNS)]
+    assert len(found) == len(lines) and max(sums) - min(sums) <= max(float(seconds) for seconds, _ in lines)
+
+
+@pytest.mark.parametrize("name", [line.split()[1] for line in COSTLY.read_text(encoding="utf-8").splitlines()])
+def test_costly_tests_exist(name: str) -> None:
+    file, _, function = name.partition("::")
+    text = (COSTLY.parents[1] / file).read_text(encoding="utf-8")
+    assert not function or f"def {function.rpartition('::')[2]}(" in text
+
+
+def test_cases_of_a_test_and_tests_of_a_file_run_in_one_turn() -> None:
+    found = turns("9 tests/a.py::test_one\n5 tests/b.py\n")
+    assert of_test("tests/a.py::test_one[x-1]", found) == of_test("tests/a.py::test_one[y]", found) == 0
+    assert of_test("tests/b.py::test_any", found) == 1
+    assert of_test("tests/a.py::test_two", found) is None
+
+
+def test_costly_tests_are_taken_from_a_report() -> None:
+    report = (
+        '<testsuites><testsuite><testcase classname="tests.ranks.test_a" name="test_one[1]" time="3"/>'
+        '<testcase classname="tests.ranks.test_a" name="test_one[2]" time="4"/>'
+        '<testcase classname="tests.unit.sim.test_b.TestLaws" name="test_two" time="6"/>'
+        '<testcase classname="tests.scripts.test_bench_demo" name="test_three" time="40"/>'
+        '<testcase classname="tests.ranks.test_a" name="test_quick" time="1"/></testsuite></testsuites>'
+    )
+    assert costly_of(report).splitlines() == [
+        "40 tests/scripts/test_bench_demo.py",
+        "7 tests/ranks/test_a.py::test_one",
+        "6 tests/unit/sim/test_b.py::TestLaws::test_two",
+    ]

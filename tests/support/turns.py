@@ -1,0 +1,58 @@
+"""Tests that take long, of which `make test` and `make test-ci` run a third, by the commit: tests/costly.txt has them.
+
+To measure them anew, run `PYTEST_ADDOPTS=--junitxml=build/tests.xml make test-ci` alone on a machine, copy build/tests.xml before
+the tests of time begin, and run `python tests/support/turns.py COPY`.
+"""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+__all__ = ["COSTLY", "TURNS", "of_commit", "of_test", "turns"]
+
+TURNS = 3
+COSTLY = Path(__file__).parents[1] / "costly.txt"
+_ALWAYS = "test_every_page_is_read_without_a_warning_and_the_site_has_all_names"
+_TOGETHER = ("tests/scripts/test_bench_demo.py", "tests/scripts/test_bench_worker.py")
+"""Files that wait as a whole: their first test runs what all of them look at."""
+_LEAST_S = 5.0
+
+
+def turns(costly: str) -> dict[str, int]:
+    """The turn, from 0 on, in which each test of the text runs: all turns take about equally long."""
+    seconds = {name: float(number) for number, name in map(str.split, costly.splitlines())}
+    sums = [0.0] * TURNS
+    found = {}
+    for name in sorted(seconds, key=lambda each: (-seconds[each], each)):
+        found[name] = sums.index(min(sums))
+        sums[found[name]] += seconds[name]
+    return found
+
+
+def of_test(nodeid: str, costly: dict[str, int]) -> int | None:
+    """The turn of this test. None if it runs in each."""
+    name = nodeid.partition("[")[0]
+    return costly.get(name, costly.get(name.partition("::")[0]))
+
+
+def of_commit() -> int:
+    """The turn of the commit that is checked out; 0 without one."""
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=COSTLY.parent, capture_output=True, text=True, check=False)
+    return int(asked.stdout[:8] or "0", 16) % TURNS
+
+
+def costly_of(report: str) -> str:
+    """The text of tests/costly.txt from a report of pytest in JUnit's form."""
+    seconds: Counter[str] = Counter()
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        file, _, of_class = case.attrib["classname"].replace(".", "/").partition("/Test")
+        name = "::".join([f"{file}.py", *([f"Test{of_class}"] if of_class else []), case.attrib["name"].partition("[")[0]])
+        seconds[f"{file}.py" if f"{file}.py" in _TOGETHER else name] += float(case.attrib["time"])
+    lines = [f"{number:.0f} {name}" for name, number in seconds.most_common() if number >= _LEAST_S and _ALWAYS not in name]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    COSTLY.write_text(costly_of(Path(sys.argv[1]).read_text(encoding="utf-8")), encoding="utf-8")
