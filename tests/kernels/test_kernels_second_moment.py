@@ -51,6 +51,14 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=digits, atol=1e-5)
 
 
+@pytest.mark.parametrize("overflows", [0.0, 1.0, 2.0])
+def test_a_step_that_was_left_out_on_a_device_changes_nothing(overflows: float) -> None:
+    second, first, gradient = tensors_of(torch.float32)
+    found = second.clone()
+    lower_second_moments([found], [first], [gradient], [torch.tensor(3.0)], NOISE[0], torch.tensor([overflows]))
+    close(found, second if overflows else by_torch([second, first, gradient], NOISE[0]))
+
+
 @built
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_share_a_large_tensor(threads: int) -> None:

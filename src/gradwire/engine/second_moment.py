@@ -32,17 +32,22 @@ def lower_second_moments(optimizer: torch.optim.Optimizer, ranks: int) -> None:
     """Take the noise that a mean over so many ranks would not have out of what the last step added to the second moments.
 
     Called after a step, while its gradients are there. Needs memory for two copies of 16 million elements, or of the largest
-    tensor. Does nothing for optimizers other than Adam and its kin, for a beta1 of 0, and where gradients are not finite: a
-    gradient scaler left out that step.
+    tensor. Does nothing for optimizers other than Adam and its kin, for a beta1 of 0, where gradients are not finite, and where a
+    gradient scaler left out the step.
     """
     if ranks < 2 or not isinstance(optimizer, _KINDS):
         return
+    overflows = getattr(optimizer, "found_inf", None)  # a scaler leaves it to fused optimizers to do nothing
+    if overflows is not None and overflows.device.type == "cpu":
+        if overflows:
+            return
+        overflows = None
     for group in optimizer.param_groups:
         first_kept, second_kept = map(float, group["betas"])
         noise = Noise(first_kept, second_kept, ranks)
         for same in _alike(optimizer, group["params"]) if first_kept else ():  # else the first moment is the gradient
             steps, first, second = ([_held(optimizer.state[each][key]) for each in same] for key in _KEYS)
-            lower(second, first, [_held(each.grad) for each in same], steps, noise)
+            lower(second, first, [_held(each.grad) for each in same], steps, noise, overflows)
 
 
 def _alike(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

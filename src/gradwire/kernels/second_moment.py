@@ -42,7 +42,12 @@ class _Lower(ctypes.Structure):
 
 
 def lower_second_moments(
-    second: Sequence[Tensor], first: Sequence[Tensor], gradients: Sequence[Tensor], steps: Sequence[Tensor], noise: Noise
+    second: Sequence[Tensor],
+    first: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    noise: Noise,
+    overflows: Tensor | None = None,
 ) -> None:
     """Take the noise out of what the last step added to the second moments: of
 
@@ -50,17 +55,24 @@ def lower_second_moments(
         second = second - taken * (gradient ** 2 - signal)
 
     Elements whose gradient is not finite stay. All tensors have the dtype and the device of the first, but for the steps, which
-    are numbers. In torch this needs memory for two copies of the tensors.
+    are numbers. In torch this needs memory for two copies of the tensors. overflows: a number on their device, above 0 if the
+    step was left out: then nothing changes, and nothing waits for the device.
     """
     columns = list(zip(second, first, gradients, steps, strict=True))
-    if gradients[0].device.type == "cpu" and cpu.available() is None:
+    if overflows is None and gradients[0].device.type == "cpu" and cpu.available() is None:
         columns = [each for each in columns if not _lowered_by_cpp(*each, noise)]
     if columns:
-        _lowered_by_torch(*([*each] for each in zip(*columns, strict=True)), noise=noise)
+        _lowered_by_torch(*([*each] for each in zip(*columns, strict=True)), noise=noise, overflows=overflows)
 
 
 def _lowered_by_torch(
-    second: list[Tensor], first: list[Tensor], gradients: list[Tensor], steps: list[Tensor], *, noise: Noise
+    second: list[Tensor],
+    first: list[Tensor],
+    gradients: list[Tensor],
+    steps: list[Tensor],
+    *,
+    noise: Noise,
+    overflows: Tensor | None,
 ) -> None:
     unbiased = (1 / (1 - noise.first ** torch.stack(steps))).unbind()
     squares, signals = torch._foreach_mul(gradients, gradients), torch._foreach_mul(first, unbiased)
@@ -71,6 +83,8 @@ def _lowered_by_torch(
     torch._foreach_sub_(squares, signals)
     for each in squares:
         each.nan_to_num_(0.0, 0.0, 0.0)
+    if overflows is not None:
+        torch._foreach_mul_(squares, (overflows == 0).to(squares[0]).reshape(()))
     torch._foreach_sub_(second, squares, alpha=noise.taken)
     torch._foreach_clamp_min_(second, 0.0)  # rounding, and weight decay that the optimizer added to gradients
 

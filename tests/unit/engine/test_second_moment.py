@@ -89,6 +89,23 @@ def test_a_step_that_a_scaler_left_out_changes_nothing(value, fused):
     torch.testing.assert_close(optimizer.state[parameter]["exp_avg_sq"], of([first, second]))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_in_one_tensor_changes_nothing_in_others(fused):
+    parameters = [torch.nn.Parameter(torch.zeros(200)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer.register_step_post_hook(lambda optimizer, *_: lower_second_moments(optimizer, RANKS))
+    found = []
+    for other in (torch.ones(200), torch.full((200,), float("inf"))):
+        optimizer.zero_grad()
+        scaler.scale((parameters[0] * torch.linspace(-1, 1, 200) + parameters[1] * other).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append([optimizer.state[each]["exp_avg_sq"].clone() for each in parameters])
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert float(found[0][0].abs().sum()) > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_few_digits_it_never_falls_below_zero(dtype):
     for ranks in (2, 1000):
