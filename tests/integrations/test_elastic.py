@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,7 +31,7 @@ from worlds import Given, digest
 import gradwire as gw
 from gradwire.engine import REGISTRY, Keeps, prepare
 from gradwire.exchange import Exchange
-from gradwire.integrations import handover, quorum, torchft
+from gradwire.integrations import member_state, quorum, torchft
 from gradwire.integrations.gradient_means import GradientMeans
 from gradwire.integrations.member_watch import LighthouseLine
 from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
@@ -125,14 +126,31 @@ def test_states_of_optimizers_in_another_order_are_refused() -> None:
     model(torch.ones(1, 3)).sum().backward()
     for each in both:
         each.step()
-    state = handover.state_of(model, (), both).save()
-    handover.state_of(model, (), both).load(state)
+    state = member_state.state_of(model, (), both).save()
+    member_state.state_of(model, (), both).load(state)
     with pytest.raises(
         gw.DisagreementError, match=r"SGD of \[\['0.weight', '0.bias'\]\], and this one has SGD of \[\['1.weight'"
     ):
-        handover.state_of(model, (), both[::-1]).load(state)
+        member_state.state_of(model, (), both[::-1]).load(state)
     with pytest.raises(gw.DisagreementError, match="has nothing in its place"):
-        handover.state_of(model, (), both[:1]).load(state)
+        member_state.state_of(model, (), both[:1]).load(state)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.nn.BatchNorm1d(1, affine=False), r"float32 of shape \[3\] for the tensor 'running_mean'.*this one has .*\[1\]"),
+        (torch.nn.BatchNorm1d(3, affine=False).double(), "float32 .* this one has torch.float64"),
+        (torch.nn.BatchNorm1d(3), "sent nothing for the tensor 'bias'"),
+        (torch.nn.Identity(), "for the tensor 'num_batches_tracked' of the model, and this one has nothing"),
+    ],
+)
+def test_another_model_takes_no_state(other: torch.nn.Module, words: str) -> None:
+    state = member_state.state_of(torch.nn.BatchNorm1d(3, affine=False), (), []).save()
+    before = {name: each.clone() for name, each in other.state_dict().items()}
+    with pytest.raises(gw.DisagreementError, match=words):
+        member_state.state_of(other, (), []).load(state)
+    assert all(torch.equal(each, before[name]) for name, each in other.state_dict().items())
 
 
 def test_without_torchft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -740,37 +758,67 @@ def started_lighthouse(interpreters: Interpreters, bind: str) -> tuple[Any, str]
     return lighthouse, lighthouse.stdout.readline().rstrip().rpartition("//")[2]
 
 
+def test_a_lighthouse_that_cannot_listen_says_where(interpreters: Interpreters) -> None:
+    pytest.importorskip("torchft")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [sys.executable, "-m", "gradwire", "lighthouse", "--bind", address]
+        said = interpreters.start(command, stderr=subprocess.PIPE, text=True).communicate(timeout=60)[1]
+    assert address in said and "--bind" in said and "Traceback" not in said
+
+
 RESTARTED = """
 import sys
+import time
 import torch
 import gradwire as gw
-step = int(sys.argv[2])
+step, plan = int(sys.argv[2]), gw.Identity()
+if sys.argv[3] == "local":
+    plan = gw.Uniform(plan, schedule=gw.LocalSteps(every=5))
 torch.manual_seed(step)
 model = torch.nn.Linear(20, 3)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-job = gw.elastic(model, optimizer, plan=gw.Identity(), lighthouse=sys.argv[1])
-job.step = step
+job = gw.elastic(model, optimizer, plan=plan, lighthouse=sys.argv[1])
+job.step, began_s, share = step, time.monotonic(), None
 while job.step < 110:
-    model(torch.randn(8, 20)).square().mean().backward()
+    inputs = torch.randn(8, 20)
+    (own,) = torch.autograd.grad(model(inputs).square().mean(), model.weight)
+    model(inputs).square().mean().backward()
     optimizer.step()
+    share = share or float(model.weight.grad.norm() / own.norm())
     optimizer.zero_grad()
-print(job.step, sum(weight.double().sum().item() for weight in model.parameters()))
+with job.global_weights():
+    print(job.step, sum(weight.double().sum().item() for weight in model.parameters()), share, time.monotonic() - began_s)
 job.leave()
 """
 
 
-@pytest.mark.parametrize("steps", [(100, 0), pytest.param((100, 100), marks=MORE), pytest.param((0, 98), marks=MORE)])
-def test_a_job_counts_on_from_a_checkpoint(interpreters: Interpreters, steps: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("plan", "steps"),
+    [
+        ("exact", (100, 0)),
+        ("local", (100, 0)),
+        pytest.param("exact", (100, 100), marks=MORE),
+        pytest.param("local", (100, 100), marks=MORE),
+        pytest.param("exact", (0, 98), marks=MORE),
+    ],
+)
+def test_a_job_counts_on_from_a_checkpoint(interpreters: Interpreters, plan: str, steps: tuple[int, int]) -> None:
+    """Nobody waits for a timeout of 60 seconds, and the first mean is of those who had the checkpoint."""
     pytest.importorskip("torchft")
     lighthouse, address = started_lighthouse(interpreters, "127.0.0.1:0")
     pipes = {"stdout": subprocess.PIPE, "text": True}
     try:
-        ends = [interpreters.start([sys.executable, "-c", RESTARTED, address, str(step)], **pipes) for step in steps]
+        ends = [interpreters.start([sys.executable, "-c", RESTARTED, address, str(step), plan], **pipes) for step in steps]
         first, second = (each.communicate(timeout=120)[0].split() for each in ends)
     finally:
         lighthouse.send_signal(signal.SIGINT)
         lighthouse.wait(10)
-    assert first == second and first[0] == "110"
+    assert first[:2] == second[:2] and first[0] == "110"
+    assert max(float(each[3]) for each in (first, second)) < 45
+    if 0 in steps:
+        trains = first if steps[0] else second
+        assert float(trains[2]) == pytest.approx(1.0)
 
 
 def test_steps_are_set_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+import gradwire as gw
 from gradwire.integrations import handover
-from gradwire.integrations.member_watch import MemberWatch
+from gradwire.integrations.member_watch import MemberWatch, url_of
 from gradwire.testbed import free_port
 from gradwire.transport import LinkError
 
@@ -80,3 +81,15 @@ def test_attempts_to_reach_a_store_get_longer(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(handover, "TCPStore", of_far_away)
     reached = handover.reach(f"127.0.0.1:{store.port}", timedelta(seconds=120))
     assert attempts == [1, 2, 4] and reached.timeout == timedelta(seconds=120)
+
+
+@pytest.mark.parametrize("address", ["localhost", "localhost:port", "::1:29510", "127.0.0.1:65536", ":29510", ""])
+def test_an_address_without_host_or_port_is_refused_by_name(address: str) -> None:
+    with pytest.raises(gw.PlanError, match=r"HOST:29510, or \[::1\]:29510") as refused:
+        url_of(address)
+    assert repr(address) in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["node0:29510", "[::1]:29510", "http://10.0.0.1:29510"])
+def test_an_address_may_be_a_url(address: str) -> None:
+    assert url_of(address).port == 29510

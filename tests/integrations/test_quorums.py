@@ -10,8 +10,8 @@ import pytest
 import gradwire as gw
 from gradwire.exchange import TensorMeta
 from gradwire.integrations import quorum
-from gradwire.integrations.handover import MemberState
 from gradwire.integrations.meetings import quorum_key
+from gradwire.integrations.member_state import MemberState
 from gradwire.integrations.members import Members
 
 
@@ -66,6 +66,16 @@ def test_a_first_step_that_a_grad_scaler_skips_parts_nobody() -> None:
     """Before the first step that counts, torchft lets all members but one load a state."""
     members, exchange = members_of(answer(heal=True), answer(heal=True))
     assert members.meet() is exchange
+
+
+def test_a_step_that_does_not_count_leaves_rank_and_number() -> None:
+    """Scripts choose by them who saves, and divide their data."""
+    members, _ = members_of(answer())
+    members.rank, members.world_size = 2, 3
+    left: Any = SimpleNamespace(abort=lambda: None, residuals=SimpleNamespace(state=dict), group=SimpleNamespace(world_size=3))
+    members.exchange = left
+    members.give_up()
+    assert members.exchange is None and (members.rank, members.world_size) == (2, 3)
 
 
 @pytest.mark.parametrize("change", [{"quorum_id": 6}, {"replica_ids": ["a", "c"]}])

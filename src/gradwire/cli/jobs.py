@@ -250,13 +250,19 @@ def lighthouse(
     os.environ.setdefault("RUST_LOG", "error")  # torchft's log has several lines for each step
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(
-        bind=bind,
-        min_replicas=min_replicas,
-        join_timeout_ms=round(1e3 * patience),
-        quorum_tick_ms=20,
-        heartbeat_timeout_ms=round(1e3 * silence),
-    )
+    try:
+        server = LighthouseServer(
+            bind=bind,
+            min_replicas=min_replicas,
+            join_timeout_ms=round(1e3 * patience),
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=round(1e3 * silence),
+        )
+    except Exception as error:  # torchft has a RuntimeError for all
+        raise GradwireError(
+            f"the lighthouse cannot listen at {bind!r}: {error}. Pass --bind with an address of this machine and a free port, "
+            "such as 0.0.0.0:29510 or [::]:29510."
+        ) from error
     host, port = bind.rpartition(":")[0], urlsplit(server.address()).port
     everywhere = host in ("", "0.0.0.0", "[::]")  # members reach it by this machine's name
     typer.echo(f"the lighthouse listens at {server.address() if everywhere else f'http://{host}:{port}'}")

@@ -5,23 +5,21 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.utils import _pytree as pytree
 
-from gradwire.errors import DisagreementError
 from gradwire.integrations.member_watch import host_and_port
 from gradwire.transport import Link, LinkError, start_store_thread, transfer
 
-__all__ = ["MemberCard", "MemberState", "StateOffer", "copied", "fetch", "hand_over", "reach", "state_of"]
+__all__ = ["MemberCard", "StateOffer", "copied", "fetch", "hand_over", "reach"]
 
 log = logging.getLogger(__name__)
 _PIECE_BYTES = 2**22
@@ -32,13 +30,6 @@ _TRY = timedelta(seconds=1)
 """For the first attempt to connect with a store. A TCPStore tries as long as its timeout, also where nobody listens any more."""
 _LOOK, _AGAIN_S = timedelta(seconds=1), 0.05
 """How long to wait for a piece before looking whether it is still of use, and for a store that does not answer."""
-
-
-class MemberState(NamedTuple):
-    """The state of a member without residuals: how a donor saves it, and how a joiner loads it."""
-
-    save: Callable[[], dict[str, Any]]
-    load: Callable[[dict[str, Any]], None]
 
 
 class MemberCard(msgspec.Struct):
@@ -159,39 +150,3 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
     """A copy of a state in the host's memory: later steps do not change it."""
     copy: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda each: each.detach().to("cpu", copy=True), state)
     return copy
-
-
-def state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[Any]) -> MemberState:
-    """The state of a model, without the tensors of these names, and of other objects."""
-
-    def tensors() -> dict[str, torch.Tensor]:
-        named = [*model.named_parameters(), *model.named_buffers()]
-        return {name: each.detach() for name, each in named if name not in without}
-
-    def labels() -> list[str]:
-        names = {id(each): name for name, each in model.named_parameters()}
-        return [_label(each, names) for each in others]
-
-    def save() -> dict[str, Any]:
-        return {"tensors": tensors(), "others": [each.state_dict() for each in others], "labels": labels()}
-
-    def load(state: dict[str, Any]) -> None:
-        if state["labels"] != (own := labels()):
-            theirs, mine = next((a, b) for a, b in zip_longest(state["labels"], own, fillvalue="nothing") if a != b)
-            raise DisagreementError(
-                f"another member sent the state of {theirs}, and this one has {mine} in its place. Pass the same optimizers, "
-                "with the same parameters, and the same `also` in the same order on every member."
-            )
-        for name, each in tensors().items():
-            each.copy_(state["tensors"][name])
-        for each, saved in zip(others, state["others"], strict=True):
-            each.load_state_dict(saved)
-
-    return MemberState(save, load)
-
-
-def _label(each: Any, names: Mapping[int, str]) -> str:
-    """The kind of an object with a state; of an optimizer also its parameters, since its state has them by number."""
-    groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
-    stepped = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in groups]
-    return type(each).__name__ + (f" of {stepped}" if groups else "")

@@ -8,11 +8,12 @@ the connection, or refuses it. A machine that loses power does neither: then the
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
+from gradwire.errors import PlanError
 from gradwire.transport import LinkError
 
-__all__ = ["LighthouseLine", "MemberWatch", "host_and_port"]
+__all__ = ["LighthouseLine", "MemberWatch", "host_and_port", "url_of"]
 
 _CONNECT_S = 1.0
 
@@ -25,6 +26,25 @@ def host_and_port(address: str) -> tuple[str, int]:
     """
     place = urlsplit(f"//{address}")
     return place.hostname or "", place.port or 0
+
+
+def url_of(address: str) -> SplitResult:
+    """The URL of a lighthouse at this URL or HOST:PORT. Raises PlanError.
+
+    >>> url_of("node0:29510").port
+    29510
+    """
+    url = urlsplit(address if "://" in address else f"http://{address}")
+    try:
+        is_whole = bool(url.hostname and url.port)
+    except ValueError:  # of a port that is no number, or is too large
+        is_whole = False
+    if not is_whole:
+        raise PlanError(
+            f"lighthouse is {address!r}, and members need the host and the port of `gradwire lighthouse`: HOST:29510, or "
+            "[::1]:29510 where the host is an IPv6 address"
+        )
+    return url
 
 
 class MemberWatch:

@@ -22,8 +22,9 @@ from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.exchange import Exchange, State, TensorMeta, is_alike
 from gradwire.integrations.catch_up import CatchUp, Means
 from gradwire.integrations.handles import from_bytes, to_bytes
-from gradwire.integrations.handover import MemberCard, MemberState, StateOffer, copied, fetch, hand_over
+from gradwire.integrations.handover import MemberCard, StateOffer, copied, fetch, hand_over
 from gradwire.integrations.meetings import meeting_name, quorum_key
+from gradwire.integrations.member_state import MemberState
 from gradwire.integrations.quorum import Lighthouse, NoQuorumError
 from gradwire.integrations.rehearsal import rehearse
 from gradwire.transport import LinkError
@@ -47,6 +48,8 @@ class Members:
         """Committed steps: the same on all members that are not behind."""
         self.parts, self.takes_part = 0, False
         """The members whose gradients count in this step, 0 where all join, and whether this is one of them."""
+        self.rank, self.world_size = 0, 0
+        """This member's rank among the members that met last, and their number; 0 before the first quorum."""
         self.exchange: Exchange | None = None
         """The exchange of the present quorum; None before the first, and after a failure."""
         self._quorum: tuple[int, tuple[str, ...]] = -1, ()
@@ -59,16 +62,6 @@ class Members:
         self._catch_up: CatchUp | None = None
         """The way to the step of the others; None where this member makes steps with them."""
         self._offer = StateOffer()
-
-    @property
-    def rank(self) -> int:
-        """This member's rank among the present members; 0 before the first quorum."""
-        return self.exchange.group.rank if self.exchange is not None else 0
-
-    @property
-    def world_size(self) -> int:
-        """The number of present members; 0 before the first quorum."""
-        return self.exchange.group.world_size if self.exchange is not None else 0
 
     @property
     def factor(self) -> float:
@@ -164,6 +157,7 @@ class Members:
         self._quorum = quorum_key(quorum)
         group = self._lighthouse.group_of(quorum)
         exchange = self.exchange = Exchange(self._tensors, self._plan, group)
+        self.rank, self.world_size = group.rank, group.world_size
         exchange.go_on(self._kept[0], quorum.max_step, self._kept[1])
         self._kept = {}, 1
         waits, joiners = not self._catches_up or not quorum.max_step, quorum.recover_dst_replica_ranks
@@ -179,6 +173,9 @@ class Members:
         cards, got = exchange.lanes.control.submit(lambda link: hand_over(link, card, data)).result()
         self._lighthouse.end_watch()
         self.parts, self.takes_part, self._failures = sum(not each.joins for each in cards), not card.joins, 0
+        behind = {joiner for each in cards for joiner in each.sends}
+        if quorum.max_step and not self.parts and behind:  # all have begun anew, some of them from a checkpoint
+            self.parts, self.takes_part = len(cards) - len(behind), group.rank not in behind
         if quorum.heal:
             state = from_bytes(got)
             exchange.go_on(state.pop("alike"), quorum.max_step, group.world_size)

@@ -13,7 +13,7 @@ from gradwire.core import LocalSteps
 from gradwire.engine import ModelHook, OuterOptimizer, leave_hooks_behind, lower_second_moments
 from gradwire.errors import PlanError
 from gradwire.exchange import Exchange
-from gradwire.integrations.handover import MemberState
+from gradwire.integrations.member_state import MemberState
 from gradwire.integrations.members import Members
 from gradwire.integrations.trained import StepWatch, TrainedParameters
 

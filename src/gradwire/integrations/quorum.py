@@ -8,14 +8,13 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from gradwire.errors import CommunicationError, PlanError, StepStateError
 from gradwire.integrations.handover import reach
 from gradwire.integrations.meetings import meeting_name
-from gradwire.integrations.member_watch import LighthouseLine, MemberWatch
+from gradwire.integrations.member_watch import LighthouseLine, MemberWatch, url_of
 from gradwire.transport import Group, own_address, start_store_thread
 
 __all__ = ["Lighthouse", "NoQuorumError", "lighthouse_address", "load_torchft"]
@@ -61,9 +60,9 @@ class Lighthouse:
 
     def __init__(self, address: str, min_replicas: int, timeout: timedelta, patience_s: float) -> None:
         """min_replicas: the least members of a step. timeout: how long a wait for another member may take. patience_s: how long
-        to wait for enough members. Raises PlanError without torchft."""
+        to wait for enough members. Raises PlanError without torchft, and for an address that is none."""
         load_torchft()
-        self._url = urlsplit(address if "://" in address else f"http://{address}")
+        self._url = url_of(address)
         self._min_replicas, self.timeout, self._patience_s = min_replicas, timeout, patience_s
         self._own_address = own_address(SimpleNamespace(host=self._url.hostname, port=self._url.port))
         self._host = f"[{self._own_address}]" if ":" in self._own_address else self._own_address

@@ -30,7 +30,7 @@ from gradwire.exchange import ExchangeStats, TensorMeta, embeddings_of, info_of
 from gradwire.integrations.elastic_auto import ElasticAuto
 from gradwire.integrations.elastic_islands import IslandLighthouse, LocalState, island_rounds
 from gradwire.integrations.gradient_means import GradientMeans
-from gradwire.integrations.handover import state_of
+from gradwire.integrations.member_state import state_of
 from gradwire.integrations.members import Members
 from gradwire.integrations.outer_steps import LocalRounds, OuterSteps, check_rounds
 from gradwire.integrations.quorum import Lighthouse, lighthouse_address

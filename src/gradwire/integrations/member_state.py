@@ -1,0 +1,66 @@
+"""The state of a member of an elastic job: its model, its optimizers, and the other objects of its script."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire.errors import DisagreementError
+
+__all__ = ["MemberState", "state_of"]
+
+
+class MemberState(NamedTuple):
+    """The state of a member without residuals: how a donor saves it, and how a joiner loads it."""
+
+    save: Callable[[], dict[str, Any]]
+    load: Callable[[dict[str, Any]], None]
+
+
+def state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[Any]) -> MemberState:
+    """The state of a model, without the tensors of these names, and of other objects."""
+
+    def tensors() -> dict[str, torch.Tensor]:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return {name: each.detach() for name, each in named if name not in without}
+
+    def labels() -> list[str]:
+        names = {id(each): name for name, each in model.named_parameters()}
+        return [_label(each, names) for each in others]
+
+    def save() -> dict[str, Any]:
+        return {"tensors": tensors(), "others": [each.state_dict() for each in others], "labels": labels()}
+
+    def load(state: dict[str, Any]) -> None:
+        if state["labels"] != (own := labels()):
+            label, in_place = next((a, b) for a, b in zip_longest(state["labels"], own, fillvalue="nothing") if a != b)
+            raise DisagreementError(
+                f"another member sent the state of {label}, and this one has {in_place} in its place. Pass the same optimizers, "
+                "with the same parameters, and the same `also` in the same order on every member."
+            )
+        mine, theirs = tensors(), state["tensors"]
+        for name in sorted(mine.keys() | theirs.keys()):
+            if (sent := _form(theirs.get(name))) != (has := _form(mine.get(name))):
+                raise DisagreementError(
+                    f"another member sent {sent} for the tensor {name!r} of the model, and this one has {has}. Start every "
+                    "member with the same model."
+                )
+        for name, each in mine.items():
+            each.copy_(theirs[name])
+        for each, saved in zip(others, state["others"], strict=True):
+            each.load_state_dict(saved)
+
+    return MemberState(save, load)
+
+
+def _form(tensor: torch.Tensor | None) -> str:
+    """The shape and dtype in words."""
+    return "nothing" if tensor is None else f"{tensor.dtype} of shape {[*tensor.shape]}"
+
+
+def _label(each: Any, names: Mapping[int, str]) -> str:
+    """The kind of an object with a state; of an optimizer also its parameters, since its state has them by number."""
+    groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
+    stepped = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in groups]
+    return type(each).__name__ + (f" of {stepped}" if groups else "")
