@@ -380,3 +380,27 @@ def test_every_schedule_keeps_the_energies_of_ranks_alike(threads: Threads, sche
     for found in (results := threads.run(3, trained, schedule)):
         assert all(torch.equal(value, results[0][name]) for name, value in found.items())
         assert all(bool(value.any()) for name, value in found.items() if name.startswith("energy"))
+
+
+class SmallWithNothing(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = torch.nn.Parameter(torch.empty(0, 4))
+
+
+def state_after_a_change() -> None:
+    """A plan without energies keeps those of the plan before, also of a tensor without elements, and takes its own state."""
+    model = built(0, SmallWithNothing)
+    handle = gw.parallelize(model, plan=gw.Policy(default=SPEC, exempt_vectors=False), process_group=here.group)
+    backward(model, 0)
+    handle.session.change_to(handle.session.plan_of(gw.Uniform(gw.Identity())))
+    residuals = handle.session.exchange.residuals
+    state = residuals.state()
+    assert any("energy/left" in key and not value.numel() for key, value in state.items())
+    residuals.check(state)
+    residuals.load(state)
+    assert all(torch.equal(value, state[key]) for key, value in residuals.state().items())
+
+
+def test_energies_of_tensors_without_elements_are_loaded(threads: Threads) -> None:
+    threads.run(2, state_after_a_change)

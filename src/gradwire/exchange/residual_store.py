@@ -118,7 +118,7 @@ class Remembered:
         """Raises ValueError unless `state` has exactly what `load` takes."""
         expected = {run.key: run.numel for run in self._runs() if not _is_left(run.key)}
         sizes = self._taken_sizes()
-        left = {key: numel for key in state if _is_left(key) and (numel := sizes.get(_carried(key)))}
+        left = {key: numel for key in state if _is_left(key) and (numel := sizes.get(_carried(key))) is not None}
         for key in sorted(expected.keys() ^ (state.keys() - left.keys())):
             where = "the state has no" if key in expected else "this plan keeps no"
             raise ValueError(f"{where} {printable(key)}: it was saved under another plan. Use the plan it was saved with.")

@@ -89,6 +89,22 @@ def test_a_step_that_a_scaler_left_out_changes_nothing(value, fused):
     torch.testing.assert_close(optimizer.state[parameter]["exp_avg_sq"], of([first, second]))
 
 
+def test_two_models_of_one_optimizer_are_lowered_once_each():
+    found = []
+    for apart in (False, True):
+        parameters = [torch.nn.Parameter(torch.zeros(200)) for _ in range(3)]
+        optimizer = torch.optim.AdamW(parameters)
+        for mine in ([parameters[0]], [parameters[1]]) if apart else (parameters[:2],):
+            optimizer.register_step_post_hook(lambda optimizer, *_, of=mine: lower_second_moments(optimizer, RANKS, of))
+        for gradient in noise(9):
+            for each in parameters:
+                each.grad = gradient.clone()
+            optimizer.step()
+        found.append([optimizer.state[each]["exp_avg_sq"] for each in parameters])
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    assert float(found[0][2].sum()) > 1.2 * float(found[0][0].sum()), "of the last one, ranks do not average the weights"
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_in_one_tensor_changes_nothing_in_others(fused):
     parameters = [torch.nn.Parameter(torch.zeros(200)) for _ in range(2)]

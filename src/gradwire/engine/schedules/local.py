@@ -182,7 +182,7 @@ class LocalSchedule:
             )
 
     def _lower_second_moments(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        lower_second_moments(optimizer, self._reducer.group.world_size)
+        lower_second_moments(optimizer, self._reducer.group.world_size, self._by_name.values())
 
     @told_to_all
     @torch.no_grad()
