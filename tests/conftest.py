@@ -125,8 +125,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark slow cases, and leave out some where there are very many and the command names no test. Order files for the workers of
     xdist, each of which takes up the next when it is done with one."""
     cases: dict[tuple[str, str, bool], list[pytest.Function]] = defaultdict(list)
-    named = bool(config.option.keyword) or any("::" in argument for argument in config.args)
     left_out: list[pytest.Item] = []
+    named = bool(config.option.keyword) or any("::" in argument for argument in config.args)
     for item in items:
         if "for_cuda" in item.name:  # a compiler starts for them
             item.add_marker("slow")
@@ -146,10 +146,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in slow:
             item.add_marker("slow")
         left_out += out
-    gone = set(left_out)
-    left_out += [] if named else those_that_wait([item for item in items if item not in gone])
-    config.hook.pytest_deselected(items=left_out)
-    gone = set(left_out)
+    gone = {*left_out, *(() if named else those_that_wait(items))}
+    config.hook.pytest_deselected(items=[*gone])
     items[:] = [item for item in items if item not in gone]
     place = {name: at for at, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))

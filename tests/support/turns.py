@@ -1,16 +1,17 @@
 """Tests that take long, of which `make test` and `make test-ci` run a third, by the commit: tests/costly.txt has them.
 
-To measure them anew, run `PYTEST_ADDOPTS=--junitxml=build/tests.xml make test-ci` alone on a machine, copy build/tests.xml before
-the tests of time begin, and run `python tests/support/turns.py COPY`.
+To measure them anew, run the tests of `make test-ci` for each of GRADWIRE_TURN=0, 1 and 2, alone on a machine, with
+`--junitxml=REPORT`, and after each `python tests/support/turns.py REPORT`. Tests that a report does not have stay as they are.
 """
 
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-__all__ = ["COSTLY", "TURNS", "of_commit", "of_test", "turns"]
+__all__ = ["COSTLY", "TURNS", "costly_of", "of_commit", "of_test", "turns"]
 
 TURNS = 3
 COSTLY = Path(__file__).parents[1] / "costly.txt"
@@ -22,7 +23,7 @@ _LEAST_S = 5.0
 
 def turns(costly: str) -> dict[str, int]:
     """The turn, from 0 on, in which each test of the text runs: all turns take about equally long."""
-    seconds = {name: float(number) for number, name in map(str.split, costly.splitlines())}
+    seconds = _seconds(costly)
     sums = [0.0] * TURNS
     found = {}
     for name in sorted(seconds, key=lambda each: (-seconds[each], each)):
@@ -38,21 +39,29 @@ def of_test(nodeid: str, costly: dict[str, int]) -> int | None:
 
 
 def of_commit() -> int:
-    """The turn of the commit that is checked out; 0 without one."""
+    """The turn of the commit that is checked out; 0 without one, or without git."""
+    if shutil.which("git") is None:
+        return 0
     asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=COSTLY.parent, capture_output=True, text=True, check=False)
     return int(asked.stdout[:8] or "0", 16) % TURNS
 
 
-def costly_of(report: str) -> str:
-    """The text of tests/costly.txt from a report of pytest in JUnit's form."""
-    seconds: Counter[str] = Counter()
+def costly_of(report: str, known: str = "") -> str:
+    """The text of tests/costly.txt from a report of pytest in JUnit's form. known: the text until now."""
+    found: Counter[str] = Counter()
     for case in ElementTree.fromstring(report).iter("testcase"):
         file, _, of_class = case.attrib["classname"].replace(".", "/").partition("/Test")
         name = "::".join([f"{file}.py", *([f"Test{of_class}"] if of_class else []), case.attrib["name"].partition("[")[0]])
-        seconds[f"{file}.py" if f"{file}.py" in _TOGETHER else name] += float(case.attrib["time"])
+        found[f"{file}.py" if f"{file}.py" in _TOGETHER else name] += float(case.attrib["time"])
+    seconds = Counter[str](_seconds(known) | found)  # type: ignore[arg-type]  # seconds are no whole numbers
     lines = [f"{number:.0f} {name}" for name, number in seconds.most_common() if number >= _LEAST_S and _ALWAYS not in name]
     return "\n".join(lines) + "\n"
 
 
+def _seconds(costly: str) -> dict[str, float]:
+    return {name: float(number) for number, name in map(str.split, costly.splitlines())}
+
+
 if __name__ == "__main__":
-    COSTLY.write_text(costly_of(Path(sys.argv[1]).read_text(encoding="utf-8")), encoding="utf-8")
+    given, now = (path.read_text(encoding="utf-8") for path in (Path(sys.argv[1]), COSTLY))
+    COSTLY.write_text(costly_of(given, now), encoding="utf-8")

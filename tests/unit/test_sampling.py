@@ -103,3 +103,9 @@ def test_costly_tests_are_taken_from_a_report() -> None:
         "7 tests/ranks/test_a.py::test_one",
         "6 tests/unit/sim/test_b.py::TestLaws::test_two",
     ]
+
+
+def test_costly_tests_that_a_report_does_not_have_stay() -> None:
+    report = '<testsuite><testcase classname="tests.ranks.test_a" name="test_one" time="7"/></testsuite>'
+    known = "9 tests/ranks/test_a.py::test_other\n8 tests/ranks/test_a.py::test_one\n"
+    assert costly_of(report, known) == "9 tests/ranks/test_a.py::test_other\n7 tests/ranks/test_a.py::test_one\n"

@@ -2,8 +2,8 @@
 
 The rows are held-out losses on the bench's transformer, on two ranks after 300 steps, against synchronous SGD at equal samples.
 `python -m benchmarks local --equal` measured them on 2026-11-26 on an AMD EPYC. docs/local_steps.md has their intervals. On
-more ranks losses end higher, by a number between those of two jobs. All rows are of second moments of each
-rank's own gradients, so auto's schedules have these.
+more ranks losses end higher, by `DOUBLING`. All rows are of second moments of each rank's own gradients, so auto's schedules have
+these.
 """
 
 import math

@@ -28,10 +28,10 @@ _TOGETHER = 1 << 24
 
 
 @torch.no_grad()
-def lower_second_moments(optimizer: torch.optim.Optimizer, ranks: int, averaged: Iterable[torch.Tensor] | None = None) -> None:
+def lower_second_moments(optimizer: torch.optim.Optimizer, ranks: int, averaged: Iterable[torch.Tensor]) -> None:
     """Take the noise that a mean over so many ranks would not have out of what the last step added to the second moments.
 
-    averaged: the parameters that ranks average, if not all that the optimizer steps: another model may have the others.
+    averaged: the parameters that ranks average. The optimizer may step others, too, such as those of another model.
     Called after a step, while its gradients are there. Needs memory for two copies of 16 million elements, or of the largest
     tensor. Does nothing for optimizers other than Adam and its kin, for a beta1 of 0, where gradients are not finite, and where a
     gradient scaler left out the step.
@@ -43,11 +43,11 @@ def lower_second_moments(optimizer: torch.optim.Optimizer, ranks: int, averaged:
         if overflows:
             return
         overflows = None
-    chosen = None if averaged is None else {id(each) for each in averaged}
+    chosen = {id(each) for each in averaged}
     for group in optimizer.param_groups:
         first_kept, second_kept = map(float, group["betas"])
         noise = Noise(first_kept, second_kept, ranks)
-        mine = [each for each in group["params"] if chosen is None or id(each) in chosen]
+        mine = [each for each in group["params"] if id(each) in chosen]
         for same in _alike(optimizer, mine) if first_kept else ():  # else the first moment is the gradient
             steps, first, second = ([_held(optimizer.state[each][key]) for each in same] for key in _KEYS)
             lower(second, first, [_held(each.grad) for each in same], steps, noise, overflows)

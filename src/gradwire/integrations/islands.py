@@ -152,7 +152,7 @@ class Islands:
         self.trained.check()
 
     def _lower_second_moments(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        lower_second_moments(optimizer, self._between.size())
+        lower_second_moments(optimizer, self._between.size(), self.trained.parameters.values())
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:

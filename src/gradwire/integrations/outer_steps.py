@@ -150,7 +150,8 @@ class LocalRounds:
         self.trained.check()
 
     def _lower_second_moments(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        lower_second_moments(optimizer, self._members.parts if self._members is not None else 1)
+        ranks = self._members.parts if self._members is not None else 1
+        lower_second_moments(optimizer, ranks, self.trained.parameters.values())
 
     def _after_step(self, *_: object) -> None:
         self._local_steps += 1

@@ -10,12 +10,16 @@ KINDS = torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAda
 RANKS = 4
 
 
+def lower_all(optimizer, ranks):
+    lower_second_moments(optimizer, ranks, [each for group in optimizer.param_groups for each in group["params"]])
+
+
 def stepped(optimizer, parameter, gradients, ranks=RANKS):
     """The second moment after steps with these gradients."""
     for gradient in gradients:
         parameter.grad = gradient.to(parameter.dtype)
         optimizer.step()
-        lower_second_moments(optimizer, ranks)
+        lower_all(optimizer, ranks)
     return optimizer.state[parameter]["exp_avg_sq"]
 
 
@@ -34,7 +38,7 @@ def test_it_is_what_a_plain_formula_says(kind, foreach):
     parameters = [torch.nn.Parameter(torch.zeros(200, dtype=torch.float64)) for _ in range(2)]
     optimizers = [kind([each], betas=(0.8, 0.95), foreach=foreach) for each in parameters]
     for gradient in noise(30).double():
-        for parameter, optimizer, lower in zip(parameters, optimizers, (lower_second_moments, lower_plainly), strict=True):
+        for parameter, optimizer, lower in zip(parameters, optimizers, (lower_all, lower_plainly), strict=True):
             parameter.grad = gradient
             optimizer.step()
             lower(optimizer, RANKS)
@@ -78,7 +82,7 @@ def test_a_step_that_a_scaler_left_out_changes_nothing(value, fused):
         scaler.update()
         optimizer.zero_grad()
 
-    optimizer.register_step_post_hook(lambda optimizer, *_: lower_second_moments(optimizer, RANKS))
+    optimizer.register_step_post_hook(lambda optimizer, *_: lower_all(optimizer, RANKS))
     first, second = noise(2)
     step(torch.full((200,), value))
     step(first)
@@ -110,7 +114,7 @@ def test_an_overflow_in_one_tensor_changes_nothing_in_others(fused):
     parameters = [torch.nn.Parameter(torch.zeros(200)) for _ in range(2)]
     optimizer = torch.optim.AdamW(parameters, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer.register_step_post_hook(lambda optimizer, *_: lower_second_moments(optimizer, RANKS))
+    optimizer.register_step_post_hook(lambda optimizer, *_: lower_all(optimizer, RANKS))
     found = []
     for other in (torch.ones(200), torch.full((200,), float("inf"))):
         optimizer.zero_grad()
@@ -145,7 +149,7 @@ def test_what_has_no_second_moment_is_left_alone():
             for gradient in gradients:
                 parameter.grad = gradient
                 optimizer.step()
-                lower_second_moments(optimizer, ranks)
+                lower_all(optimizer, ranks)
         assert torch.equal(*parameters)
 
 
@@ -163,7 +167,7 @@ def test_parameters_without_a_gradient_and_complex_ones_are_left_alone():
         stepped_once.grad = gradient
         optimizer.step()
         before = optimizer.state[of_complex]["exp_avg_sq"].clone()
-        lower_second_moments(optimizer, RANKS)
+        lower_all(optimizer, RANKS)
     assert not optimizer.state[never]
     assert torch.equal(optimizer.state[of_complex]["exp_avg_sq"], before)
     torch.testing.assert_close(optimizer.state[stepped_once]["exp_avg_sq"], of(noise(2, 3)))
