@@ -203,6 +203,13 @@ def test_gradients_of_the_global_weights_are_told_once(worlds: Worlds) -> None:
         assert len(told) == 1 and "Call model.train()" in told[0]
 
 
+def warned_of(make: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make()
+    return [str(warning.message) for warning in caught]
+
+
 def changed_model() -> tuple[str, int, int]:
     """A layer is thawed in the middle of a period."""
     model: Any = make_model()
@@ -225,6 +232,11 @@ def changed_model() -> tuple[str, int, int]:
 def test_a_model_may_change(threads: Threads) -> None:
     first, second = threads.run(2, changed_model)
     assert first == second and first[1:] == (3, 4)
+
+
+@pytest.mark.parametrize("make", [changed_model, with_a_closure])
+def test_gradients_of_own_weights_are_not_taken_for_those_of_the_global_ones(worlds: Worlds, make: Any) -> None:
+    assert worlds.run(2, warned_of, make) == [[], []]
 
 
 def void() -> tuple[str, list[float], str]:

@@ -187,8 +187,9 @@ class Handle:
 
         A rank whose loop has ended takes part in the steps of the others with zero gradients. Means are still over all ranks, or
         with `weight` over all samples.
-        When the last loop has ended, all ranks get the parameters and buffers of the highest rank that trained last. The
-        optimizer state of the other ranks stays as it was when their own loop ended. A step has one forward and one backward.
+        When the last loop has ended, all ranks get the parameters and buffers of the highest rank that trained last, and the
+        state of the optimizers that `parallelize` was given; with local steps that stays each rank's own. Gradients stay as they
+        were when a rank's own loop ended. A step has one forward and one backward.
         Raises StepStateError for plans with SignSGD or Signum: in a vote zeros count as 1.
 
         Example::

@@ -30,13 +30,14 @@ def parallelize(
     """Keep the gradients of `model` equal on all ranks of `process_group` (default: all ranks).
 
     The model is changed in place: nothing is wrapped, and no key of its `state_dict` changes. All ranks get the parameters and
-    buffers of rank 0. From then on `grad` holds the mean gradient when `backward()` returns, and any optimizer can use it. In the
-    `delayed` and `local` schedules `grad` stays this rank's own gradient.
+    buffers of rank 0. They also get its optimizers' state of these parameters, unless each rank has its own: in the `local`
+    schedule, and where the optimizer is sharded. From then on `grad` holds the mean gradient when `backward()` returns, and any
+    optimizer can use it. In the `delayed` and `local` schedules `grad` stays this rank's own gradient.
     Collective: every rank of the group calls it at the same point.
 
     model: the model to train, on the device where it stays.
-    optimizer: the optimizer, or several, that will step the model. The `backward` schedule only checks it. Other schedules need
-    it, because they decide when parameters are stepped.
+    optimizer: the optimizer, or several, that will step the model. The `backward` schedule checks it, and keeps its
+    state the same on all ranks. Other schedules need it, because they decide when parameters are stepped.
     plan: how gradients are sent. "auto" measures the job, the links and the codecs in the first steps, keeps the fastest plan,
     and looks again when times change. It logs each decision in one line and keeps it in `handle.decision`. Other values: a spec
     for every tensor (`gw.QSGD(bits=4)`), a `gw.Policy`, a `gw.Plan`, the path of a plan's JSON file, `gw.AdaptiveBits()`, or

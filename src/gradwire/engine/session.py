@@ -20,6 +20,7 @@ from gradwire.core import Document, Plan, Spec, TensorInfo
 from gradwire.engine.buffers import ModelBuffers, shared_tensors
 from gradwire.engine.control import OwnSteps
 from gradwire.engine.crossing import CROSSING, Whereabouts
+from gradwire.engine.optimizer_state import OptimizerState
 from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
 from gradwire.engine.reducer import Observer, Observers, Reducer, announce_change, reset, scaled_too_far, taken_in_backward
 from gradwire.engine.registry import REGISTRY
@@ -413,6 +414,8 @@ class Session(Observer):
             self.reducer.watch(self.parameters)
         self.exchange = exchange
         self.reducer.attach(exchange)
+        if before is not None and traits_of(before).trains_alone and not self._own_states(exchange.plan):
+            self._send_optimizer_state()
 
     @outside_inference
     def reset(self) -> None:
@@ -567,14 +570,39 @@ class Session(Observer):
     # ---- what ranks do together, apart from gradients
 
     def _share(self, model: torch.nn.Module, what: str) -> None:
-        """Give all ranks rank 0's parameters and buffers. Most scripts begin with the same ones on all ranks, by a seed or a
-        checkpoint: then only checksums are sent. On devices, and without C++, checksums take too long."""
-        tensors, found = shared_tensors(model), list[bool]()
-        if self.device.type == "cpu" and not self.group.met.why_no_wires():
-            self.settle()
-            self._on_lane(lambda link: found.append(all_have(link, tensors)), what, self.lanes.control)
-        if not any(found):
+        """Give all ranks rank 0's parameters and buffers, and its optimizers' state where all step by the same gradients. Most
+        scripts begin with the same ones on all ranks, by a seed or a checkpoint: then only checksums are sent. On devices, and
+        without C++, those of parameters take too long."""
+        self.settle()
+        tensors, compares = shared_tensors(model), self.device.type == "cpu" and not self.group.met.why_no_wires()
+        parts, same = [tensors if compares else [], self._compared_state()], list[bool]()
+        self._on_lane(lambda link: same.extend(all_have(link, *parts)), what, self.lanes.control)
+        if not (compares and same[0]):
             self._broadcast(tensors, what)
+        if not same[1]:
+            self._send_optimizer_state()
+
+    def _compared_state(self) -> list[torch.Tensor]:
+        """The state of this rank's optimizers, as ranks compare it; nothing where each rank has its own."""
+        return [] if self._own_states(self.plan) else self._optimizer_state().compared()
+
+    @staticmethod
+    def _own_states(plan: Plan) -> bool:
+        """Whether the state of optimizers is each rank's own."""
+        return traits_of(plan.schedule).trains_alone or plan.shards_optimizer
+
+    def _optimizer_state(self) -> OptimizerState:
+        return OptimizerState(self.optimizers, list(self.parameters.values()))
+
+    def _send_optimizer_state(self, root: int = 0) -> None:
+        """Give all ranks the state of the optimizers of one rank of the group."""
+        what = f"the state of rank {self.group.global_ranks[root]}'s optimizers"
+
+        def broadcast(tensors: list[torch.Tensor]) -> None:
+            lane = self.lanes.control if tensors[0].device != self.device else None
+            self._on_lane(partial(broadcast_bytes, tensors=tensors, root=root), what, lane)
+
+        self._optimizer_state().send(broadcast, is_root=self.group.rank == root)
 
     def _broadcast(self, tensors: list[torch.Tensor], what: str, root: int = 0) -> None:
         """Give all ranks the values of one rank of the group."""
@@ -637,13 +665,20 @@ class Session(Observer):
             return
         self.settle()
         last_active = self.reducer.active
+        # the means of steps without a batch are no gradients of this rank, and its next backward would add to them
+        kept = [(each, None if each.grad is None else each.grad.clone()) for each in self.parameters.values()]
         while self.reducer.active:
             last_active = self.reducer.active
             self._broadcast_buffers(model)
             self.reducer.run_out()
+        self.settle()
+        for parameter, gradient in kept:
+            parameter.grad = gradient
         if last_active != everybody:
-            what = "the parameters of the rank that trained last"
-            self._broadcast(shared_tensors(model), what, root=last_active[-1])
+            what, root = "the parameters of the rank that trained last", last_active[-1]
+            self._broadcast(shared_tensors(model), what, root)
+            if not self._own_states(self.plan):
+                self._send_optimizer_state(root)
 
     def _check_parameters(self, module: torch.nn.Module) -> None:
         with looking():

@@ -18,6 +18,7 @@ KERNELS = "bytes that kernels make of the same gradient"
 _CHECKED_BYTES = 2**20
 """Each so many bytes of a tensor have a checksum of their own. It finds every change of one number, and overlooks one in 2**32 of
 other changes: that a model with other weights passes as the same, all its parts must be overlooked."""
+_DIGEST_BYTES = 16
 _LARGE_BYTES = 2**16
 """A tensor of so many bytes or more is sent from where it lies. Smaller ones are copied together: a message takes longer."""
 
@@ -68,16 +69,25 @@ def gather_bytes(link: Link, text: bytes) -> list[bytes]:
     return link.gather(text)
 
 
-def all_have(link: Link, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all ranks have the same values, to the bit, by their checksums. Tensors of the CPU, of any dtype and strides; the
+def all_have(link: Link, *parts: Sequence[torch.Tensor]) -> list[bool]:
+    """For each part whether all ranks have the same values, to the bit, by their checksums. Tensors of any dtype and strides; the
     link is not one of CUDA. Collective, and the same on all ranks."""
-    own = hashlib.blake2b(digest_size=16)
+    digests = list(zip(*map(_digests, gather_bytes(link, b"".join(map(_digest, parts)))), strict=True))
+    return [len(set(each)) == 1 for each in digests]
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
+    own = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for tensor in tensors:
         values = bytes_of(tensor).cpu()
         own.update(len(values).to_bytes(8, "little"))
         for part in values.split(_CHECKED_BYTES):
             own.update(crc32c(part).to_bytes(4, "little"))
-    return len(set(gather_bytes(link, own.digest()))) == 1
+    return own.digest()
+
+
+def _digests(together: bytes) -> list[bytes]:
+    return [together[at : at + _DIGEST_BYTES] for at in range(0, len(together), _DIGEST_BYTES)]
 
 
 def broadcast_bytes(link: Link, tensors: list[torch.Tensor], root: int = 0, piece_bytes: int = 32 * 2**20) -> None:

@@ -105,8 +105,10 @@ class LocalSchedule:
         parameters = {name: p for name, p in zip(reducer.names, reducer.living(), strict=True) if p is not None}
         self._by_name = parameters
         self._arrived = self._lands_after = None
+        computing = self._outer is not None and self._weights.computing  # a training forward found that the model had changed
         self._weights = TwoWeights(parameters, keeps_writes=True)
         self._weights.show_local()
+        self._weights.computing = computing
         momenta = self._outer.momenta if self._outer is not None else {}
         self._outer = OuterOptimizer(self._data.outer, dict(zip(parameters, self._weights.copies, strict=True)))
         self._outer.take(momenta)
@@ -169,10 +171,11 @@ class LocalSchedule:
         return self._data.begins_after(exchange, self._reducer.group.rank)
 
     @told_to_all
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         """An optimizer is about to step: the parameters hold L."""
         self._reducer.lanes.check()
-        if self._weights.show_local() and not self._weights.computing and not self._warned:
+        closure = named.get("closure") or (*given[1:], None)[0]  # torch gives the hook the optimizer twice
+        if self._weights.show_local() and not self._weights.computing and closure is None and not self._warned:
             self._warned = True
             warnings.warn(
                 "the optimizer steps this rank's own weights by gradients that may be of the global weights: after something "
