@@ -215,6 +215,7 @@ PLANS = {
     "feedback": FEEDBACK,
     "qsgd": gw.QSGD(bits=4),
     "delayed": gw.Uniform(gw.QSGD(bits=4), schedule=gw.Delayed(k=3, local_lr=0.01)),
+    "local": gw.Uniform(gw.QSGD(bits=4), schedule=gw.LocalSteps(every=2)),
 }
 
 
@@ -227,8 +228,9 @@ def test_a_state_is_taken_up_bit_for_bit(framework_worlds: Worlds, tmp_path: Pat
 
 
 def test_a_state_is_taken_up_by_three_ranks(framework_worlds: Worlds, tmp_path: Path) -> None:
-    framework_worlds.run(2, saved_and_gone_on, str(tmp_path), FEEDBACK, deadline_s=200.0)
-    assert len({*framework_worlds.run(3, weights_taken_up, str(tmp_path), FEEDBACK, deadline_s=200.0)}) == 1
+    for plan in (FEEDBACK, PLANS["local"]):
+        framework_worlds.run(2, saved_and_gone_on, str(tmp_path), plan, deadline_s=200.0)
+        assert len({*framework_worlds.run(3, weights_taken_up, str(tmp_path), plan, deadline_s=200.0)}) == 1
 
 
 def prepared_again(folder: str, error: bool) -> tuple[list[str], list[str]]:

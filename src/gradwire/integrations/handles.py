@@ -18,7 +18,7 @@ from gradwire.core import make_folder, write_whole
 from gradwire.engine import SET, Patch, load_state
 from gradwire.errors import DisagreementError, PlanError, StepStateError
 from gradwire.exchange import Exchange
-from gradwire.integrations.saved_files import file_of, read_saved
+from gradwire.integrations.saved_files import OPTIMIZERS, file_of, read_saved
 from gradwire.transport import agree
 
 __all__ = [
@@ -60,8 +60,13 @@ def heed_options_of_ddp(options: Any, model: torch.nn.Module) -> None:
 
 
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
-    """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Call it on every rank, between steps."""
-    state = handle.state_dict() | {SET: torch.tensor(list(handle.session.lanes.name.encode()), dtype=torch.uint8)}
+    """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Call it on every rank, between steps. Where each rank has
+    optimizer states of its own, they are in the file: frameworks save those of rank 0 alone."""
+    session = handle.session
+    state: dict[str, Any] = handle.state_dict()
+    state[SET] = torch.tensor(list(session.lanes.name.encode()), dtype=torch.uint8)
+    if session.schedule.traits.trains_alone:
+        state[OPTIMIZERS] = [each.state_dict() for each in session.optimizers]
     write_whole(make_folder(folder) / file_of(handle), to_bytes(state))
 
 
@@ -70,11 +75,22 @@ def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
 
     A rank reads its own file. Where another number of ranks saved, a file is missing, or not all are of one save, it reads the
     files of all ranks that saved together. Files of an earlier save with more ranks are left out, with a warning. If no rank
-    finds a file, residuals begin at zero, with a warning.
+    finds a file, residuals begin at zero, with a warning. Call it when the framework has loaded its optimizers: states that
+    each rank has of its own take their place.
 
     Raises ValueError on all ranks if only some find a file, if one does not fit the handle, and if they were not saved together.
     """
-    if not load_state(handle.session, partial(read_saved, handle, folder)):
+    own: list[Any] = []
+
+    def read() -> dict[str, Any] | None:
+        state = read_saved(handle, folder)
+        own.extend((state or {}).pop(OPTIMIZERS, ()))
+        return state
+
+    if load_state(handle.session, read):
+        for optimizer, state in zip(handle.session.optimizers, own, strict=False):
+            optimizer.load_state_dict(state)
+    else:
         warnings.warn(
             f"{folder} has no gradwire-rank*.pt: it was saved without gradwire, or by another node. Residuals begin at zero.",
             stacklevel=3,

@@ -15,7 +15,10 @@ from gradwire.api import Handle
 from gradwire.engine import SET, told_by_all
 from gradwire.transport import Group
 
-__all__ = ["file_of", "read_saved"]
+__all__ = ["OPTIMIZERS", "file_of", "read_saved"]
+
+OPTIMIZERS = "optimizers"
+"""The entry of a file for the states of this rank's optimizers, where each rank has its own."""
 
 
 def file_of(handle: Handle) -> str:
@@ -25,7 +28,8 @@ def file_of(handle: Handle) -> str:
 
 
 def read_saved(handle: Handle, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read the part of the files in the folder that this rank takes up, as `load_handle` says; None without any. Collective."""
+    """Read the part of the files in the folder that this rank takes up, as `load_handle` says; None without any. Collective.
+    States of optimizers come only from this rank's own file, of a save by the same ranks."""
     device, group = handle.session.device, handle.session.group
     own, load = Path(folder) / file_of(handle), partial(torch.load, weights_only=True, mmap=True)
     state, save = dict[str, Any](), None
@@ -52,7 +56,8 @@ def _files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _part(at: int, state: Mapping[str, Any], group: Group, device: torch.device) -> Mapping[str, Any]:
-    """The state of a rank, on the device if this rank takes it. The others stay in the files."""
+    """The state of a rank, on the device if this rank takes it. The others stay in the files, and so do optimizers."""
+    state = {key: value for key, value in state.items() if key != OPTIMIZERS}
     ranks, taken = _ranks_of(state) or (), at == 0
     taken |= any(f"rank{rank}/step" in state for rank in (*ranks[group.rank :: group.world_size], group.global_ranks[group.rank]))
     return _moved(state, device) if taken else state
