@@ -374,6 +374,38 @@ def test_on_other_ranks_what_is_owed_keeps_its_size(threads: Threads, ranks: int
         torch.testing.assert_close(received, saved[0][1])
 
 
+def unequal_then_short(step: int) -> Sequence[int]:
+    return ((64, 32), (64, 96), (2, 2), (64, 64), (1, 5), (64, 0))[step]
+
+
+def kept_and_given(spec: gw.Spec) -> tuple[list[float], list[float]]:
+    """The sum of all means that were sent, and of all that there are, and the longest of those sent."""
+    plan = gw.Policy(default=spec, exempt_vectors=False)
+    model = Given([512], seed=0)
+    handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, process_group=here.group)
+    sent, given, longest = torch.zeros(512), torch.zeros(512), 0.0
+    for step in range(50):
+        sizes = unequal_then_short(step) if step < 6 else (64, 64)
+        gradients = [torch.randn(512, generator=seeded(step, rank)) * (step < 6) for rank in range(2)]
+        handle.weight(sizes[here.rank])
+        model([gradients[here.rank]]).backward()
+        assert model.p0.grad is not None
+        sent += model.p0.grad
+        longest = max(longest, float(model.p0.grad.norm()))
+        given += sum(size * gradient for size, gradient in zip(sizes, gradients, strict=True)) / sum(sizes)
+        model.zero_grad()
+    handle.detach()
+    return [float((sent - given).norm() / given.norm())], [longest / float(given.norm())]
+
+
+@pytest.mark.parametrize("spec", [gw.ErrorFeedback(gw.QSGD(bits=2)), gw.ErrorFeedback(gw.TopK(0.1))], ids=repr)
+def test_a_short_batch_makes_no_long_step_of_what_is_owed(threads: Threads, spec: gw.Spec) -> None:
+    """What was not sent yet is part of earlier means, and weighs as they did."""
+    for (lost,), (longest,) in threads.run(2, kept_and_given, spec):
+        assert lost < 1e-3
+        assert longest < 1.5
+
+
 # ---- ranks that disagree, and batches that do not count
 
 

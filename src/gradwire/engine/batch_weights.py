@@ -1,11 +1,12 @@
 """The weights of ranks in a mean: how many samples each rank's batch has (`Handle.weight`).
 
-A rank sends its gradient g times n / u. Here n is its number of samples, and u is a number that all ranks know already, the mean
-of n over ranks in an earlier step. In the first step ranks exchange n for this before they send. The reports at the end of a step
-bring the n of all ranks, so all ranks then multiply the sum by u over the mean of n. The result is the sum of n * g over the sum
-of n. Where batches do not change, u is the mean of n, and nothing is multiplied at the end.
+A rank sends its gradient g times n / u. Here n is its number of samples, and u is a number that all ranks know already. The reports
+at the end of a step bring the n of all ranks, so all ranks then multiply the sum by u over the mean of n. The result is the sum of
+n * g over the sum of n.
 
-Residuals are parts of n / u * g that were not sent. They are scaled when u changes.
+- In the first step ranks exchange n before they send, and u is its mean. So they do in each step of a plan with residuals: a
+  residual is a part of earlier means, and the factor at the end would make it other than it was.
+- Else u is the mean of n in the step before. Where batches do not change, nothing is multiplied at the end.
 """
 
 import math
@@ -38,8 +39,10 @@ class BatchWeights:
         """The weight of this rank in means if no rank's script gives weights. All ranks know all of them, and their mean is 1."""
         self._by_some = False
         """Whether the last step is void because only some ranks gave weights."""
-        self._first: Future[float] | None = None
-        """The exchange of the samples in the first step, while it is under way."""
+        self._told: Future[float] | None = None
+        """The exchange of the samples before a step sends, while it is under way."""
+        self._gave = False
+        """Whether a rank gave a weight in the last step that counts; the same on all ranks."""
 
     @property
     def used(self) -> bool:
@@ -78,24 +81,24 @@ class BatchWeights:
         whether scripts may give weights in this schedule."""
         self._by_some = False
         self.running = self._parts[part] if self._parts else self._batch
-        learns = self._first is not None  # this rank left the first step, and the others know u since then
-        if weighs and exchange.step == 0:
-            own = 0.0 if self.running == NOT_WEIGHED else self.running
-            self._first = exchange.lanes.control.submit(partial(_mean_over_ranks, own=own, tag=exchange.lanes.first_tag))
-            learns = self.running != NOT_WEIGHED
-        if learns:
-            with exchange.lanes.told("the weights of all ranks' first batches", exchange.step):
-                self._learn_usual()
         if self._units != self.usual:
             exchange.residuals.scale(self._units / self.usual)
             self._units = self.usual
+        learns = self._told is not None  # this rank left the step, and the others know u since then
+        if weighs and (exchange.step == 0 or (self._gave and any(spec.state for spec in exchange.plan.specs))):
+            own = 0.0 if self.running == NOT_WEIGHED else self.running
+            self._told = exchange.lanes.control.submit(partial(_mean_over_ranks, own=own, tag=exchange.lanes.first_tag))
+            learns = self.running != NOT_WEIGHED
+        if learns:
+            with exchange.lanes.told("the weights of all ranks' batches", exchange.step):
+                self._learn_usual()
         exchange.weigh(self._part if self.running == NOT_WEIGHED else self.running / self.usual)
 
     def _learn_usual(self) -> None:
-        """Take the mean of the samples in the first step for u. It is there when the reports of that step are."""
-        if self._first is not None:
-            first, self._first = self._first, None
-            self.usual = self._units = first.result() or 1.0
+        """Take the mean of the samples that ranks told before the step for u. It is there when the reports of the step are."""
+        if self._told is not None:
+            told, self._told = self._told, None
+            self.usual = self._units = told.result() or 1.0
 
     def sent(self, part: int) -> None:
         """The samples of a part are under way."""
@@ -120,6 +123,7 @@ class BatchWeights:
         if not self._parts:
             self._batch = NOT_WEIGHED
         mean = reports.mean_samples
+        self._gave = mean > 0
         if not mean:  # no rank gave a weight, or no rank has a sample and all sent zeros
             return 1.0
         factor = self.usual / mean
@@ -132,14 +136,15 @@ class BatchWeights:
 
     def state(self) -> list[float]:
         """The numbers that a resumed run needs."""
-        return [self.usual, self._units, *self._parts] if self.usual != 1 or self.used else []
+        return [self.usual, self._units, self._gave, *self._parts] if self.usual != 1 or self._gave or self.used else []
 
     def load(self, numbers: Sequence[float], own: bool, fewer: float) -> None:
         """Go on from what `state` returned. `own`: on this rank. `fewer`: the number of ranks then over that of now. As many
         samples on fewer ranks are more for each: u and the unit of residuals, means over ranks, become those of the new ranks."""
-        self.usual, self._units, *parts = numbers or (1.0, 1.0)
+        self.usual, self._units, gave, *parts = numbers or (1.0, 1.0, False)
         if numbers:
             self.usual, self._units = fewer * self.usual, fewer * self._units
+        self._gave = bool(gave)
         self._batch = NOT_WEIGHED
         self._parts = parts if own and len(parts) == len(self._parts) else [NOT_WEIGHED] * len(self._parts)
 
