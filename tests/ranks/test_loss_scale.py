@@ -15,7 +15,7 @@ BACKOFFS = 4
 
 def first_update(policy: Any, scaled: bool) -> tuple[str, float]:
     """The first steps are not finite and do not count, so the scaler halves its scale as often. Digest of the first update that
-    counts, and the scale. Without a scaler the script leaves the same updates out."""
+    counts, and the scale. Without a scaler the script leaves the same updates out, and says so."""
     torch.manual_seed(0)
     model = Given([(40, 50), (30, 20)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -24,13 +24,18 @@ def first_update(policy: Any, scaled: bool) -> tuple[str, float]:
     for step in range(BACKOFFS + 1):
         gradients = model.random_gradients(dist.get_rank(), step)
         if step < BACKOFFS:
+            gradients[0].mul_(1000)
             gradients[1][0, 0] = torch.inf
         optimizer.zero_grad()
         scaler.scale(model(gradients)).backward()
         if scaled or step == BACKOFFS:
             scaler.step(optimizer)
             scaler.update()
+        else:
+            handle.drop_residuals()
     handle.flush()
+    longest = max(parameter.detach().abs().max().item() for parameter in model.parameters())
+    assert longest < 100, f"{longest}: residuals of steps that were left out are in the update"
     weights = digest(model.parameters())
     handle.detach()
     return weights, scaler.get_scale()

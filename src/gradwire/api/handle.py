@@ -218,6 +218,21 @@ class Handle:
         finally:
             reducer.control.join(False)
 
+    def drop_residuals(self) -> None:
+        """Forget what error feedback has not sent yet. Call it on all ranks, between steps, where a script leaves out the update
+        of a step by itself, such as one whose gradient is not finite. Else the residuals of that step go into the next update.
+        A step that a `torch.amp.GradScaler` leaves out needs no call. Sends nothing.
+
+        Example::
+
+            norm = handle.clip_grad_norm_(1.0)
+            if norm.isfinite():
+                optimizer.step()
+            else:
+                handle.drop_residuals()
+        """
+        self.session.drop_residuals()
+
     def attach(self) -> None:
         """Adopt changes of the model's parameters: added layers, thawed or converted parameters (`model.to(dtype)`), or
         replaced ones (`load_state_dict(assign=True)`). Collective.

@@ -1,8 +1,8 @@
 """The weights of ranks in a mean: how many samples each rank's batch has (`Handle.weight`).
 
-A rank sends its gradient g times n / u. Here n is its number of samples, and u is a number that all ranks know already. The reports
-at the end of a step bring the n of all ranks, so all ranks then multiply the sum by u over the mean of n. The result is the sum of
-n * g over the sum of n.
+A rank sends its gradient g times n / u. Here n is its number of samples, and u is a number that all ranks know already. The
+reports at the end of a step bring the n of all ranks, so all ranks then multiply the sum by u over the mean of n. The result is
+the sum of n * g over the sum of n.
 
 - In the first step ranks exchange n before they send, and u is its mean. So they do in each step of a plan with residuals: a
   residual is a part of earlier means, and the factor at the end would make it other than it was.
@@ -39,7 +39,7 @@ class BatchWeights:
         """The weight of this rank in means if no rank's script gives weights. All ranks know all of them, and their mean is 1."""
         self._by_some = False
         """Whether the last step is void because only some ranks gave weights."""
-        self._told: Future[float] | None = None
+        self._exchanged: Future[float] | None = None
         """The exchange of the samples before a step sends, while it is under way."""
         self._gave = False
         """Whether a rank gave a weight in the last step that counts; the same on all ranks."""
@@ -84,10 +84,10 @@ class BatchWeights:
         if self._units != self.usual:
             exchange.residuals.scale(self._units / self.usual)
             self._units = self.usual
-        learns = self._told is not None  # this rank left the step, and the others know u since then
+        learns = self._exchanged is not None  # this rank left the step, and the others know u since then
         if weighs and (exchange.step == 0 or (self._gave and any(spec.state for spec in exchange.plan.specs))):
             own = 0.0 if self.running == NOT_WEIGHED else self.running
-            self._told = exchange.lanes.control.submit(partial(_mean_over_ranks, own=own, tag=exchange.lanes.first_tag))
+            self._exchanged = exchange.lanes.control.submit(partial(_mean_over_ranks, own=own, tag=exchange.lanes.first_tag))
             learns = self.running != NOT_WEIGHED
         if learns:
             with exchange.lanes.told("the weights of all ranks' batches", exchange.step):
@@ -95,10 +95,10 @@ class BatchWeights:
         exchange.weigh(self._part if self.running == NOT_WEIGHED else self.running / self.usual)
 
     def _learn_usual(self) -> None:
-        """Take the mean of the samples that ranks told before the step for u. It is there when the reports of the step are."""
-        if self._told is not None:
-            told, self._told = self._told, None
-            self.usual = self._units = told.result() or 1.0
+        """Take the mean of the samples that ranks exchanged before the step for u. It is there when the reports of the step are."""
+        if self._exchanged is not None:
+            exchanged, self._exchanged = self._exchanged, None
+            self.usual = self._units = exchanged.result() or 1.0
 
     def sent(self, part: int) -> None:
         """The samples of a part are under way."""

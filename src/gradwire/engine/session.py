@@ -145,7 +145,7 @@ class ScriptWatch:
         control.scaled = self.loss_scale.known
         if factor != 1:
             settle()
-            exchange.residuals.scale(factor)
+            exchange.residuals.follow(factor)
 
     def synchronised(self) -> None:
         """A synchronised backward has ended."""
@@ -416,6 +416,12 @@ class Session(Observer):
         self.reducer.attach(exchange)
         if before is not None and traits_of(before).trains_alone and not self._own_states(exchange.plan):
             self._send_optimizer_state()
+
+    @outside_inference
+    def drop_residuals(self) -> None:
+        """See `Handle.drop_residuals`."""
+        self.settle()
+        self.exchange.residuals.drop()
 
     @outside_inference
     def reset(self) -> None:

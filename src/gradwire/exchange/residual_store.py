@@ -214,6 +214,21 @@ class Remembered:
             if (kept := getattr(slot, field)) is not None:
                 setattr(slot, field, scaled({key: kept}, factor)[key])
 
+    def drop(self) -> None:
+        """Forget what was not sent yet, since the script left out the last update. Values that all ranks have alike stay."""
+        for run in self._runs(change=True):
+            if not is_alike(run.key):
+                run.part.zero_()
+        for key, slot, field in self._left():
+            if not is_alike(key):
+                setattr(slot, field, None)
+
+    def follow(self, factor: float) -> None:
+        """A scaler multiplied the scale of the loss by this factor. Where it fell, the scaler left out the last step."""
+        if factor < 1:
+            self.drop()
+        self.scale(factor)
+
     def held(self) -> Iterator[torch.Tensor]:
         """The memory itself."""
         for buffers in self._buckets:
@@ -301,6 +316,11 @@ def scaled(carried: State, factor: float) -> dict[str, torch.Tensor]:
     for key, value in made.items():
         _scale(key, value, factor)
     return made
+
+
+def followed(carried: State, factor: float) -> dict[str, torch.Tensor]:
+    """Return copies of these values after `Remembered.follow`."""
+    return scaled({key: value for key, value in carried.items() if factor >= 1 or is_alike(key)}, factor)
 
 
 def is_alike(key: str) -> bool:

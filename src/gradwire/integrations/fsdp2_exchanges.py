@@ -112,7 +112,7 @@ class ModuleExchanges:
         exchange = self.exchange_of(module, tensors, group)
         if (factor := self._scale.change(self._specs.used)) != 1:
             for packs in self._packs.values():
-                packs.scale(factor)
+                packs.follow(factor)
         streams = exchange.lanes.data[0].link.streams
         stream = streams.current()
 

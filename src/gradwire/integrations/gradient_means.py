@@ -97,7 +97,7 @@ class GradientMeans:
         factor = self._scale.change(self._met.plan.specs if self._met is not None else ())
         if self._met is not None:
             if factor != 1 and self._all_train:  # who catches up knows no scale, and keeps some values as the others do
-                self._met.residuals.scale(factor)
+                self._met.residuals.follow(factor)
             if self._auto is not None:
                 self._auto.use(self._met, self._all_train)
             self.members.begin(self._met)

@@ -60,8 +60,10 @@ def heed_options_of_ddp(options: Any, model: torch.nn.Module) -> None:
 
 
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
-    """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Call it on every rank, between steps. Where each rank has
-    optimizer states of its own, they are in the file: frameworks save those of rank 0 alone."""
+    """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Call it on every rank, between steps.
+
+    Where each rank has optimizer states of its own, they are in the file: frameworks save those of rank 0 alone.
+    """
     session = handle.session
     state: dict[str, Any] = handle.state_dict()
     state[SET] = torch.tensor(list(session.lanes.name.encode()), dtype=torch.uint8)

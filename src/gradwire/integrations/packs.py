@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.exchange import SHARED, Exchange, State, added_up, read_state, scaled
+from gradwire.exchange import SHARED, Exchange, State, added_up, followed, read_state
 from gradwire.integrations.handles import resume_together
 from gradwire.integrations.pack_content import Pack
 from gradwire.integrations.resharding import ALL_RANKS, whole_residuals
@@ -71,11 +71,11 @@ class ModulePacks:
         exchange.step, self.step = self.step, self.step + 1
         return exchange
 
-    def scale(self, factor: float) -> None:
-        """Multiply all that was not sent yet."""
+    def follow(self, factor: float) -> None:
+        """See `Remembered.follow`."""
         for exchange in self.exchanges.values():
-            exchange.residuals.scale(factor)
-        self._kept, self._wholes = scaled(self._kept, factor), scaled(self._wholes, factor)
+            exchange.residuals.follow(factor)
+        self._kept, self._wholes = followed(self._kept, factor), followed(self._wholes, factor)
 
     def state(self) -> dict[str, Any]:
         """The content that `load` takes."""

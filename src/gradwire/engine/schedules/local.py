@@ -106,7 +106,7 @@ class LocalSchedule:
         self._by_name = parameters
         self._arrived = self._lands_after = None
         computing = self._outer is not None and self._weights.computing  # a training forward found that the model had changed
-        self._weights = TwoWeights(parameters, keeps_writes=True)
+        self._weights: TwoWeights = TwoWeights(parameters, keeps_writes=True)
         self._weights.show_local()
         self._weights.computing = computing
         momenta = self._outer.momenta if self._outer is not None else {}

@@ -1,7 +1,8 @@
 """The scale of the loss that a `torch.amp.GradScaler` multiplied, and the residuals that follow it.
 
-Residuals are parts of scaled gradients. When the scale changes, they must change by the same factor. A spec with a magnitude of
-its own (a threshold, a clip, signs of size 1) cannot follow: the division by the scale would give means of another size.
+Residuals are parts of scaled gradients. When the scale changes, they must change by the same factor. When it falls, gradients
+were not finite, and the scaler left out their step: its residuals are dropped. A spec with a magnitude of its own (a threshold, a
+clip, signs of size 1) cannot follow: the division by the scale would give means of another size.
 
 A scaler's `scale` puts a hook on the loss. The hook notes the graph task of the backward that begins there, and the scale. Hooks
 on gradients, DDP's communication hook, FSDP2's reduce-scatters and the callbacks at the end of a backward run in that task, or in
@@ -39,9 +40,9 @@ class LossScale:
         watch_scalers()
 
     def follow(self, exchange: Exchange, joining: bool = False) -> None:
-        """Multiply what the exchange has not sent yet by `change`. Between its steps. Raises what `change` raises."""
+        """Let what the exchange has not sent yet follow `change`. Between its steps. Raises what `change` raises."""
         if (factor := self.change(exchange.plan.specs, exchange if joining else None)) != 1:
-            exchange.residuals.scale(factor)
+            exchange.residuals.follow(factor)
 
     def change(self, specs: Iterable[Spec], joining: Exchange | None = None) -> float:
         """Return the scale of the present backward over that of the last one; 1 where no scaler scaled the loss.
