@@ -95,7 +95,7 @@ class BatchWeights:
         exchange.weigh(self._part if self.running == NOT_WEIGHED else self.running / self.usual)
 
     def _learn_usual(self) -> None:
-        """Take the mean of the samples that ranks exchanged before the step for u. It is there when the reports of the step are."""
+        """Take the mean that ranks exchanged before the step for u. It is there when the reports of the step are."""
         if self._exchanged is not None:
             exchanged, self._exchanged = self._exchanged, None
             self.usual = self._units = exchanged.result() or 1.0
