@@ -240,8 +240,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             )
         if "not slow" in config.option.markexpr or _IS_CI:
             terminalreporter.write_line(
-                f"Of the tests in tests/costly.txt a third runs, by the commit: turn {int(os.environ['GRADWIRE_TURN']) + 1} of "
-                f"{turns.TURNS}. GRADWIRE_TURN=0, 1 or 2 chooses."
+                f"Of the tests in tests/costly.txt a fifth runs, by the commit: turn {int(os.environ['GRADWIRE_TURN']) + 1} of "
+                f"{turns.TURNS}. GRADWIRE_TURN=0 to 4 chooses."
             )
         if "not thorough" in config.option.markexpr:
             terminalreporter.write_line("Tests with the mark `thorough` run in `make test-slow`.")
