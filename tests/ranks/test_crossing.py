@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from worlds import World, Worlds
 
 import gradwire as gw
 from gradwire.engine import crossing
+from gradwire.transport import exits
 
 
 def in_other_orders(make: str) -> tuple[float, str]:
@@ -103,3 +105,13 @@ def after_a_long_broadcast() -> bool:
 
 def test_an_exchange_that_is_over_has_not_crossed(worlds: Worlds) -> None:
     assert worlds.run(2, after_a_long_broadcast) == [True, True]
+
+
+def test_the_store_is_not_freed_while_the_interpreter_ends() -> None:
+    """Whoever frees it returns from C++, and a thread that does so then ends the whole process."""
+    watch = crossing.Crossing()
+    for ends in (False, True):
+        watch._store = object()
+        with mock.patch.object(exits, "_ends", mock.Mock(is_set=lambda ends=ends: ends)):
+            watch._look()  # nothing is watched any more
+        assert (watch._store is not None) == ends

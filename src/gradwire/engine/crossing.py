@@ -82,6 +82,11 @@ class Whereabouts:
         CROSSING.remove(self)
 
 
+def _own_store() -> Any:
+    default: Any = distributed_c10d._get_default_store()
+    return distributed_c10d.PrefixStore("gradwire/crossing", default.clone())
+
+
 class Crossing:
     """Watches the handles of this process."""
 
@@ -91,6 +96,8 @@ class Crossing:
         """Threads that run models. With several, one may come to a step while another waits."""
         self._thread: threading.Thread | None = None
         self._changed = threading.Event()
+        self._store: Any = None
+        """The thread's, once it has asked."""
         self._listed: set[str] = set()
         """The lanes for which this rank is in the store's list of ranks that wrote."""
 
@@ -115,7 +122,6 @@ class Crossing:
         self._users.add(threading.get_ident())
 
     def _look(self) -> None:
-        store: Any = None
         before, pause, due = dict[str, float | None](), 0.0, 0.0
         while len(self._watched) > 1 and not self._changed.wait(LONG_S / 2):
             now, since = time.monotonic(), {each.label: each.since for each in list(self._watched)}
@@ -127,10 +133,11 @@ class Crossing:
             due, pause = now + pause, min(2 * pause, _MOST_PAUSE_S)
             # the store may be gone with its rank, or not have been there: then the timeout ends it
             with suppress(Exception), waits_for_store():
-                if store is None:
-                    default: Any = distributed_c10d._get_default_store()
-                    store = distributed_c10d.PrefixStore("gradwire/crossing", default.clone())
-                self._compare(store)
+                if self._store is None:
+                    self._store = _own_store()
+                self._compare(self._store)
+        with suppress(RuntimeError), waits_for_store():  # else it stays: whoever frees it returns from C++
+            self._store = None
 
     def _compare(self, store: Any) -> None:
         handles = {each.lanes.name: each for each in list(self._watched)}
