@@ -201,6 +201,9 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The spec inside ErrorFeedback, for specs with other best settings there."""
         return self
 
+    def check_fed_back(self, field: str) -> None:
+        """Raise SpecError, which names `field`, if error feedback around this spec may never send an error."""
+
     def _shown(self) -> dict[str, Any]:
         shown = changed(self)
         names = [name for name in self.__struct_fields__ if name in shown or name in self.always_written]
