@@ -292,6 +292,31 @@ def test_what_is_not_finite_stays_so_on_all_ranks(threads: Threads, scheme: str,
         assert found["made finite"] == found["in other steps"] == found["residuals"] == []
 
 
+def finite_after(spec: gw.Spec, element: int) -> bool:
+    """Whether the mean is finite everywhere if this element of rank 0's gradient is NaN."""
+    part = Given([(10, NUMEL // 10)], torch.float32, seed=0)
+    handle = gw.parallelize(part, plan=gw.Uniform(spec), process_group=here.group)
+    gradient = torch.ones(10, NUMEL // 10)
+    if here.rank == 0:
+        gradient.view(-1)[element] = float("nan")
+    part([gradient]).backward()
+    handle.detach()
+    return bool(part.p0.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("spec", "finite"),
+    [(gw.SignSGD(), [True, True]), (gw.Signum(), [True, True]), (gw.Truncate(4.0, unsafe=True), [False, True])],
+    ids=repr,
+)
+def test_signs_alone_and_dropped_elements_do_not_say_that_something_is_not_finite(
+    threads: Threads, spec: gw.Spec, finite: list[bool]
+) -> None:
+    for element, expected in zip([0, NUMEL - 1], finite, strict=True):
+        assert threads.run(2, finite_after, spec, element) == [expected] * 2
+    assert "NaN" in (type(spec).__doc__ or "")
+
+
 def scale_losses(spec: gw.Spec, scheme: str) -> tuple[list[int], str, bool]:
     """Which steps a loss scaler skipped. Rank 1's gradients overflow at some scale, rank 0's never."""
     rank = here.rank

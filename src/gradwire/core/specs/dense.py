@@ -94,7 +94,7 @@ class Natural(BlockSpec, frozen=True):
 @register_spec
 class Truncate(Spec, frozen=True):
     """Fake compression for measurements: the first 1/ratio of the elements is sent, and the rest arrives as zeros (CGX, Fig.
-    1). Training does not work with Truncate: confirm with `unsafe=True`."""
+    1). Training does not work with Truncate: confirm with `unsafe=True`. A NaN or an Inf in the rest arrives as zero, too."""
 
     id: ClassVar[str] = "truncate"
     touches_segments_only: ClassVar[bool] = True
