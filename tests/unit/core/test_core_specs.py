@@ -208,6 +208,7 @@ WRONG_VALUES = [
     (lambda: PowerSGD(rank=0), ["rank is 0", "from 1 to 1024"]),
     (lambda: PowerSGD(warm_start=1), ["warm_start is 1", "True or False"]),  # type: ignore[arg-type]
     (lambda: Truncate(0.5), ["ratio is 0.5", "at least 1"]),
+    (lambda: Truncate(4, unsafe="no"), ["unsafe is 'no'", "True or False"]),  # type: ignore[arg-type]
     (lambda: TernGrad(clip=0.5), ["clip is 0.5", "2.5"]),
     (lambda: FP8("e3m4"), ["format is 'e3m4'", "e4m3, e5m2"]),
     (lambda: TwoBit(multiple=0), ["multiple is 0"]),

@@ -9,7 +9,7 @@ from gradwire.core.specs.base import BlockSpec, ElementRun, Kernels, Law, Spec, 
 @register_spec
 class SignSGD(Spec, frozen=True):
     """Signs with a majority vote of the ranks: each element of the gradient becomes -1 or 1 (Bernstein et al. 2018; a tie and
-    zero count as 1). Choose the learning rate for steps of size 1. NaN and Inf count by their sign bits, so they become finite."""
+    zero count as 1). Choose the learning rate for steps of size 1. NaN and Inf count by their sign bits, and become finite."""
 
     id: ClassVar[str] = "signsgd"
     touches_segments_only: ClassVar[bool] = True
