@@ -36,7 +36,7 @@ class MuLawCompressor(Compressor):
         for offset, numel, *_ in segments.rows:
             run = slice(offset, offset + numel)
             value = given[run]
-            scale = value.abs().max().reshape(1)
+            scale = value.abs().max().reshape(1) if numel else value.new_zeros(1)  # tensors may be empty
             steep = torch.log1p(self.spec.mu * value.abs() / scale.clamp(min=1e-30)) / math.log1p(self.spec.mu)
             codes = (value.sign() * (127 * steep).round()).nan_to_num(0).to(torch.int8)
             payload[at : at + 4], payload[at + 4 : at + 4 + numel] = scale.view(torch.uint8), codes.view(torch.uint8)

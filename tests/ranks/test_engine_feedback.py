@@ -1,5 +1,6 @@
 """Error feedback loses nothing, a resumed run repeats the one that went on, and a NaN is never made finite."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ SIZES = (1, (3, 41), (17, 241), 300)
 SPECS: list[gw.Spec] = [
     gw.ErrorFeedback(gw.QSGD(bits=2)),
     gw.ErrorFeedback(gw.QSGD(bits=4, rounding="nearest", scale="minmax")),
-    gw.ErrorFeedback(gw.QSGD(bits=3, scale="l2")),
+    gw.ErrorFeedback(gw.QSGD(bits=3, block=32, scale="l2")),
     gw.ErrorFeedback(gw.Cast("bfloat16")),
     gw.ErrorFeedback(gw.QSGD(bits=3, levels="exponential")),
     gw.ErrorFeedback(gw.TernGrad(clip=2.5)),
@@ -219,8 +220,7 @@ def test_states_that_do_not_fit_are_refused_by_name(threads: Threads) -> None:
 LOSSY = [
     *(
         gw.QSGD(bits=b, scale=s, rounding=r)
-        for b in (2, 4, 8)
-        for s in ("max", "minmax", "l2")
+        for b, s in [*itertools.product((2, 4, 8), ("max", "minmax")), (4, "l2"), (8, "l2")]
         for r in ("stochastic", "nearest")
     ),
     gw.Cast("float16"),
@@ -290,6 +290,31 @@ def test_what_is_not_finite_stays_so_on_all_ranks(threads: Threads, scheme: str,
     results = threads.run(2, poison, scheme, value, dtype)
     for found in results:
         assert found["made finite"] == found["in other steps"] == found["residuals"] == []
+
+
+def finite_after(spec: gw.Spec, element: int) -> bool:
+    """Whether the mean is finite everywhere if this element of rank 0's gradient is NaN."""
+    part = Given([(10, NUMEL // 10)], torch.float32, seed=0)
+    handle = gw.parallelize(part, plan=gw.Uniform(spec), process_group=here.group)
+    gradient = torch.ones(10, NUMEL // 10)
+    if here.rank == 0:
+        gradient.view(-1)[element] = float("nan")
+    part([gradient]).backward()
+    handle.detach()
+    return bool(part.p0.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("spec", "finite"),
+    [(gw.SignSGD(), [True, True]), (gw.Signum(), [True, True]), (gw.Truncate(4.0, unsafe=True), [False, True])],
+    ids=repr,
+)
+def test_signs_alone_and_dropped_elements_do_not_say_that_something_is_not_finite(
+    threads: Threads, spec: gw.Spec, finite: list[bool]
+) -> None:
+    for element, expected in zip([0, NUMEL - 1], finite, strict=True):
+        assert threads.run(2, finite_after, spec, element) == [expected] * 2
+    assert "NaN" in (type(spec).__doc__ or "")
 
 
 def scale_losses(spec: gw.Spec, scheme: str) -> tuple[list[int], str, bool]:

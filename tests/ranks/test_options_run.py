@@ -290,7 +290,7 @@ def test_all_ranks_learn_the_same_energies_by_any_option(option: Option) -> None
 @pytest.mark.parametrize("tasks", [FOUR_ENCODES, ROOTED])
 def test_nodes_store_what_they_lose_alike_in_the_same_bits(tasks: str, residual_dtype: str) -> None:
     """Or their next payloads would be of other sums. What each rank loses alone is rounded by numbers of its own."""
-    spec = gw.ErrorFeedback(gw.QSGD(bits=3, scale="l2"))  # what it decodes to loses something when it is encoded again
+    spec = gw.ErrorFeedback(gw.QSGD(bits=3, block=32, scale="l2"))  # what it decodes to loses something when it is encoded again
     ranks = Ranks(plan_for(tasks.split(), spec, residual_dtype=residual_dtype), TWO_BY_TWO)
     given, received = torch.zeros(2, sum(ranks.sizes), dtype=torch.float64)
     for step in range(3):

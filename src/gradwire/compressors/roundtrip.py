@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.registry import compressor_for
-from gradwire.core import Spec
+from gradwire.core import Spec, show, whole
 from gradwire.errors import SpecError
 from gradwire.kernels import Compressor, Context, Segment, Segments, is_float, tensor_key
 
@@ -51,7 +51,8 @@ def roundtrip(tensor: Tensor, spec: Spec, step: int = 0) -> tuple[Tensor, int]:
     Returns the decoded tensor (shape, dtype and device of `tensor`, contiguous) and the bytes of the payload. Where payloads are
     summed on the wire (PowerSGD, RandomK) the bytes are those of all sums, and the sum is over one rank.
 
-    Raises SpecError if the tensor has another dtype, or if the spec has no compressor or cannot encode gradients.
+    Raises SpecError if the tensor has another dtype, is sparse or has no values, if the step is no whole number, or if the spec
+    has no compressor or cannot encode gradients.
 
     >>> from gradwire.core import Cast
     >>> decoded, nbytes = roundtrip(torch.tensor([0.5, -1.0, 0.25]), Cast("bfloat16"))
@@ -60,10 +61,8 @@ def roundtrip(tensor: Tensor, spec: Spec, step: int = 0) -> tuple[Tensor, int]:
     """
     if not isinstance(spec, Spec):
         raise SpecError(f"spec is {spec!r}: it must be a spec, such as gw.QSGD(bits=4).")
-    if not is_float(tensor.dtype):
-        raise SpecError(
-            f"the tensor is {tensor.dtype}, and compressors take float32, bfloat16 and float16. Convert it with tensor.float()."
-        )
+    _check_tensor(tensor)
+    whole("step", step, "the number of a step", error=SpecError)
     row = Segment(0, tensor.numel(), tensor_key("tensor"), 0, spec.element_bits)
     segments = Segments((row,), tensor.device, ("tensor",), (tuple(tensor.shape),))
     state = [torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device) for _ in spec.state]
@@ -71,3 +70,19 @@ def roundtrip(tensor: Tensor, spec: Spec, step: int = 0) -> tuple[Tensor, int]:
     decoded = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     rank.step([spec.random_seed, step, 0, 0], decoded)
     return decoded.reshape(tensor.shape), sum(payload.nbytes for payload in rank.payloads)
+
+
+def _check_tensor(tensor: object) -> None:
+    """Refuse everything but a dense tensor with values of a dtype that compressors take."""
+    if not isinstance(tensor, Tensor):
+        raise SpecError(
+            f"the tensor is {show(tensor)}, a {type(tensor).__name__}: compressors take torch tensors. Use torch.as_tensor()."
+        )
+    if tensor.layout != torch.strided:
+        raise SpecError(f"the tensor is sparse ({tensor.layout}), and compressors take dense ones. Convert it with to_dense().")
+    if tensor.is_meta:
+        raise SpecError("the tensor is on the meta device, so there are no values to encode. Give one on a CPU or a GPU.")
+    if not is_float(tensor.dtype):
+        raise SpecError(
+            f"the tensor is {tensor.dtype}, and compressors take float32, bfloat16 and float16. Convert it with tensor.float()."
+        )

@@ -7,13 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from operator import index
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from gradwire.core import RAW, ElementRun, Spec
-from gradwire.errors import PayloadError, PlanError
+from gradwire.core import RAW, ElementRun, Spec, show
+from gradwire.errors import PayloadError, PlanError, SpecError
 from gradwire.kernels.segments import Segments
 
 KernelCall = tuple[Any, ...]
@@ -88,7 +89,7 @@ class Compressor(ABC):
 
     def payload_bytes(self, segments: Segments, dtype: torch.dtype) -> int:
         """Bytes of the payload of these segments for a gradient of this dtype. Independent of values. Raises PlanError for more
-        elements than indices can number."""
+        elements than indices can number, and SpecError if the spec gives no whole number."""
         key = self.spec, dtype
         if (found := segments.payload_bytes.get(key)) is None:  # asked in every decode
             found = segments.payload_bytes[key] = _bytes_of(self.spec, tuple(runs_of(segments)), dtype.itemsize)
@@ -184,7 +185,13 @@ def _bytes_of(spec: Spec, runs: tuple[ElementRun, ...], itemsize: int) -> int:
             f"{spec!r} is to encode {indexed} elements of a tensor or a bucket at once, and indices reach to {_MOST_INDEXED}. "
             "Cut buckets into smaller chunks (chunk_bytes=2**30), or give large tensors another spec, such as gw.QSGD(bits=4)."
         )
-    return spec.bytes_beside(runs, itemsize)
+    size: object = spec.bytes_beside(runs, itemsize)
+    if not isinstance(size, SupportsIndex) or (found := index(size)) < 0:
+        raise SpecError(
+            f"payload_bytes of {spec!r} gives {show(size)}, a {type(size).__name__}: a payload has a whole number of bytes, at "
+            "least 0. Return an int; of n bits, -(-n // 8)."
+        )
+    return found
 
 
 def runs_of(segments: Segments) -> list[ElementRun]:

@@ -40,12 +40,14 @@ from gradwire.core import (
     columns_of,
     convert,
     fingerprint,
+    flags,
     freeze,
     show,
     text,
     uncompressed,
     under,
     unique,
+    whole,
     wholes,
     word,
 )
@@ -90,7 +92,8 @@ class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     names: str = "*"
-    """Patterns of whole tensor names as in fnmatch, case-sensitive, with | between alternatives."""
+    """Patterns of whole tensor names as in fnmatch, case-sensitive, with | between alternatives. A name matches itself, also one
+    with brackets."""
     min_numel: int = 0
     """Least number of elements."""
     max_numel: int | None = None
@@ -111,8 +114,11 @@ class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def matches(self, tensor: TensorInfo) -> bool:
         """Whether the tensor fulfils all conditions."""
+        named = tensor.name == self.names or any(
+            tensor.name == pattern or fnmatchcase(tensor.name, pattern) for pattern in self.names.split("|")
+        )
         return (
-            any(fnmatchcase(tensor.name, pattern) for pattern in self.names.split("|"))
+            named
             and self.min_numel <= tensor.numel
             and (self.max_numel is None or tensor.numel <= self.max_numel)
             and self.min_dims <= len(tensor.shape)
@@ -205,6 +211,7 @@ class Policy(_Default, frozen=True, kw_only=True):
         freeze(self, "rules")
         msgspec.structs.force_setattr(self, "rules", tuple(as_rule(i, rule) for i, rule in enumerate(self.rules)))
         msgspec.structs.force_setattr(self, "schedule", as_schedule(self.schedule))
+        flags(self, "exempt_vectors")
         if self.scheme is not None:
             check_scheme(self.scheme)
         wholes(self, "bytes of gradient at which a bucket closes", "bucket_bytes", low=1)
@@ -226,8 +233,11 @@ class Policy(_Default, frozen=True, kw_only=True):
         pipelined schedule all reduce phases come first, then the gather phases in the reverse order, in which forward needs
         them; an indivisible option has no gather phase.
 
-        Raises PlanError if a rule matches nothing, or if the scheme cannot carry a spec.
+        Raises PlanError if a rule matches nothing, if the scheme cannot carry a spec, or if a number of ranks is no whole number.
         """
+        whole("ranks", ranks, "the number of ranks that train", low=1, error=PlanError)
+        if ranks_per_node is not None:
+            whole("ranks_per_node", ranks_per_node, "the ranks of each node", low=1, error=PlanError)
         if not tensors:
             raise PlanError("there are 0 tensors to plan for: no parameter is trainable. Set requires_grad on some.")
         unique("tensors", [tensor.name for tensor in tensors], ".name", error=PlanError)

@@ -24,6 +24,7 @@ from gradwire.core import (
     Spec,
     TensorProfile,
     fingerprint,
+    flags,
     gathers_of,
     pairs_ranks,
     schedule_class,
@@ -115,6 +116,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         word("schedule", self.schedule, PLANNED_SCHEDULES, error=PlanError)
+        flags(self, "exempt_vectors")
         if self.restrict is not None:
             word("restrict", self.restrict, (*RESTRICTED, "myopic"), error=PlanError)
 

@@ -5,6 +5,7 @@ What is measured here is what an engine relies on: bias, contraction, and that f
 
 import math
 
+import msgspec
 import pytest
 import torch
 from test_compressors import Codec, gradient, squared
@@ -52,6 +53,7 @@ SPECS: list[Spec] = [
     QSGD(bits=8, rounding="nearest"),
     QSGD(bits=3, scale="minmax"),
     QSGD(scale="l2"),
+    QSGD(bits=3, block=32, scale="l2"),
     QSGD(levels="exponential"),
     QSGD(bits=3, levels="exponential", rounding="nearest"),
     *(QSGD(bits=bits, scale="ls") for bits in (2, 3, 4)),
@@ -168,6 +170,25 @@ def test_contractive(spec: Spec, dtype: torch.dtype) -> None:
             lost = codec_of(spec, (numel,), dtype)(x) - x.float()
             left = (1 - spec.law.delta) * squared(x.float())
             assert squared(lost) <= left * (1 + 1e-5) + 4 * UNIT_ROUNDING[dtype] ** 2 * squared(x.float()), numel
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("levels", ["uniform", "exponential"])
+def test_norms_as_scales_are_fed_back_where_a_part_of_every_block_is_sent(levels: str, bits: int) -> None:
+    """Like elements are the worst of all blocks: each is 1/sqrt(n) of the norm, and what all lose is the whole block."""
+    for block in (2**power for power in range(5, 14)):
+        spec = QSGD(bits=bits, block=block, scale="l2", levels=levels)
+        alike = torch.linspace(0.9, 1.1, 32).repeat_interleave(block)  # each block another size, so scales round up otherwise
+        nearest, drawn = (roundtrip(alike, msgspec.structs.replace(spec, rounding=r))[0] for r in ("nearest", "stochastic"))
+        try:
+            ErrorFeedback(spec)
+        except SpecError:
+            assert not nearest.view(32, -1).any(dim=1).all(), "some block is zeros"
+            assert squared(drawn - alike) > 0.95 * squared(alike)
+        else:
+            lost = (nearest - alike).view(32, -1).square().sum(1) / alike.view(32, -1).square().sum(1)
+            assert float(lost.max()) < 0.95
+            assert squared(drawn - alike) < 0.95 * squared(alike)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,6 +1,9 @@
 """One tensor encoded and decoded in one call."""
 
-from collections.abc import Callable
+import runpy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +11,9 @@ import torch
 import gradwire as gw
 from gradwire.compressors import compressor_for
 from gradwire.core import ElementRun, Spec, example_specs
+from gradwire.core.specs import Kernels
 from gradwire.errors import SpecError
+from gradwire.kernels import Context, Segment, Segments
 
 SPECS = [spec for spec in example_specs() if not isinstance(spec, gw.Truncate)] + [gw.Truncate(4.0, unsafe=True)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,6 +84,57 @@ def test_what_cannot_be_encoded_is_refused() -> None:
         gw.roundtrip(torch.ones(3), "qsgd")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="unsafe=True"):
         gw.roundtrip(torch.ones(3), gw.Truncate(4.0))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "step", "words"),
+    [
+        ([1.0, 2.0], 0, r"tensor is \[1\.0, 2\.0\], a list.*as_tensor"),
+        (None, 0, "tensor is None, a NoneType"),
+        (torch.ones(3).to_sparse(), 0, r"tensor is sparse.*to_dense\(\)"),
+        (torch.ones(3, device="meta"), 0, "meta device.*no values"),
+        (torch.ones(3), 1.5, "step is 1.5, a float.*whole number"),
+        (torch.ones(3), 2**63, "step is 9223372036854775808"),
+    ],
+)
+def test_what_is_no_tensor_or_no_step_is_refused(tensor: Any, step: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        gw.roundtrip(tensor, gw.QSGD(), step)
+
+
+@pytest.mark.parametrize(("size", "words"), [(1.5, "gives 1.5, a float"), (-1, "gives -1, an? int"), (None, "gives None")])
+def test_payloads_have_a_whole_number_of_bytes(size: Any, words: str) -> None:
+    class Odd(gw.Int8, frozen=True):
+        id = "odd"  # type: ignore[misc]
+
+        def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
+            return size  # type: ignore[no-any-return]
+
+    with pytest.raises(SpecError, match=f"{words}.*whole number of bytes.*Return an int"):
+        gw.roundtrip(torch.ones(3), Odd())
+
+
+def test_a_spec_without_payload_bytes_is_refused_by_its_name() -> None:
+    class Bare(gw.Spec, frozen=True):
+        id = "bare"  # type: ignore[misc]
+
+        def kernels(self, part: float = 1.0) -> Kernels:
+            return gw.Int8().kernels()  # type: ignore[return-value]
+
+    with pytest.raises(SpecError, match=r"Bare has no payload_bytes.*Define"):
+        gw.roundtrip(torch.ones(3), Bare())
+
+
+def test_the_example_of_an_own_compressor_takes_empty_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.core.specs.base._REGISTRY", {})
+    own = runpy.run_path(str(Path(__file__).parents[3] / "examples/own_compressor/gradwire_mulaw.py"))
+    segments = Segments((Segment(0, 0, 1, 0, 0), Segment(0, 3, 2, 0, 0)), torch.device("cpu"), ("none", "some"))
+    given, decoded, state = torch.tensor([1.0, -0.5, 0.0]), torch.zeros(3), [torch.zeros(3)]
+    compressor, context = own["MuLawCompressor"](own["MuLaw"]()), Context(torch.zeros(4, dtype=torch.int64))
+    payload = torch.zeros(compressor.payload_bytes(segments, given.dtype), dtype=torch.uint8)
+    compressor.encode(given, state, segments, context, payload)
+    compressor.decode(payload, segments, given.dtype, False, decoded, context)
+    assert payload.numel() == 11 and torch.allclose(decoded + state[0], given) and decoded.any()
 
 
 def test_a_spec_that_names_its_kernels_needs_no_more() -> None:

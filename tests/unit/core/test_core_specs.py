@@ -42,13 +42,17 @@ qsgd = st.builds(
     QSGD,
     bits=st.integers(2, 8),
     block=blocks,
-    scale=st.sampled_from(["max", "minmax", "l2"]),
+    scale=st.sampled_from(["max", "minmax"]),
     rounding=st.sampled_from(["auto", "stochastic", "nearest"]),
     seed=seeds,
 )
-lossy = st.one_of(
+of_norms = st.builds(
+    QSGD, bits=st.integers(2, 8), block=blocks, scale=st.just("l2"), levels=st.sampled_from(["uniform", "exponential"])
+)
+fed_back = st.one_of(
     qsgd,
-    st.builds(QSGD, bits=st.integers(2, 8), levels=st.just("exponential"), scale=st.sampled_from(["max", "l2"])),
+    st.builds(QSGD, bits=st.integers(7, 8), block=blocks, scale=st.just("l2")),
+    st.builds(QSGD, bits=st.integers(2, 8), levels=st.just("exponential")),
     st.builds(QSGD, bits=st.integers(2, 4), block=blocks, scale=st.just("ls"), levels=st.sampled_from(["uniform", "lloyd"])),
     st.builds(Cast, dtype=st.sampled_from(["float16", "bfloat16"])),
     st.builds(FP8, format=st.sampled_from(["e4m3", "e5m2"]), block=blocks),
@@ -62,6 +66,7 @@ lossy = st.one_of(
     st.builds(RandomK, ratios, st.sampled_from(["common", "own"]), seeds),
     st.builds(Truncate, st.floats(1, 1e6), st.booleans()),
 )
+lossy = st.one_of(fed_back, of_norms)
 remembering = st.one_of(
     st.builds(TwoBit, st.floats(0, 1), st.floats(0.1, 10), blocks),
     st.builds(SignSGD),
@@ -75,7 +80,7 @@ specs = st.one_of(
     st.just(Identity()),
     lossy,
     remembering,
-    st.builds(ErrorFeedback, lossy),
+    st.builds(ErrorFeedback, fed_back),
     st.builds(ErrorFeedback, qsgd, st.floats(0.1, 1)),
 )
 
@@ -182,6 +187,15 @@ WRONG_VALUES = [
     (lambda: ErrorFeedback(SignSGD()), ["inner is SignSGD()", "no magnitude", "EFSignSGD"]),
     (lambda: ErrorFeedback(Signum()), ["inner is Signum()", "EFSignSGD"]),
     (lambda: QSGD(levels="exponential", scale="minmax"), ["levels and scale are 'exponential'", "scale='max'"]),
+    (
+        lambda: ErrorFeedback(QSGD(bits=2, scale="l2")),
+        ["inner is QSGD(bits=2", "1/2 of a block's norm", "'max' or 'ls'", "at least 4 bits."],
+    ),
+    (lambda: ErrorFeedback(QSGD(bits=3, scale="l2")), ["128 like elements have 1/11.31", "4 bits, or blocks of at most 32"]),
+    (lambda: ErrorFeedback(QSGD(bits=6, block=8192, scale="l2")), ["scale='max', at least 7 bits, or blocks of at most 2048"]),
+    (lambda: ErrorFeedback(QSGD(bits=3, block=64, scale="l2", levels="exponential")), ["scale='max', at least 4 bits"]),
+    (lambda: ErrorFeedback(QSGD(bits=2, scale="l2", rounding="stochastic")), ["1/2 of a block's norm"]),
+    (lambda: TopK(0.1, values=QSGD(bits=2, scale="l2")), ["values is QSGD(bits=2", "at least 4 bits"]),
     (lambda: TopK(0), ["ratio is 0"]),
     (lambda: TopK(2), ["ratio is 2", "0.01"]),
     (lambda: TopK(0.1, values=4), ["values is 4", "must be a spec"]),  # type: ignore[arg-type]
@@ -194,6 +208,7 @@ WRONG_VALUES = [
     (lambda: PowerSGD(rank=0), ["rank is 0", "from 1 to 1024"]),
     (lambda: PowerSGD(warm_start=1), ["warm_start is 1", "True or False"]),  # type: ignore[arg-type]
     (lambda: Truncate(0.5), ["ratio is 0.5", "at least 1"]),
+    (lambda: Truncate(4, unsafe="no"), ["unsafe is 'no'", "True or False"]),  # type: ignore[arg-type]
     (lambda: TernGrad(clip=0.5), ["clip is 0.5", "2.5"]),
     (lambda: FP8("e3m4"), ["format is 'e3m4'", "e4m3, e5m2"]),
     (lambda: TwoBit(multiple=0), ["multiple is 0"]),

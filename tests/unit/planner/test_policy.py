@@ -1,5 +1,7 @@
 """Policies: rules in, plan out."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -322,6 +324,22 @@ def test_models_that_cannot_be_planned() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ranks", "words"),
+    [((0,), "ranks is 0"), (("2",), "ranks is '2', a str"), ((2, 0), "ranks_per_node is 0"), ((2, 1.0), "ranks_per_node is 1.0")],
+)
+def test_numbers_of_ranks_that_are_none_are_refused_by_name(ranks: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(PlanError, match=f"{words}.*a whole number at least 1"):
+        Policy(default=QSGD()).plan([tensor("a", 1)], *ranks)
+
+
+@pytest.mark.parametrize("which", ["emb[0].w", Where("emb[0].w", min_numel=1), "a|emb[0].w"])
+def test_a_name_with_brackets_matches_itself(which: str | Where) -> None:
+    tensors = [tensor("a", 1), tensor("emb[0].w", 10)]
+    plan = Policy(default=QSGD(), rules=[(which, QSGD(bits=2))]).plan(tensors)
+    assert plan.buckets[0].spec_of("emb[0].w") == QSGD(bits=2)
+
+
+@pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
         ({"default": 4}, SpecError, "default is 4"),
@@ -338,6 +356,8 @@ def test_models_that_cannot_be_planned() -> None:
             FormatError,
             "scheme is 'comp:cpu.*it ends before all ranks",
         ),
+        ({"default": QSGD(), "exempt_vectors": "no"}, FormatError, "exempt_vectors is 'no': it must be true or false"),
+        ({"default": QSGD(), "exempt_vectors": 1}, FormatError, "exempt_vectors is 1: it must be true or false"),
         ({"default": QSGD(), "bucket_bytes": 0}, FormatError, "bucket_bytes is 0"),
         ({"default": QSGD(), "chunk_bytes": True}, FormatError, "chunk_bytes is True, a bool"),
     ],

@@ -175,7 +175,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def payload_bytes(self, runs: Sequence[ElementRun], itemsize: int) -> int:
         """Bytes of the payload of these runs. itemsize: bytes of a gradient element. Independent of values."""
-        raise NotImplementedError(f"{type(self).__name__}.payload_bytes")
+        name = type(self).__name__
+        raise SpecError(
+            f"{name} has no payload_bytes: ranks must know the size of a payload before it comes. Define "
+            f"`def payload_bytes(self, runs, itemsize)` in {name}; it returns the bytes."
+        )
 
     def indexed(self, runs: Sequence[ElementRun]) -> int:
         """The elements of the largest group of these runs of which each has an index; 0 if no element has one."""
@@ -200,6 +204,9 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def under_feedback(self) -> "Spec":
         """The spec inside ErrorFeedback, for specs with other best settings there."""
         return self
+
+    def check_fed_back(self, field: str) -> None:
+        """Raise SpecError, which names `field`, if error feedback around this spec may never send an error."""
 
     def _shown(self) -> dict[str, Any]:
         shown = changed(self)

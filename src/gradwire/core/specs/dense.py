@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from gradwire.core.checks import number, word
+from gradwire.core.checks import number, show, word
 from gradwire.core.specs.base import BlockSpec, ElementRun, Kernels, Law, Spec, check_block, check_seed, register_spec
 from gradwire.errors import SpecError
 
@@ -94,7 +94,7 @@ class Natural(BlockSpec, frozen=True):
 @register_spec
 class Truncate(Spec, frozen=True):
     """Fake compression for measurements: the first 1/ratio of the elements is sent, and the rest arrives as zeros (CGX, Fig.
-    1). Training does not work with Truncate: confirm with `unsafe=True`."""
+    1). Training does not work with Truncate: confirm with `unsafe=True`. A NaN or an Inf in the rest arrives as zero, too."""
 
     id: ClassVar[str] = "truncate"
     touches_segments_only: ClassVar[bool] = True
@@ -110,6 +110,8 @@ class Truncate(Spec, frozen=True):
         number("ratio", self.ratio, "how many times smaller the payload is", positive=True, error=SpecError)
         if self.ratio < 1:
             raise SpecError(f"ratio is {self.ratio}: it must be at least 1, 4 for a quarter of the bytes.")
+        if not isinstance(self.unsafe, bool):
+            raise SpecError(f"unsafe is {show(self.unsafe)}: it must be True or False. True says that no model is to learn.")
 
     def kept(self, numel: int) -> int:
         """Number of elements sent of a run of `numel` elements."""

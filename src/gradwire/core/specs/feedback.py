@@ -21,7 +21,7 @@ class ErrorFeedback(Spec, frozen=True):
 
     Over many steps nothing is lost. The price: memory for the residual, and delayed updates. `inner` gets its best settings for
     feedback (`under_feedback`): QSGD rounds to nearest unless its `rounding` says otherwise.
-    Raises SpecError if `inner` is lossless, has state of its own, or sends no magnitudes.
+    Raises SpecError if `inner` is lossless, has state of its own, sends no magnitudes, or has too few bits for its scale 'l2'.
     """
 
     id: ClassVar[str] = "error_feedback"
@@ -50,6 +50,7 @@ class ErrorFeedback(Spec, frozen=True):
             raise SpecError(f"inner is {inner!r}: it has a residual of its own, which keeps all of the error. Use it alone.")
         if inner.state or isinstance(inner, SignSGD):
             raise SpecError(f"inner is {inner!r}: its signs have no magnitude, so their error is unknown. Use EFSignSGD().")
+        inner.check_fed_back("inner")
         number("decay", self.decay, "the part of a residual that is kept", positive=True, error=SpecError)
         if self.decay > 1:
             raise SpecError(f"decay is {show(self.decay)}: it must be a part, above 0 and at most 1.")

@@ -31,7 +31,8 @@ class QSGD(BlockSpec, frozen=True):
     scale: str = "max"
     """max: the block's largest magnitude; minmax: 2^bits levels between minimum and maximum, less error, twice the
     scale bytes; l2: the block's norm, much more error at few bits (CGX's formula, for comparison); ls: at most 4 bits, the scale
-    with the least squared error. With ErrorFeedback, ls keeps the size of what is sent; max sends too much at 2 bits."""
+    with the least squared error. With ErrorFeedback, ls keeps the size of what is sent; max sends too much at 2 bits. It
+    refuses l2 where a block of like elements can become zeros: 2 bits, 3 with blocks above 32, 4 with blocks above 128."""
     rounding: str = "auto"
     """stochastic: unbiased, more error; nearest: biased, less error (give it ErrorFeedback). auto: nearest inside ErrorFeedback,
     which removes the bias (but not for minmax below 4 bits); else stochastic. At 2 bits nearest learns as DDP does, and
@@ -79,7 +80,8 @@ class QSGD(BlockSpec, frozen=True):
 
     def kernels(self, part: float = 1.0) -> Kernels:
         """The segments say how many bits an element has, so tensors of 2 to 8 bits share one call. With nearest a value is off by
-        at most half a level, so max and l2 scales are contractive (minmax from 4 bits on: zero is not among its levels).
+        at most half a level, so max and l2 scales are contractive (minmax from 4 bits on: zero is not among its levels). With
+        l2 the error may be all of a block (`check_fed_back`).
         Exponential levels (NUQSGD, Ramezani-Kebrya et al. 2021) halve from the scale on. A block with a NaN or an Inf decodes to
         NaN throughout, so a loss scaler sees it, and keeps the residual it had (CGX, sections 2.3 and 4; docs/papers/cgx.md)."""
         settings, joined = (self.block, self.scale), self.blocks == "bucket"
@@ -104,6 +106,30 @@ class QSGD(BlockSpec, frozen=True):
             return self
         nearest = msgspec.structs.replace(self, rounding="nearest")
         return nearest if self.rounding == "auto" and nearest.law.kind == "contractive" else self
+
+    def check_fed_back(self, field: str) -> None:
+        """Refuse scales by the norm whose error may be all of a block, since error feedback would send nothing for ever.
+
+        An element below 1/reach of the scale counts as zero, half of the lowest level. The norm of n like elements is sqrt(n) of
+        one. With nearest the error is below the input for every block if sqrt(n) < reach, and with stochastic its mean is: the
+        variance of n like elements is the largest of all blocks, and it is at least their squared norm from sqrt(n) = reach on.
+        """
+        if self.scale != "l2" or self.block < self._reach(self.bits) ** 2:
+            return
+        reach, least = self._reach(self.bits), next(b for b in range(2, 9) if self.block < self._reach(b) ** 2)
+        scales = "'max' or 'ls'" if self.bits <= 4 and self.levels == "uniform" else "'max'"
+        fitting = [block for block in (32 << power for power in range(9)) if block < reach**2]
+        smaller = f", or blocks of at most {fitting[-1]}" if fitting else ""
+        raise SpecError(
+            f"{field} is {self!r}: elements below 1/{reach} of a block's norm can count as zero, and {self.block} like elements "
+            f"have 1/{self.block**0.5:.4g} of it each, so the error of a block may be all of it, and feedback never sends it. "
+            f"Use scale={scales}, at least {least} bits{smaller}."
+        )
+
+    def _reach(self, bits: int) -> int:
+        """The scale over half of the lowest level above zero."""
+        top: int = (1 << (bits - 1)) - 1
+        return 2 * top if self.levels == "uniform" else 1 << top
 
     @property
     def keeps_zeros(self) -> bool:  # type: ignore[override]

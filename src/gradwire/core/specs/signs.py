@@ -9,7 +9,7 @@ from gradwire.core.specs.base import BlockSpec, ElementRun, Kernels, Law, Spec, 
 @register_spec
 class SignSGD(Spec, frozen=True):
     """Signs with a majority vote of the ranks: each element of the gradient becomes -1 or 1 (Bernstein et al. 2018; a tie and
-    zero count as 1). Choose the learning rate for steps of size 1."""
+    zero count as 1). Choose the learning rate for steps of size 1. NaN and Inf count by their sign bits, and become finite."""
 
     id: ClassVar[str] = "signsgd"
     touches_segments_only: ClassVar[bool] = True
@@ -25,7 +25,8 @@ class SignSGD(Spec, frozen=True):
 
 @register_spec
 class Signum(SignSGD, frozen=True):
-    """SignSGD on each rank's own running mean of gradients (Bernstein et al. 2018)."""
+    """SignSGD on each rank's own running mean of gradients (Bernstein et al. 2018). A NaN or an Inf changes no mean, so it
+    becomes finite."""
 
     id: ClassVar[str] = "signum"
     state: ClassVar[tuple[str, ...]] = ("momentum",)

@@ -91,6 +91,7 @@ class TopK(_Selected, frozen=True):
                 f"values is {values!r}: it must be a spec without state that sends the magnitude of every value by itself. Use "
                 "QSGD(bits=4), Cast('bfloat16'), or leave values out."
             )
+        values.check_fed_back("values")
 
     @property
     def touches_segments_only(self) -> bool:  # type: ignore[override]
