@@ -1,5 +1,6 @@
 """The command line: its options are frozen here, it starts without torch, and errors are one message."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,27 @@ def test_errors_are_one_message(gradwire, arguments, said):
     assert finished.stderr.startswith("gradwire: ")
     assert said in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", "compressors", "options", "plan nothing.json --cluster nothing.json"])
+def test_a_full_output_is_one_message(command):
+    words = [sys.executable, "-m", "gradwire", *command.split()]
+    with open("/dev/full", "w") as full:
+        places = subprocess.PIPE, full
+        one, both = (subprocess.run(words, stdout=full, stderr=place, text=True, check=False) for place in places)
+    assert (one.returncode, both.returncode) == (2, 2)
+    told = "the output cannot be written: No space left on device." if "plan" not in command else "nothing.json: cannot be read"
+    assert one.stderr.startswith(f"gradwire: {told}") and one.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["--version", "options"])
+def test_a_reader_that_is_gone_is_no_error(command):
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [sys.executable, "-m", "gradwire", *command.split()]
+    finished = subprocess.run(words, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (finished.returncode, finished.stderr) == (1, "")
 
 
 @pytest.mark.parametrize(
