@@ -210,7 +210,22 @@ def test_ddp_is_predicted_with_its_own_all_reduce() -> None:
     expected = simulate(plan_of_ddp(job), profile(), of_ddp, COSTS, rules).step_us
     assert made.prediction.baseline_step_us == pytest.approx(expected)
     assert expected > job.simulator.step_us(job.light(ddp_draft(job))), "the all-reduce of DDP is slower here"
-    assert as_ddp(cluster(own), rules_of("cpu")) == (cluster(own), ALONE)
+    assert as_ddp(cluster(own), rules_of("cpu")) == (cluster(own), msgspec.structs.replace(ALONE, routing="direct"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_ddp_goes_around_a_ring_of_any_number_of_ranks(inside: bool) -> None:
+    """gradwire halves small sums, and larger ones of more than 16 ranks. torch's process group never does."""
+    steps = []
+    for ranks in (2, 8, 16, 17, 32, 64):
+        nodes, ranks_per_node = (1, ranks) if inside else (ranks, 1)
+        shape = Cluster(nodes=nodes, ranks_per_node=ranks_per_node, intra=Link(1000.0, 10.0), inter=Link(1000.0, 10.0))
+        job = PlanningJob(profile(), shape, COSTS)
+        made = plan_of_ddp(job)
+        assert made.prediction is not None
+        steps.append(made.prediction.baseline_step_us)
+        assert steps[-1] >= 2 * (ranks - 1) * 1000.0
+    assert steps == sorted(steps)
 
 
 def plan_of_ddp(job: PlanningJob) -> Plan:
