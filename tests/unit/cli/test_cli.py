@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from gradwire import __version__
 from gradwire.cli import app
@@ -245,6 +246,14 @@ def test_what_bench_would_ignore_is_refused_before_anything_is_measured(gradwire
     finished = gradwire("bench", *words)
     assert finished.returncode != 0
     assert told in " ".join(finished.stderr.split()), finished.stderr
+
+
+@pytest.mark.parametrize("option", ["--silence", "--patience"])
+@pytest.mark.parametrize("seconds", ["inf", "1e300", "nan"])
+def test_times_of_the_lighthouse_are_at_most_a_day(option, seconds):
+    asked = CliRunner().invoke(app, ["lighthouse", option, seconds])
+    assert asked.exit_code == 2
+    assert "86400" in asked.output and "listen" not in asked.output
 
 
 def test_emulate_without_a_script_is_a_usage_error(gradwire):
