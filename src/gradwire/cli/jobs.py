@@ -239,8 +239,12 @@ def doctor(
 def lighthouse(
     bind: Annotated[str, typer.Option(help="Address and port to listen at. Members must reach it.")] = "0.0.0.0:29510",
     min_replicas: Annotated[int, typer.Option(help="The least members of a step, where scripts ask for fewer.", min=1)] = 1,
-    silence: Annotated[float, typer.Option(help="Seconds without a sign of life after which a member is gone.", min=0.3)] = 1.0,
-    patience: Annotated[float, typer.Option(help="Seconds to wait for a living member that is behind.", min=0.1)] = 600.0,
+    silence: Annotated[
+        float, typer.Option(help="Seconds without a sign of life after which a member is gone.", min=0.3, max=86400.0)
+    ] = 1.0,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to wait for a living member that is behind.", min=0.1, max=86400.0)
+    ] = 600.0,
 ) -> None:
     """Name the members of every step of an elastic job, for `gw.elastic`: torchft's lighthouse. Runs until it is interrupted."""
     if find_spec("torchft") is None:

@@ -55,7 +55,10 @@ class LimitOptions(NamedTuple):
     """Options for the choices of the planner."""
 
     devices: Annotated[str | None, typer.Option(help="Comma-separated codec devices. Default: all measured.")] = None
-    max_encodes: Annotated[int | None, typer.Option(help="The most encodes of one bucket, 0 to 4.")] = None
+    max_encodes: Annotated[
+        int | None,
+        typer.Option(help="The most encodes of one bucket; the tree's options have at most 4, rings and grids may have more."),
+    ] = None
     restrict: Annotated[
         str | None,
         typer.Option(
@@ -258,7 +261,7 @@ def plan(
     least mean.
     """
     from gradwire.bench.names import split_names
-    from gradwire.core import check_writable
+    from gradwire.core import check_writable, show
     from gradwire.planner import SWEPT, check_some_may, sweep_methods
     from gradwire.sim import changed_rules
 
@@ -269,6 +272,8 @@ def plan(
         refuse_with_sweep(out=out, method=None if method == "joint" else method, slow_node=sweep.slow_node)
         rules_on = partial(changed_rules, inputs.profile, decode_calls=decode_calls)
         chosen = list(SWEPT) if methods is None else split_names(methods)
+        if not chosen:
+            raise FormatError(f"--methods is {show(methods)}: it names no method. Write one or more, such as ddp,joint,bound.")
         with bar("Planning", len(points) * len(chosen)) as seen:
             rows = sweep_methods(inputs.profile, points, inputs.costs, inputs.specs, inputs.limits, rules_on, chosen, seen)
         show_sweep(rows, inputs.profile, sweep.picture, json)

@@ -20,7 +20,7 @@ from gradwire.core.checks import (
     wholes,
     word,
 )
-from gradwire.core.cluster import FAR_US, LANES, Cluster, Link, lanes_over
+from gradwire.core.cluster import FAR_US, LANES, MOST_RANKS, Cluster, Link, lanes_over
 from gradwire.core.collectives import (
     ALL_REDUCE,
     CODEC_TASKS,
@@ -108,11 +108,11 @@ from gradwire.core.tensors import Shaped, TensorInfo, fingerprint
 
 __all__ = [
     "ALL_REDUCE", "AT_ONCE", "CODEC_TASKS", "COLLECTIVES", "DGC", "DTYPE_BYTES", "FAR_US", "FIRST_K", "FP8", "LANES", "LIBRARY",
-    "LINKS", "LINK_TASKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "ROUTINES", "SIGN_UNIT", "Backward", "BlockTopK", "Bucket", "Cast",
-    "Cluster", "CodecCosts", "Collective", "Costs", "Delayed", "Document", "EFSignSGD", "ElementRun", "ElementWeights",
-    "ErrorFeedback", "Identity", "Int8", "Link", "LocalSteps", "Made", "MemoryRecord", "Natural", "Nesterov", "OneBit",
-    "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "ProcessorNeed", "Profile", "RandomK", "Schedule", "Shaped",
-    "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad", "Threshold", "TopK", "Truncate", "TwoBit",
+    "LINKS", "LINK_TASKS", "MOST_RANKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "ROUTINES", "SIGN_UNIT", "Backward", "BlockTopK",
+    "Bucket", "Cast", "Cluster", "CodecCosts", "Collective", "Costs", "Delayed", "Document", "EFSignSGD", "ElementRun",
+    "ElementWeights", "ErrorFeedback", "Identity", "Int8", "Link", "LocalSteps", "Made", "MemoryRecord", "Natural", "Nesterov",
+    "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "ProcessorNeed", "Profile", "RandomK", "Schedule",
+    "Shaped", "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad", "Threshold", "TopK", "Truncate", "TwoBit",
     "as_schedule", "as_spec", "changed", "check_plain", "check_writable", "code_bytes", "coded_bytes", "codes_on_cpu",
     "collective", "collective_of", "columns_of", "convert", "entry_points", "example_specs", "fingerprint", "flags",
     "freeze", "freeze_pairs", "gathers_of", "goes_around", "in_base_3", "index_bytes", "index_low_bits", "innermost",

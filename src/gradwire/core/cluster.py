@@ -18,6 +18,8 @@ _FAR_LANES = (FAR_US, 4), (20_000.0, 8), (80_000.0, 16)
 """Over a far link most of the time is waiting, so more are under way: from each of these latencies so many."""
 _FEW_RANKS, _MOST_LANES = 16, 8
 """More ranks have at most so many lanes, each of which is a thread with connections of its own."""
+MOST_RANKS = 100_000
+"""The most ranks of a cluster."""
 
 
 def lanes_over(latency_us: float, ranks: int) -> int:
@@ -156,6 +158,11 @@ class Cluster(Document, frozen=True, kw_only=True):
         only_version(self.version)
         whole("nodes", self.nodes, "a number of nodes", low=1)
         whole("ranks_per_node", self.ranks_per_node, "the ranks of one node", low=1)
+        if self.world_size > MOST_RANKS:
+            raise FormatError(
+                f"nodes times ranks_per_node is {self.world_size}: memory and time of a prediction grow with the ranks, so there "
+                f"are at most {MOST_RANKS:,}. Write fewer nodes, or fewer ranks of each."
+            )
         for field in ("intra", "inter"):
             if not isinstance(link := getattr(self, field), Link):
                 raise FormatError(f"{field} is {show(link)}: it must be a Link.")

@@ -2,9 +2,12 @@
 
 import contextlib
 import errno
+import fcntl
 import os
+import re
 import secrets
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,47 +21,104 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, private: boo
 
     private: only this user may read a file that is made new. A file that is there keeps its mode; if it is another user's, others
     may not write the new one. A symbolic link still points to the target. Links that another user put into a folder where
-    everybody may write are refused, also as folders on the way. A target that is no regular file, such
-    as `/dev/stdout`, is written directly.
+    everybody may write are refused, also as folders on the way. A target that is no regular file, and an open file, such
+    as `/dev/stdout`, is written directly: after what is there.
     Raises WriteError, an OSError, that names the file. The old file is then unchanged, and no temporary file is left.
     """
-    target = Path(os.path.realpath(path))
     name = printable(os.fspath(path), longest=1024)
     data = content.encode("utf-8") if isinstance(content, str) else content
-    with _saying_why(name, target):
+    stream = _stream(path)
+    target = Path(os.path.realpath(path) if stream is None else stream)
+    with _saying_why(name, target, stream):
         _check_links(path, name)
-        if target.exists() and not target.is_file():
-            target.write_bytes(data)
-        else:
+        if stream is None:
             _replace(target, data, private)
+        else:
+            _append(stream, data)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raises WriteError where `write_whole` would, before the work whose result it is to write. Changes nothing."""
-    target = Path(os.path.realpath(path))
     name = printable(os.fspath(path), longest=1024)
-    with _saying_why(name, target):
+    stream = _stream(path)
+    target = Path(os.path.realpath(path) if stream is None else stream)
+    with _saying_why(name, target, stream):
         _check_links(path, name)
-        if target.is_dir():
+        if stream is not None:
+            _check_stream(stream)
+        elif target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not target.exists() or target.is_file():
+        else:
             with tempfile.TemporaryFile(dir=target.parent):
                 pass
 
 
 @contextlib.contextmanager
-def _saying_why(name: str, target: Path) -> Iterator[None]:
+def _saying_why(name: str, target: Path, stream: str | None) -> Iterator[None]:
     try:
         yield
     except WriteError:
         raise
-    except FileNotFoundError as error:
-        raise WriteError(f"{name}: cannot be written: there is no folder {printable(str(target.parent))}. Make it.") from error
     except OSError as error:
-        raise WriteError(
-            f"{name}: cannot be written: {error.strerror or error}. The old file is unchanged. Make room, or choose "
-            "another folder."
-        ) from error
+        why, cure = error.strerror or error, "The old file is unchanged. Make room, or choose another folder."
+        if stream is not None:
+            cure = "Name a regular file."
+        elif isinstance(error, FileNotFoundError) and not target.parent.exists():
+            why, cure = f"there is no folder {printable(str(target.parent))}", "Make it."
+        elif isinstance(error, FileNotFoundError):
+            why, cure = f"{printable(str(target.parent))} takes no new files", "Choose another folder."
+        raise WriteError(f"{name}: cannot be written: {why}. {cure}") from error
+
+
+_OPEN_FILE = re.compile(r"/proc/(\d+)(?:/task/\d+)?/fd/(\d+)")
+"""The path of a file that a process has open, such as that of `/dev/stdout`: the number of the process, and the file's."""
+_MOST_LINKS = 40
+"""Symbolic links that the kernel follows on the way to a file."""
+
+
+def _stream(path: str | os.PathLike[str]) -> str | None:
+    """The path to write to directly: of a file that a process has open, or of what is neither a regular file nor a folder. None:
+    the path is that of a file which another one may replace.
+
+    A link to an open file is not followed. It says the name of the file that the process opened, or of none, as of a pipe.
+    """
+    found = os.path.join(os.getcwd(), path)
+    for _ in range(_MOST_LINKS):
+        found = os.path.join(os.path.realpath(os.path.dirname(found)), os.path.basename(found))
+        if _OPEN_FILE.fullmatch(found):
+            return found
+        if not os.path.islink(found):
+            break
+        found = os.path.join(os.path.dirname(found), os.readlink(found))
+    try:
+        mode = os.stat(found).st_mode
+    except (OSError, ValueError):
+        return None
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else found
+
+
+def _own(stream: str) -> int | None:
+    """The number of an open file of this process; None for another path."""
+    found = _OPEN_FILE.fullmatch(stream)
+    return int(found[2]) if found and found[1] == os.path.basename(os.path.realpath("/proc/self")) else None
+
+
+def _check_stream(stream: str) -> None:
+    own = _own(stream)
+    if own is None:
+        os.stat(stream)
+    elif fcntl.fcntl(own, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        raise OSError(errno.EBADF, "it is open for reading alone")
+
+
+def _append(stream: str, data: bytes) -> None:
+    """Write after what is there, and after what was printed. An open file of this process keeps its place, so that what is
+    printed later follows."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    own = _own(stream)
+    with open(stream, "ab") if own is None else open(os.dup(own), "wb") as file:
+        file.write(data)
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

@@ -68,8 +68,8 @@ def rows_of(ranks: int) -> tuple[int, ...]:
     ((4, 4, 4), (4, 4, 4, 4), (6, 6, 5), (7,))
     """
     even = (columns_of(ranks),) * (ranks // columns_of(ranks))
-    shapes = [((columns,) * (ranks // columns), ranks % columns) for columns in range(2, min(2 * isqrt(ranks), ranks // 2) + 1)]
-    uneven = min([(*whole, last) for whole, last in shapes if last], key=peers_of, default=even)
+    shapes = (((columns,) * (ranks // columns), ranks % columns) for columns in range(2, min(2 * isqrt(ranks), ranks // 2) + 1))
+    uneven = min(((*whole, last) for whole, last in shapes if last), key=peers_of, default=even)
     return uneven if 2 * peers_of(uneven) <= peers_of(even) else even
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.core import Cluster, Costs, Plan, Profile, Spec, show, word
+from gradwire.core import MOST_RANKS, Cluster, Costs, Plan, Profile, Spec, show, word
 from gradwire.errors import FormatError, PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import METHODS, make_plan
@@ -40,7 +40,13 @@ def read_nodes(text: str) -> tuple[int, ...]:
     >>> read_nodes("1,2,4,...,64")
     (1, 2, 4, 8, 16, 32, 64)
     """
-    return tuple(int(value) for value in _read("--nodes", text, "a whole number of nodes", int, 2**31))
+    values = tuple(int(value) for value in _read("--nodes", text, "a whole number of nodes", int, 2**31))
+    if values[-1] > MOST_RANKS:
+        raise FormatError(
+            f"--nodes has {values[-1]}: memory and time of a prediction grow with the ranks, so there are at most {MOST_RANKS:,}."
+            " Write fewer nodes, such as 1,2,4,...,64."
+        )
+    return values
 
 
 def read_slower(text: str) -> tuple[float, ...]:
@@ -216,14 +222,14 @@ def sweep_plan(
     _check_compute(profile)
     rows = []
     for point in points:
-        plan_us = ddp_us = profile.compute_us
+        there = rules_of(device_of(profile), point) if rules_on is None else rules_on(point)
+        plan_us, ddp_us = simulate(plan, profile, point, costs, there).step_us, profile.compute_us
         if point.world_size > 1:
-            there = rules_of(device_of(profile), point) if rules_on is None else rules_on(point)
             of_ddp, ddp_rules = as_ddp(point, there)
             job = PlanningJob(profile, of_ddp, Costs(codecs=()), rules=ddp_rules)
             found = job.step(ddp_draft(job))
             assert found is not None
-            plan_us, ddp_us = simulate(plan, profile, point, costs, there).step_us, found / FS_PER_US
+            ddp_us = found / FS_PER_US
         rows += [_row(profile, point, "ddp", ddp_us), _row(profile, point, "plan", plan_us)]
         seen(len(rows))
     return rows

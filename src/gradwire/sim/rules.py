@@ -111,10 +111,9 @@ def placed(rules: Rules, profile: Profile, cluster: Cluster) -> tuple[str, int]:
 
 
 def as_ddp(cluster: Cluster, rules: Rules) -> tuple[Cluster, Rules]:
-    """The cluster and the rules by which DistributedDataParallel sums gradients: with its own all-reduce, if it was measured.
-    gloo has two threads, over far links too, and ranks report nothing."""
-    rules = msgspec.structs.replace(rules, lanes=min(rules.lanes, LANES), reports=False)
-    return (cluster, rules) if cluster.ddp is None else (cluster.of_ddp, msgspec.structs.replace(rules, routing="direct"))
+    """The cluster and the rules by which DistributedDataParallel sums gradients: around a ring, with its own all-reduce if it was
+    measured. gloo has two threads, over far links too, and ranks report nothing."""
+    return cluster.of_ddp, msgspec.structs.replace(rules, lanes=min(rules.lanes, LANES), routing="direct", reports=False)
 
 
 def changed_rules(profile: Profile, cluster: Cluster | None = None, *, device: str | None = None, **changes: Any) -> Rules:

@@ -1,11 +1,13 @@
 """The command line: its options are frozen here, it starts without torch, and errors are one message."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from gradwire import __version__
 from gradwire.cli import app
@@ -207,6 +209,27 @@ def test_errors_are_one_message(gradwire, arguments, said):
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.parametrize("command", ["--help", "--version", "compressors", "options", "plan nothing.json --cluster nothing.json"])
+def test_a_full_output_is_one_message(command):
+    words = [sys.executable, "-m", "gradwire", *command.split()]
+    with open("/dev/full", "w") as full:
+        places = subprocess.PIPE, full
+        one, both = (subprocess.run(words, stdout=full, stderr=place, text=True, check=False) for place in places)
+    assert (one.returncode, both.returncode) == (2, 2)
+    told = "the output cannot be written: No space left on device." if "plan" not in command else "nothing.json: cannot be read"
+    assert one.stderr.startswith(f"gradwire: {told}") and one.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["--version", "options"])
+def test_a_reader_that_is_gone_is_no_error(command):
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [sys.executable, "-m", "gradwire", *command.split()]
+    finished = subprocess.run(words, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (finished.returncode, finished.stderr) == (1, "")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -223,6 +246,14 @@ def test_what_bench_would_ignore_is_refused_before_anything_is_measured(gradwire
     finished = gradwire("bench", *words)
     assert finished.returncode != 0
     assert told in " ".join(finished.stderr.split()), finished.stderr
+
+
+@pytest.mark.parametrize("option", ["--silence", "--patience"])
+@pytest.mark.parametrize("seconds", ["inf", "1e300", "nan"])
+def test_times_of_the_lighthouse_are_at_most_a_day(option, seconds):
+    asked = CliRunner().invoke(app, ["lighthouse", option, seconds])
+    assert asked.exit_code == 2
+    assert "86400" in asked.output and "listen" not in asked.output
 
 
 def test_emulate_without_a_script_is_a_usage_error(gradwire):

@@ -134,6 +134,57 @@ def test_long_names_links_and_devices(tmp_path: Path) -> None:
     assert not Path(os.devnull).is_file()
 
 
+# A process that prints before and after it writes to its output, by any name of it.
+PRINTS = """
+import sys
+from gradwire.core.files import check_writable, write_whole
+check_writable(sys.argv[1])
+print("before")
+write_whole(sys.argv[1], "written\\n")
+print("after")
+"""
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "a link"])
+def test_what_is_written_to_an_open_file_follows_what_is_there(tmp_path: Path, name: str) -> None:
+    """As in `gradwire plan ... -o /dev/stdout >> log.txt`, and with `>` and `|`."""
+    if name == "a link":
+        name = str(tmp_path / "link")
+        os.symlink("/dev/stdout", name)
+    command, log, printed = [sys.executable, "-c", PRINTS, name], tmp_path / "log.txt", "before\nwritten\nafter\n"
+    log.write_text("precious\n")
+    with log.open("a") as file:
+        subprocess.run(command, stdout=file, check=True)
+    assert log.read_text() == "precious\n" + printed
+    with log.open("w") as file:
+        subprocess.run(command, stdout=file, check=True)
+    assert log.read_text() == printed
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == printed
+
+
+def test_pipes_and_what_nothing_can_be_written_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    reads, writes = os.pipe()
+    for target in (f"/dev/fd/{writes}", tmp_path / "fifo"):
+        check_writable(target)
+    with open(os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK), "rb") as fifo:
+        write_whole(tmp_path / "fifo", b"first")
+        assert fifo.read() == b"first"
+    write_whole(f"/dev/fd/{writes}", b"second")
+    assert os.read(reads, 9) == b"second"
+    for name, told in [
+        (f"/dev/fd/{reads}", "it is open for reading alone. Name a regular file."),
+        ("/dev/fd/987", "Bad file descriptor. Name a regular file."),
+        ("/proc/x.json", "/proc takes no new files. Choose another folder."),
+        ("/proc/nothing/x.json", "there is no folder /proc/nothing. Make it."),
+    ]:
+        with pytest.raises(WriteError) as caught:
+            check_writable(name)
+        assert str(caught.value) == f"{name}: cannot be written: {told}"
+    os.close(reads)
+    os.close(writes)
+
+
 def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
     path = tmp_path / "file"
     mask = os.umask(0o022)

@@ -28,8 +28,9 @@ from gradwire.costs.collectives import flat_traffic, sum_traffic
 from gradwire.costs.fit import fit_link
 from gradwire.errors import FormatError
 from gradwire.plan import launch_of
-from gradwire.planner.drafts import PlanningJob
+from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import joint
+from gradwire.planner.methods import explain_plan, make_plan
 from gradwire.planner.starts import ddp_draft
 from gradwire.sim import Simulator, simulate
 from gradwire.sim.rules import Rules, as_ddp, placed, rules_of
@@ -210,7 +211,37 @@ def test_ddp_is_predicted_with_its_own_all_reduce() -> None:
     expected = simulate(plan_of_ddp(job), profile(), of_ddp, COSTS, rules).step_us
     assert made.prediction.baseline_step_us == pytest.approx(expected)
     assert expected > job.simulator.step_us(job.light(ddp_draft(job))), "the all-reduce of DDP is slower here"
-    assert as_ddp(cluster(own), rules_of("cpu")) == (cluster(own), ALONE)
+    assert as_ddp(cluster(own), rules_of("cpu")) == (cluster(own), msgspec.structs.replace(ALONE, routing="direct"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_ddp_goes_around_a_ring_of_any_number_of_ranks(inside: bool) -> None:
+    """gradwire halves small sums, and larger ones of more than 16 ranks. torch's process group never does."""
+    steps = []
+    for ranks in (2, 8, 16, 17, 32, 64):
+        nodes, ranks_per_node = (1, ranks) if inside else (ranks, 1)
+        shape = Cluster(nodes=nodes, ranks_per_node=ranks_per_node, intra=Link(1000.0, 10.0), inter=Link(1000.0, 10.0))
+        job = PlanningJob(profile(), shape, COSTS)
+        made = plan_of_ddp(job)
+        assert made.prediction is not None
+        steps.append(made.prediction.baseline_step_us)
+        assert steps[-1] >= 2 * (ranks - 1) * 1000.0
+    assert steps == sorted(steps)
+
+
+def test_a_plan_slower_than_ddp_says_why_and_what_helps() -> None:
+    """Two ranks sum in two hops of 25 ms, and their reports take one more. Pipelined plans wait for none."""
+    shape, said = cluster(FAR, nodes=2), {}
+    for schedule in ("backward", "pipelined"):
+        job = PlanningJob(profile(), shape, COSTS, limits=Limits(schedule=schedule))
+        made = make_plan(job)
+        assert made.plan.prediction is not None
+        step, ddp = made.plan.prediction.step_us, made.plan.prediction.baseline_step_us
+        assert (step > ddp) == (schedule == "backward")
+        said[schedule] = explain_plan(job, made)
+    assert "ms slower than plain DDP. Each step ends with reports of all ranks" in said["backward"]
+    assert "25.000 ms over this far link. Use --schedule pipelined" in said["backward"]
+    assert "slower than plain DDP" not in said["pipelined"]
 
 
 def plan_of_ddp(job: PlanningJob) -> Plan:

@@ -62,6 +62,7 @@ def test_lists():
         ("4,...,2", "never reaches"),
         (",".join(map(str, range(1, 67))), "66 values"),
         ("9" * 400, "not a whole number"),
+        ("2147483647", "--nodes has 2147483647: memory and time"),
     ],
 )
 def test_refused_numbers_of_nodes(text, told):
@@ -109,6 +110,16 @@ def test_one_rank_alone_scales_perfectly():
     rows = sweep_methods(PROFILE, clusters(alone, None, [1, 2]), COSTS, [QSGD()], methods=["ddp", "joint"])
     assert [row.scaling for row in rows[:2]] == [1.0, 1.0]
     assert all(row.scaling < 1 for row in rows[2:])
+
+
+def test_a_plan_encodes_on_one_rank_too():
+    plan = make_plan(PlanningJob(PROFILE, CLUSTER, COSTS, [QSGD()]), "layerwise").plan
+    assert any(bucket.spec == QSGD() for bucket in plan.buckets)
+    (alone,) = clusters(msgspec.structs.replace(CLUSTER, ranks_per_node=1), None, [1])
+    ddp, own = sweep_plan(plan, PROFILE, [alone], COSTS)
+    assert (ddp.ranks, ddp.scaling) == (1, 1.0)
+    assert own.step_us == simulate(plan, PROFILE, alone, COSTS, changed_rules(PROFILE, alone)).step_us
+    assert own.step_us > PROFILE.compute_us and own.scaling < 1
 
 
 def test_the_optimizer_is_in_the_step_of_one_rank_alone_too():
@@ -184,6 +195,12 @@ def test_a_sweep_from_files_to_a_picture_without_torch(files):
     assert "Planning: 56 steps" in done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("methods", ["", " , "])
+def test_no_methods_are_refused(files, methods):
+    asked = ask(files, "plan", "--nodes", "4", "--methods", methods)
+    assert "it names no method. Write one or more" in str(asked.exception)
 
 
 def test_a_plan_on_many_clusters(files):
