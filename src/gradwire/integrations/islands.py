@@ -23,9 +23,10 @@ from gradwire.engine import REGISTRY, ModelHook, leave_hooks_behind, lower_secon
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
+from gradwire.integrations.shards import check_meshes, reshard, resharder, shard_of
 from gradwire.integrations.trained import StepWatch, TrainedParameters
 
-__all__ = ["Islands", "islands", "owners_of", "shard_of", "share_inside"]
+__all__ = ["Islands", "islands", "owners_of", "share_inside"]
 
 _NOT_LOADED = -1
 
@@ -38,8 +39,9 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
 
     All islands begin with the weights of the first. `optimizer.step()` raises CommunicationError where a rank died or stalled,
     and StepStateError where a parameter was thawed, added or replaced since.
-    What it returns lives as long as the model, or until `detach()`. Raises PlanError for another mesh or schedule, and for a
-    model of which only a part is sharded; StepStateError for a model that trains on islands already.
+    What it returns lives as long as the model, or until `detach()`. Raises PlanError for another mesh or schedule, for a model
+    of which only a part is sharded, and for shards on other ranks than those of an island; StepStateError for a model that
+    trains on islands already.
 
     Example, for 2 islands of 4 ranks, inside which gradients are averaged exactly::
 
@@ -53,11 +55,13 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     schedule: Any = getattr(plan, "schedule", None)
     if schedule is None or schedule.word != "local":
         raise PlanError(f"plan is {show(plan)}: islands train apart, so pass a policy with schedule=gw.LocalSteps(...).")
+    reshard(model)
     if any(map(REGISTRY.owns, model.parameters())):
         raise StepStateError(
             "the model trains on islands already, in an elastic job or with a handle: its weights would be averaged twice. Keep "
             "what the first call returned; or call its detach(), or leave() of the job, before."
         )
+    check_meshes(model, mesh.get_group(1), f'mesh["{(mesh.mesh_dim_names or ("between", "inside"))[1]}"]')
     made = Islands(model, optimizer, mesh, plan)
     leave_hooks_behind(model)
     REGISTRY.add(model, made.trained.parameters.values(), made)
@@ -83,7 +87,7 @@ class Islands:
         schedule = check_rounds(plan.schedule)
         self.every, self.steps = schedule.every, 0
         """The steps from one exchange to the next, and the optimizer's steps so far."""
-        self._outer = OuterSteps(self._local, schedule, own)
+        self._outer = OuterSteps(self._local, schedule, own, resharder(model))
         embeddings = embeddings_of(model)
         tensors = {name: TensorMeta.of(self._local[name], id(parameters[name]) in embeddings) for name in reversed(parameters)}
         tensors = {name: each for name, each in tensors.items() if name in own}
@@ -175,11 +179,6 @@ def share_inside(island: dist.ProcessGroup, weights: Mapping[str, torch.Tensor],
         dist.broadcast(flat, dist.get_global_rank(island, owner), group=island)
         for each, part in zip(chosen, flat.split([each.numel() for each in chosen]), strict=True):
             each.copy_(part.view_as(each))
-
-
-def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds, in the tensor's memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def owners_of(tensors: Mapping[str, torch.Tensor], places: int) -> dict[str, int]:

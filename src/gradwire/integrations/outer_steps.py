@@ -35,8 +35,16 @@ def check_rounds(schedule: Any) -> LocalSteps:
 class OuterSteps:
     """The global weights of some tensors, which hold L, and the outer optimizer."""
 
-    def __init__(self, local: Mapping[str, torch.Tensor], schedule: LocalSteps, own: Collection[str] | None = None) -> None:
-        """own: the tensors of which this rank makes W; None: all."""
+    def __init__(
+        self,
+        local: Mapping[str, torch.Tensor],
+        schedule: LocalSteps,
+        own: Collection[str] | None = None,
+        reshard: Callable[[], None] = lambda: None,
+    ) -> None:
+        """own: the tensors of which this rank makes W; None: all. reshard: called before these tensors are written, which may be
+        shards of the model."""
+        self.reshard = reshard
         self._local, self._schedule = dict(local), schedule
         self.weights = {name: each.detach().clone() for name, each in local.items()}
         """W."""
@@ -54,6 +62,7 @@ class OuterSteps:
     @torch.no_grad()
     def take_up(self) -> None:
         """Let L take up W."""
+        self.reshard()
         for name, each in self._local.items():
             each.lerp_(self.weights[name], self._schedule.mixing)
 
@@ -82,6 +91,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def _write(self, values: Mapping[str, torch.Tensor]) -> None:
+        self.reshard()
         for name, each in self._local.items():
             each.copy_(values[name])
 
@@ -125,9 +135,11 @@ class LocalRounds:
         """The state of the model, which comes without L, and W."""
 
         def save() -> dict[str, Any]:
+            self._outer.reshard()
             return {**of_model.save(), "outer": self._outer.state()}
 
         def load(state: dict[str, Any]) -> None:
+            self._outer.reshard()
             of_model.load(state)
             self._outer.load(state["outer"])
 
