@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_islands import EVERY, batch, network, train, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from worlds import Worlds, digest, mesh_of
 
 import gradwire as gw
@@ -120,3 +122,28 @@ def test_shards_on_other_ranks_than_an_island_are_refused(worlds: Worlds) -> Non
         assert world.startswith(f"the shards of '0.weight' are on ranks [0, 1, 2, 3], and this rank's island is {island}: ")
         assert f"are on ranks {[rank % 2, rank % 2 + 2]}, " in between
         assert 'fully_shard(model, mesh=mesh["inside"])' in both and "from_group(island" in elastic
+
+
+def frozen() -> list[str]:
+    """Digests of all weights at an exchange, in islands that began with other frozen weights: whole ones, shards and both."""
+    mesh, found = mesh_of(2, 2), []
+    for kind in ("whole", "shards", "both"):
+        model: nn.Module = network()
+        model.register_buffer("turned", torch.arange(6.0).view(2, 3).t() * dist.get_rank())  # not contiguous
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(False)
+        if kind == "whole":
+            model = DistributedDataParallel(model, process_group=mesh["inside"].get_group())
+        else:
+            fully_shard(model, mesh=mesh["inside"], ignored_params={*model[0].parameters()} if kind == "both" else None)
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        made = gw.islands(model, optimizer, mesh, POLICY)
+        train(model, optimizer, range(EVERY))
+        found.append(digest([whole(model), *(model.buffers() if kind == "whole" else ())]))
+        made.detach()
+    return found
+
+
+def test_frozen_weights_are_those_of_the_first_island(worlds: Worlds) -> None:
+    first, *others = worlds.run(4, frozen)
+    assert others == [first] * 3

@@ -44,8 +44,8 @@ class OuterSteps:
     ) -> None:
         """own: the tensors of which this rank makes W; None: all. reshard: called before these tensors are written, which may be
         shards of the model."""
-        self.reshard = reshard
-        self._local, self._schedule = dict(local), schedule
+        self.local, self.reshard, self._schedule = dict(local), reshard, schedule
+        """L."""
         self.weights = {name: each.detach().clone() for name, each in local.items()}
         """W."""
         self._own = [name for name in local if own is None or name in own]
@@ -53,7 +53,7 @@ class OuterSteps:
 
     def gradients(self, factor: float = 1.0) -> dict[str, torch.Tensor]:
         """The outer gradients W - L of the own tensors, times `factor`."""
-        return {name: (self.weights[name] - self._local[name].detach()).mul_(factor) for name in self._own}
+        return {name: (self.weights[name] - self.local[name].detach()).mul_(factor) for name in self._own}
 
     def step(self, means: Mapping[str, torch.Tensor]) -> None:
         """Make W of the mean outer gradients of these tensors."""
@@ -63,13 +63,13 @@ class OuterSteps:
     def take_up(self) -> None:
         """Let L take up W."""
         self.reshard()
-        for name, each in self._local.items():
+        for name, each in self.local.items():
             each.lerp_(self.weights[name], self._schedule.mixing)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, the tensors hold W. Afterwards they hold L again."""
-        own = {name: each.detach().clone() for name, each in self._local.items()}
+        own = {name: each.detach().clone() for name, each in self.local.items()}
         try:
             self._write(self.weights)
             yield
@@ -81,18 +81,24 @@ class OuterSteps:
         kept = {"weights": self.weights, "momenta": self._optimizer.momenta}
         return {what: {name: each.clone() for name, each in values.items()} for what, values in kept.items()}
 
+    def momenta(self) -> dict[str, torch.Tensor]:
+        """The outer momentum of each own tensor, zeros before the first step; nothing where the schedule has none."""
+        if not self._schedule.outer.momentum:
+            return {}
+        return {name: torch.zeros_like(self.weights[name]) for name in self._own} | self._optimizer.momenta
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` returned; L becomes W."""
+        """Take what `state` returned; L becomes its "local", or W."""
         for name, each in self.weights.items():
             each.copy_(state["weights"][name])
         self._optimizer.take(state["momenta"])
-        self._write(self.weights)
+        self._write(state.get("local", self.weights))
 
     @torch.no_grad()
     def _write(self, values: Mapping[str, torch.Tensor]) -> None:
         self.reshard()
-        for name, each in self._local.items():
+        for name, each in self.local.items():
             each.copy_(values[name])
 
 
@@ -135,11 +141,9 @@ class LocalRounds:
         """The state of the model, which comes without L, and W."""
 
         def save() -> dict[str, Any]:
-            self._outer.reshard()
             return {**of_model.save(), "outer": self._outer.state()}
 
         def load(state: dict[str, Any]) -> None:
-            self._outer.reshard()
             of_model.load(state)
             self._outer.load(state["outer"])
 
