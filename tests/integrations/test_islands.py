@@ -216,9 +216,9 @@ def of_unlike_steps(who: int, how: str) -> str:
     train(model, optimizer, range(EVERY))
     state = made.state_dict()
     if dist.get_rank() == who:
-        state["steps"] = state["steps"] + EVERY
+        state[f"rank{who}/steps"] += EVERY
         if how == "damaged":
-            del state["weights"]
+            del state[f"rank{who}/weights/module.0.weight"]
     with pytest.raises(ValueError) as error:
         made.load_state_dict(state)
     made.detach()

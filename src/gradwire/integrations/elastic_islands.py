@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 
 from gradwire.core import LocalSteps
 from gradwire.errors import CommunicationError, DisagreementError, PlanError
-from gradwire.integrations.islands import owners_of, shard_of, share_inside
+from gradwire.integrations.islands import owners_of, share_inside
 from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
 from gradwire.integrations.quorum import Lighthouse, NoQuorumError
+from gradwire.integrations.shards import check_meshes, reshard, resharder, shard_of
 from gradwire.transport import LinkError
 
 __all__ = ["IslandLighthouse", "LocalState", "island_rounds"]
@@ -120,7 +121,9 @@ def island_rounds(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], schedule: LocalSteps, island: dist.ProcessGroup
 ) -> tuple[LocalRounds, dict[str, torch.Tensor]]:
     """The rounds of one rank of an island, and the tensors that it exchanges with other islands. Raises PlanError for a model
-    with fewer tensors than the island has ranks."""
+    with fewer tensors than the island has ranks, and for one whose shards are on other ranks."""
+    reshard(model)
+    check_meshes(model, island, "DeviceMesh.from_group(island, device_type)")
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
     local = {name: shard_of(each) for name, each in parameters.items()}
     is_sharded = any(isinstance(each, DTensor) for each in parameters.values())
@@ -128,7 +131,6 @@ def island_rounds(
     own = [name for name, each in local.items() if each.numel() and owners.get(name, island.rank()) == island.rank()]
     if not own:
         raise PlanError(f"rank {island.rank()} of the island has none of the {len(local)} tensors. Make the island smaller.")
-    outer = OuterSteps(local, schedule, own)
-
+    outer = OuterSteps(local, schedule, own, resharder(model))
     share = partial(share_inside, island, outer.weights, owners)
     return LocalRounds(model, outer, optimizers, schedule, share), {name: local[name] for name in own}

@@ -9,7 +9,7 @@ the same local weights, whole or in shards. Between islands, ranks at the same p
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradwire.core import show
-from gradwire.engine import REGISTRY, ModelHook, leave_hooks_behind, lower_second_moments
+from gradwire.engine import REGISTRY, ModelHook, checksums, leave_hooks_behind, lower_second_moments
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
+from gradwire.integrations.island_state import IslandState
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
+from gradwire.integrations.shards import check_meshes, reshard, resharder, shard_of
 from gradwire.integrations.trained import StepWatch, TrainedParameters
 
-__all__ = ["Islands", "islands", "owners_of", "shard_of", "share_inside"]
-
-_NOT_LOADED = -1
+__all__ = ["Islands", "islands", "owners_of", "share_first", "share_inside"]
 
 
 def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, plan: Any) -> "Islands":
@@ -36,10 +36,11 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     mesh: of two dimensions. Ranks along the second one are an island, those along the first one have the same place in theirs.
     plan: a policy whose schedule is `gw.LocalSteps(...)`, such as `gw.Uniform(spec, schedule=...)`.
 
-    All islands begin with the weights of the first. `optimizer.step()` raises CommunicationError where a rank died or stalled,
-    and StepStateError where a parameter was thawed, added or replaced since.
-    What it returns lives as long as the model, or until `detach()`. Raises PlanError for another mesh or schedule, and for a
-    model of which only a part is sharded; StepStateError for a model that trains on islands already.
+    All islands begin with the weights of the first, frozen ones and buffers too. `optimizer.step()` raises CommunicationError
+    where a rank died or stalled, and StepStateError where a parameter was thawed, added or replaced since.
+    What it returns lives as long as the model, or until `detach()`. Raises PlanError for another mesh or schedule, for a model
+    of which only a part is sharded, and for shards on other ranks than those of an island; StepStateError for a model that
+    trains on islands already.
 
     Example, for 2 islands of 4 ranks, inside which gradients are averaged exactly::
 
@@ -53,11 +54,13 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     schedule: Any = getattr(plan, "schedule", None)
     if schedule is None or schedule.word != "local":
         raise PlanError(f"plan is {show(plan)}: islands train apart, so pass a policy with schedule=gw.LocalSteps(...).")
+    reshard(model)
     if any(map(REGISTRY.owns, model.parameters())):
         raise StepStateError(
             "the model trains on islands already, in an elastic job or with a handle: its weights would be averaged twice. Keep "
             "what the first call returned; or call its detach(), or leave() of the job, before."
         )
+    check_meshes(model, mesh.get_group(1), f'mesh["{(mesh.mesh_dim_names or ("between", "inside"))[1]}"]')
     made = Islands(model, optimizer, mesh, plan)
     leave_hooks_behind(model)
     REGISTRY.add(model, made.trained.parameters.values(), made)
@@ -75,20 +78,20 @@ class Islands:
             whole = next(name for name in parameters if name not in sharded)
             raise PlanError(f"{whole!r} is no shard, and other parameters are. Call fully_shard on the whole model.")
         self._local = {name: shard_of(each) for name, each in parameters.items()}
-        for tensor in [*self._local.values(), *map(shard_of, model.buffers())]:
-            dist.broadcast(tensor, dist.get_global_rank(self._between, 0), group=self._between)
+        share_first(self._between, [*map(shard_of, model.parameters()), *map(shard_of, model.buffers())])
         self._owners = {} if sharded else owners_of(self._local, self._inside.size())
         place = self._inside.rank()
         own = {name for name, each in self._local.items() if each.numel() and self._owners.get(name, place) == place}
         schedule = check_rounds(plan.schedule)
         self.every, self.steps = schedule.every, 0
         """The steps from one exchange to the next, and the optimizer's steps so far."""
-        self._outer = OuterSteps(self._local, schedule, own)
+        self._outer = OuterSteps(self._local, schedule, own, resharder(model))
         embeddings = embeddings_of(model)
         tensors = {name: TensorMeta.of(self._local[name], id(parameters[name]) in embeddings) for name in reversed(parameters)}
         tensors = {name: each for name, each in tensors.items() if name in own}
         self.exchange = Exchange(tensors, plan, self._between) if tensors else None
         """The exchange with the same place of the other islands; None on a rank without a tensor."""
+        self._state = IslandState(self._outer, self.exchange, self._inside, self._between)
         self._model, self.trained = weakref.ref(model), TrainedParameters(model)
         counts, cure = "islands count the steps of what gw.islands got", "call detach(), and gw.islands again, on all ranks"
         self._hooks: list[Any] = [StepWatch(self.trained, [optimizer], counts, cure)]
@@ -106,39 +109,15 @@ class Islands:
         return self.exchange.stats() if self.exchange is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's global weights, outer momenta, residuals and steps. Between steps; save those of all ranks."""
-        residuals = self.exchange.state_dict() if self.exchange is not None else {}
-        return {**self._outer.state(), "residuals": residuals, "steps": torch.tensor(self.steps)}
+        """This rank's global and local weights, outer momenta, residuals and steps, keys `rank{r}/...`. Between steps; save those
+        of all ranks."""
+        return self._state.save(self.steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned on this rank. The parameters then hold the global weights. If the state was not made
-        at an exchange, load the model's own state after it. Collective. Raises ValueError on all ranks if one cannot load its
+        """Take what `state_dict` returned on this rank. The parameters then hold the local weights; the global ones, for a state
+        of gradwire 0.3. Collective. Raises ValueError on all ranks, which then have changed nothing, if one cannot load its
         state, and if these are of different steps: load the states of one save then."""
-        problem: Exception | None = None
-        try:
-            steps = int(state["steps"])
-            if self.exchange is not None:
-                self.exchange.load_state_dict(state["residuals"])
-            self._outer.load(state)
-        except Exception as error:  # the other ranks wait for this one
-            problem, steps = error, _NOT_LOADED
-        everybody = self._of_all_ranks(steps)
-        if problem is not None:
-            raise ValueError(f"this rank could not load its state, so no rank goes on: {problem}") from problem
-        if _NOT_LOADED in everybody:
-            raise ValueError("another rank could not load its state, so no rank goes on. See the logs of all ranks.")
-        if len({*everybody}) > 1:
-            raise ValueError(f"ranks loaded states of different steps: {everybody}. Load the states of one save.")
-        self.steps = steps
-
-    def _of_all_ranks(self, number: int) -> list[int]:
-        """The numbers of all ranks, island by island."""
-        found = torch.tensor([number], device=next(iter(self._local.values())).device)
-        for group in (self._inside, self._between):
-            rows = [torch.empty_like(found) for _ in range(group.size())]
-            dist.all_gather(rows, found, group=group)
-            found = torch.cat(rows)
-        return [int(each) for each in found.tolist()]
+        self.steps = self._state.load(state)
 
     def detach(self) -> None:
         """End the exchanges. The model keeps the weights that it has."""
@@ -167,6 +146,20 @@ class Islands:
         self._outer.take_up()
 
 
+def share_first(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """Give all ranks of a group the values of its first rank. Sends only tensors that are not the same on all: frozen ones, which
+    may be most of a model, often are. Collective."""
+    own = [number - 2**64 if number >= 2**63 else number for number in checksums(tensors)]
+    sums = torch.tensor(own, device=tensors[0].device)
+    rows = [torch.empty_like(sums) for _ in range(group.size())]
+    dist.all_gather(rows, sums, group=group)
+    for each, differs in zip(tensors, (torch.stack(rows) != sums).any(0).tolist(), strict=True):
+        if differs:
+            sent = each.contiguous().reshape(-1)
+            dist.broadcast(sent.view(torch.uint8), dist.get_global_rank(group, 0), group=group)
+            each.copy_(sent.view_as(each))
+
+
 def share_inside(island: dist.ProcessGroup, weights: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
     """Give all ranks of an island the weights of each owner. Collective."""
     for owner, dtype in sorted({(owner, weights[name].dtype) for name, owner in owners.items()}, key=str):
@@ -175,11 +168,6 @@ def share_inside(island: dist.ProcessGroup, weights: Mapping[str, torch.Tensor],
         dist.broadcast(flat, dist.get_global_rank(island, owner), group=island)
         for each, part in zip(chosen, flat.split([each.numel() for each in chosen]), strict=True):
             each.copy_(part.view_as(each))
-
-
-def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds, in the tensor's memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def owners_of(tensors: Mapping[str, torch.Tensor], places: int) -> dict[str, int]:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.errors import DisagreementError
+from gradwire.integrations.shards import reshard, shard_of
 
-__all__ = ["MemberState", "state_of"]
+__all__ = ["MemberState", "form_of", "state_of"]
 
 
 class MemberState(NamedTuple):
@@ -23,16 +24,18 @@ def state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[
 
     def tensors() -> dict[str, torch.Tensor]:
         named = [*model.named_parameters(), *model.named_buffers()]
-        return {name: each.detach() for name, each in named if name not in without}
+        return {name: shard_of(each) for name, each in named if name not in without}
 
     def labels() -> list[str]:
         names = {id(each): name for name, each in model.named_parameters()}
         return [_label(each, names) for each in others]
 
     def save() -> dict[str, Any]:
+        reshard(model)
         return {"tensors": tensors(), "others": [each.state_dict() for each in others], "labels": labels()}
 
     def load(state: dict[str, Any]) -> None:
+        reshard(model)
         if state["labels"] != (own := labels()):
             label, in_place = next((a, b) for a, b in zip_longest(state["labels"], own, fillvalue="nothing") if a != b)
             raise DisagreementError(
@@ -41,7 +44,7 @@ def state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[
             )
         mine, theirs = tensors(), state["tensors"]
         for name in sorted(mine.keys() | theirs.keys()):
-            if (sent := _form(theirs.get(name))) != (has := _form(mine.get(name))):
+            if (sent := form_of(theirs.get(name))) != (has := form_of(mine.get(name))):
                 raise DisagreementError(
                     f"another member sent {sent} for the tensor {name!r} of the model, and this one has {has}. Start every "
                     "member with the same model."
@@ -54,7 +57,7 @@ def state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[
     return MemberState(save, load)
 
 
-def _form(tensor: torch.Tensor | None) -> str:
+def form_of(tensor: torch.Tensor | None) -> str:
     """The shape and dtype in words."""
     return "nothing" if tensor is None else f"{tensor.dtype} of shape {[*tensor.shape]}"
 

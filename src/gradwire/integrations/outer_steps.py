@@ -35,9 +35,17 @@ def check_rounds(schedule: Any) -> LocalSteps:
 class OuterSteps:
     """The global weights of some tensors, which hold L, and the outer optimizer."""
 
-    def __init__(self, local: Mapping[str, torch.Tensor], schedule: LocalSteps, own: Collection[str] | None = None) -> None:
-        """own: the tensors of which this rank makes W; None: all."""
-        self._local, self._schedule = dict(local), schedule
+    def __init__(
+        self,
+        local: Mapping[str, torch.Tensor],
+        schedule: LocalSteps,
+        own: Collection[str] | None = None,
+        reshard: Callable[[], None] = lambda: None,
+    ) -> None:
+        """own: the tensors of which this rank makes W; None: all. reshard: called before these tensors are written, which may be
+        shards of the model."""
+        self.local, self.reshard, self._schedule = dict(local), reshard, schedule
+        """L."""
         self.weights = {name: each.detach().clone() for name, each in local.items()}
         """W."""
         self._own = [name for name in local if own is None or name in own]
@@ -45,7 +53,7 @@ class OuterSteps:
 
     def gradients(self, factor: float = 1.0) -> dict[str, torch.Tensor]:
         """The outer gradients W - L of the own tensors, times `factor`."""
-        return {name: (self.weights[name] - self._local[name].detach()).mul_(factor) for name in self._own}
+        return {name: (self.weights[name] - self.local[name].detach()).mul_(factor) for name in self._own}
 
     def step(self, means: Mapping[str, torch.Tensor]) -> None:
         """Make W of the mean outer gradients of these tensors."""
@@ -54,13 +62,14 @@ class OuterSteps:
     @torch.no_grad()
     def take_up(self) -> None:
         """Let L take up W."""
-        for name, each in self._local.items():
+        self.reshard()
+        for name, each in self.local.items():
             each.lerp_(self.weights[name], self._schedule.mixing)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, the tensors hold W. Afterwards they hold L again."""
-        own = {name: each.detach().clone() for name, each in self._local.items()}
+        own = {name: each.detach().clone() for name, each in self.local.items()}
         try:
             self._write(self.weights)
             yield
@@ -72,17 +81,24 @@ class OuterSteps:
         kept = {"weights": self.weights, "momenta": self._optimizer.momenta}
         return {what: {name: each.clone() for name, each in values.items()} for what, values in kept.items()}
 
+    def momenta(self) -> dict[str, torch.Tensor]:
+        """The outer momentum of each own tensor, zeros before the first step; nothing where the schedule has none."""
+        if not self._schedule.outer.momentum:
+            return {}
+        return {name: torch.zeros_like(self.weights[name]) for name in self._own} | self._optimizer.momenta
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` returned; L becomes W."""
+        """Take what `state` returned; L becomes its "local", or W."""
         for name, each in self.weights.items():
             each.copy_(state["weights"][name])
         self._optimizer.take(state["momenta"])
-        self._write(self.weights)
+        self._write(state.get("local", self.weights))
 
     @torch.no_grad()
     def _write(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, each in self._local.items():
+        self.reshard()
+        for name, each in self.local.items():
             each.copy_(values[name])
 
 

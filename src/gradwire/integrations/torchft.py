@@ -34,6 +34,7 @@ from gradwire.integrations.member_state import state_of
 from gradwire.integrations.members import Members
 from gradwire.integrations.outer_steps import LocalRounds, OuterSteps, check_rounds
 from gradwire.integrations.quorum import Lighthouse, lighthouse_address
+from gradwire.integrations.shards import reshard
 
 __all__ = ["ElasticJob", "elastic"]
 
@@ -85,6 +86,7 @@ def elastic(
     """
     number("timeout_s", timeout_s, "seconds that a wait for another member may take", positive=True, error=PlanError)
     whole("min_replicas", min_replicas, "the least members of a step", low=1, error=PlanError)
+    reshard(model)
     if any(map(REGISTRY.owns, model.parameters())):
         raise StepStateError(
             "the model trains in a job, with a handle or on islands already: its gradients would be averaged twice. Call leave() "
@@ -96,8 +98,7 @@ def elastic(
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
     auto = None
     if plan == "auto":
-        infos = [info_of(name, each, id(each) in embeddings) for name, each in named.items()]
-        auto = ElasticAuto(model, infos, accuracy)
+        auto = ElasticAuto(model, [info_of(name, each, id(each) in embeddings) for name, each in named.items()], accuracy)
         plan = auto.plan
     elif isinstance(plan, (str, os.PathLike)):
         plan = Plan.load(plan)
@@ -113,8 +114,7 @@ def elastic(
         means = GradientMeans(model, named, optimizers, auto)
         state = state_of(model, (), [*optimizers, *also])
     elif schedule.word == "local":
-        outer = OuterSteps(named, check_rounds(schedule))
-        means = LocalRounds(model, outer, optimizers, schedule)
+        means = LocalRounds(model, OuterSteps(named, check_rounds(schedule)), optimizers, schedule)
         state = means.state(state_of(model, named, [*optimizers, *also]))
     else:
         raise PlanError(
