@@ -135,16 +135,17 @@ class BatchWeights:
         self._batch = 0.0 if self._parts and self._batch != NOT_WEIGHED else NOT_WEIGHED
 
     def state(self) -> list[float]:
-        """The numbers that a resumed run needs."""
-        return [self.usual, self._units, self._gave, *self._parts] if self.usual != 1 or self._gave or self.used else []
+        """The numbers that a resumed run needs. The second one is negative where no rank gave a weight in the last step."""
+        units = self._units if self._gave else -self._units
+        return [self.usual, units, *self._parts] if self.usual != 1 or self._gave or self.used else []
 
     def load(self, numbers: Sequence[float], own: bool, fewer: float) -> None:
         """Go on from what `state` returned. `own`: on this rank. `fewer`: the number of ranks then over that of now. As many
         samples on fewer ranks are more for each: u and the unit of residuals, means over ranks, become those of the new ranks."""
-        self.usual, self._units, gave, *parts = numbers or (1.0, 1.0, False)
+        self.usual, units, *parts = numbers or (1.0, -1.0)
+        self._gave, self._units = units > 0, abs(units)
         if numbers:
             self.usual, self._units = fewer * self.usual, fewer * self._units
-        self._gave = bool(gave)
         self._batch = NOT_WEIGHED
         self._parts = parts if own and len(parts) == len(self._parts) else [NOT_WEIGHED] * len(self._parts)
 
