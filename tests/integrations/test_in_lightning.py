@@ -366,9 +366,11 @@ def refused_options() -> list[str]:
         with pytest.raises(gw.PlanError) as refused:
             GradwireStrategy(plan=gw.QSGD(bits=4), **wrong)
         said.append(str(refused.value))
+    with pytest.raises(gw.PlanError, match="shard_optimizer=True.*Lightning saves"):
+        GradwireStrategy(gw.Uniform(gw.Identity(), schedule=gw.Pipelined(shard_optimizer=True)))
     return said
 
 
-def test_options_of_ddp_are_refused(framework_worlds: Worlds) -> None:
+def test_options_of_ddp_and_a_sharded_optimizer_are_refused(framework_worlds: Worlds) -> None:
     for said in framework_worlds.run(2, refused_options):
         assert len(said) == 2 and all("is an option of DDP" in words for words in said)

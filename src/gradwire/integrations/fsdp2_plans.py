@@ -28,8 +28,9 @@ _WITH = " + "
 class ModuleSpecs:
     """The spec of each module's gradients.
 
-    modules: `sharded_modules` of the model. plan: a spec, a policy whose rules match names and sizes of modules, or "auto". scheme: the scheme by which all gradients are reduced, and not gathered; None: both, by the scheme of the policy or
-    as a policy without one chooses.
+    modules: `sharded_modules` of the model. plan: a spec, a policy whose rules match names and sizes of modules, or "auto".
+    scheme: the scheme by which all gradients are reduced, and not gathered; None: both, by the scheme of the policy or as a
+    policy without one chooses.
     """
 
     def __init__(self, modules: Mapping[str, Any], plan: Spec | Policy | str, scheme: str | None, accuracy: str) -> None:
@@ -155,8 +156,8 @@ def _with_groups(policy: Policy, infos: Sequence[TensorInfo]) -> Policy:
         (name, spec), *others = specs.items() or [("", None)]
         if other := next((each for each in others if each[1] != spec), None):
             raise PlanError(
-                f"rules give {spec!r} for {name!r} and {other[1]!r} for {other[0]!r}, and fully_shard got both in one list: FSDP2 "
-                f"sends them as one tensor. Begin with one rule for all, such as ({group.replace(_WITH, '|')!r}, {spec!r})."
+                f"rules give {spec!r} for {name!r} and {other[1]!r} for {other[0]!r}. fully_shard got both in one list, "
+                f"so FSDP2 sends them as one tensor. Begin with one rule for all: ({group.replace(_WITH, '|')!r}, {spec!r})."
             )
     return msgspec.structs.replace(policy, rules=tuple(rules))
 

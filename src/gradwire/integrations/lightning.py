@@ -16,11 +16,12 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from gradwire.api import Handle, parallelize
+from gradwire.api import Handle
 from gradwire.engine import load_state
 from gradwire.errors import PlanError, StepStateError
 from gradwire.integrations.handles import gather_states
 from gradwire.integrations.trackers import Tracked, lines_to
+from gradwire.integrations.whole_optimizers import parallelize_whole, refuse_shards
 from gradwire.record.recording import Recording
 
 __all__ = ["GradwireStrategy"]
@@ -41,7 +42,7 @@ class GradwireStrategy(DDPStrategy):
     the numbers of `Tracked.facts`. Each logger gets the text of a decision as the hyperparameter `gradwire_decision_{step}`. A
     decision is also a line above the progress bar.
 
-    Raises PlanError for options of DDP. `fit` raises the errors of `gw.parallelize`.
+    Raises PlanError for options of DDP, and for a plan with `shard_optimizer`. `fit` raises the errors of `gw.parallelize`.
 
     Example::
 
@@ -59,6 +60,7 @@ class GradwireStrategy(DDPStrategy):
                 f"{wrong[0]!r} is an option of DDP, which this strategy does not use. Leave it out: gradwire needs no option for "
                 "unused parameters or bucket sizes. Arguments of gw.parallelize go into options={...}."
             )
+        refuse_shards(plan, "Lightning")
         self.handle: Handle | None = None
         self._plan, self._options, self._folder = plan, dict(options or {}), record
         self._tracked: Tracked | None = None
@@ -77,7 +79,7 @@ class GradwireStrategy(DDPStrategy):
         """Set up the optimizers, then parallelize the module."""
         super().setup_optimizers(trainer)
         self._detach()
-        self.handle = parallelize(self.model, self.optimizers or None, plan=self._plan, **self._options)
+        self.handle = parallelize_whole(self.model, self.optimizers or None, self._plan, self._options, "Lightning")
         self._tracked = Tracked(self.handle)
         self._training.callback(self.handle.detach)
         self._training.callback(lines_to(partial(_write, trainer)))
