@@ -366,7 +366,7 @@ def refused_options() -> list[str]:
         with pytest.raises(gw.PlanError) as refused:
             GradwireStrategy(plan=gw.QSGD(bits=4), **wrong)
         said.append(str(refused.value))
-    with pytest.raises(gw.PlanError, match="shard_optimizer=True.*Lightning saves"):
+    with pytest.raises(gw.PlanError, match=r"shard_optimizer=True.*Lightning saves"):
         GradwireStrategy(gw.Uniform(gw.Identity(), schedule=gw.Pipelined(shard_optimizer=True)))
     return said
 

@@ -183,7 +183,7 @@ class DDPState:
         infos, group = [self._infos[name] for name in came], exchange.group
         exchange.change_to(plan_for(self.plan, infos, group.world_size, group.grid.ranks_per_node_if_even)[0])
 
-    def _find_job(self, parameters: Sequence[torch.nn.Parameter] = ()) -> DDPJob:
+    def _find_job(self, parameters: Sequence[torch.Tensor] = ()) -> DDPJob:
         if self._job is None:
             model = model_of(self)
             self._group = group_for(self._given_group, model.process_group, "DDP")

@@ -20,7 +20,7 @@ class HeldBuckets:
     def add(
         self,
         bucket: GradBucket,
-        learn: Callable[[Sequence[torch.nn.Parameter]], object],
+        learn: Callable[[Sequence[torch.Tensor]], object],
         average: Callable[[GradBucket], _Means],
     ) -> _Means:
         """Hold the bucket. With the last one call `learn` with the parameters of all buckets, and `average` for each of them."""
@@ -51,7 +51,7 @@ def future_for(buffer: torch.Tensor) -> _Means:
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
-def in_buckets(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
+def in_buckets(model: DistributedDataParallel) -> list[torch.Tensor]:
     """The parameters in all buckets of DDP. Not in its hooks, which hold a lock."""
-    buckets: list[GradBucket] = model.reducer._get_zeros_like_grad_buckets()  # type: ignore[attr-defined]
+    buckets: list[GradBucket] = model.reducer._get_zeros_like_grad_buckets()
     return [parameter for bucket in buckets for parameter in bucket.parameters()]

@@ -62,7 +62,7 @@ def advise(bucket_bytes: Sequence[int]) -> None:
         )
 
 
-def averaged(model: torch.nn.Module, bucketed: Iterable[torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+def averaged(model: torch.nn.Module, bucketed: Iterable[torch.Tensor]) -> dict[str, torch.nn.Parameter]:
     """Return the parameters whose gradients an exchange averages, by name: those in DDP's buckets without sparse ones."""
     embeddings = (each for each in model.modules() if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
     dense = {*bucketed}.difference(each.weight for each in embeddings if each.sparse)

@@ -153,8 +153,9 @@ def _with_groups(policy: Policy, infos: Sequence[TensorInfo]) -> Policy:
                 matched.append(info.name)
         rules.append((msgspec.structs.replace(where, names="|".join([where.names, *matched])) if matched else which, spec))
     for group, specs in of_groups.items():
-        (name, spec), *others = specs.items() or [("", None)]
-        if other := next((each for each in others if each[1] != spec), None):
+        found = [*specs.items()]
+        if other := next((each for each in found if each[1] != found[0][1]), None):
+            name, spec = found[0]
             raise PlanError(
                 f"rules give {spec!r} for {name!r} and {other[1]!r} for {other[0]!r}. fully_shard got both in one list, "
                 f"so FSDP2 sends them as one tensor. Begin with one rule for all: ({group.replace(_WITH, '|')!r}, {spec!r})."
