@@ -105,6 +105,57 @@ def frozen() -> nn.Sequential:
     return model
 
 
+def in_small_buckets(plan: Any) -> tuple[DistributedDataParallel, gw.DDPState]:
+    """A plan of None is plain DDP, with a state that no model has."""
+    torch.manual_seed(7)
+    options: dict[str, Any] = {"bucket_cap_mb": 0.0002, "find_unused_parameters": True}
+    return wrapped(plain(), plan, **options) if plan is not None else (DistributedDataParallel(plain(), **options), gw.DDPState())
+
+
+def stepped(run: DistributedDataParallel, steps: range) -> str:
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.1)
+    for step in steps:
+        run(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest(run.parameters())
+
+
+def frozen_before_the_first_step(at: int, plan: Any) -> tuple[str, list[str]]:
+    """The weights after some steps, and the names of tensors that the hook averages."""
+    run, state = in_small_buckets(plan)
+    run.module[at].requires_grad_(False)
+    weights = stepped(run, range(4))
+    buckets = state.stats().buckets if plan is not None else ()
+    return weights, sorted(name for bucket in buckets for name in bucket.tensors)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_layers_that_are_frozen_after_ddp_was_made_train_as_in_ddp(worlds: Worlds, at: int) -> None:
+    ddp, ours = (worlds.run(2, frozen_before_the_first_step, at, plan) for plan in (None, gw.Uniform(gw.Identity())))
+    assert [weights for weights, _ in ours] == [weights for weights, _ in ddp]
+    assert ours[0][1] == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+def frozen_and_resumed() -> tuple[str, str]:
+    """The weights of a run that freezes a layer, and of one that goes on from its state with the layer frozen."""
+    feedback = gw.ErrorFeedback(gw.QSGD(bits=4))
+    run, state = in_small_buckets(feedback)
+    stepped(run, range(2))
+    run.module[0].requires_grad_(False)
+    stepped(run, range(2, 3))
+    weights, saved = {name: value.clone() for name, value in run.module.state_dict().items()}, state.state_dict()
+    again, other = in_small_buckets(feedback)
+    again.module.load_state_dict(weights)
+    again.module[0].requires_grad_(False)
+    other.load_state_dict(saved)
+    return stepped(run, range(3, 6)), stepped(again, range(3, 6))
+
+
+def test_a_state_is_taken_up_where_a_layer_is_frozen_now(worlds: Worlds) -> None:
+    assert all(whole == resumed for whole, resumed in worlds.run(2, frozen_and_resumed))
+
+
 def ordinary(run: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     for step in range(5):
         optimizer.zero_grad()

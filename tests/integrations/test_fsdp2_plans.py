@@ -63,6 +63,48 @@ def test_a_policy_chooses_by_names_and_sizes_of_modules(worlds: Worlds) -> None:
     assert 0.12 < mixed["1"] / exact["1"] < 0.14
 
 
+def in_a_group(rules: list[tuple[Any, gw.Spec]]) -> tuple[str, list[str], float, list[str]]:
+    """The line, the exchanges and the share of its bytes that a group of two modules sends; and the compressors of auto."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(20, 400), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 4))
+    fully_shard([model[1], model[3]])
+    fully_shard(model)
+    exchanges = fsdp2.compress(model, gw.Policy(default=gw.QSGD(bits=4), rules=rules))
+    train(model, range(2))
+    stats, line = exchanges.stats(), exchanges.describe()
+    exchanges.close()
+    sent = stats["gradients of 1 + 3"]
+    auto = fsdp2.compress(model)
+    train(model, range(1))
+    auto.close()
+    assert auto.decision is not None
+    return line, sorted(stats), sent.wire_bytes / sent.gradient_bytes, sorted(auto.decision.specs)
+
+
+WHOLE_GROUP = gw.Where("1 + 3")
+
+
+@pytest.mark.parametrize("which", ["1", "3", "1|3", gw.Where(min_numel=100_000), WHOLE_GROUP])
+def test_modules_that_are_sharded_together_have_one_compressor(worlds: Worlds, which: Any) -> None:
+    (line, names, share, chosen), other = worlds.run(2, in_a_group, [(which, gw.Identity())])
+    assert "1 module with QSGD(bits=4" in line and "1 module uncompressed" in line
+    assert names == ["gradients of 1 + 3", "gradients of model"] and chosen == ["1 + 3", "model"]
+    assert share == other[2] > 0.49  # 4 bits: an eighth of it
+
+
+def refused_for_a_group() -> str:
+    model = nn.Sequential(nn.Linear(20, 40), nn.Linear(40, 4))
+    fully_shard([model[0], model[1]])
+    with pytest.raises(gw.PlanError) as raised:
+        fsdp2.compress(model, gw.Policy(default=gw.QSGD(bits=4), rules=[("0", gw.Identity()), ("*", gw.QSGD(bits=8))]))
+    return str(raised.value)
+
+
+def test_two_compressors_for_modules_that_are_sharded_together_are_refused(worlds: Worlds) -> None:
+    for words in worlds.run(2, refused_for_a_group):
+        assert "Identity() for '0' and QSGD(bits=8" in words and "for '1'" in words and "'0|1'" in words
+
+
 def with_links(gbps: float, accuracy: str) -> tuple[str, list[str], str]:
     """What auto chose on links of this rate: its line, the compressor of each module; and the weights after some steps."""
     link = Link(50.0, gbps)
@@ -130,6 +172,29 @@ def resumed(plan: Any, steps: int) -> bool:
 
 def test_a_state_keeps_what_auto_chose(worlds: Worlds) -> None:
     assert all(worlds.run(2, resumed, "auto", 3))
+
+
+def with_another_accuracy() -> tuple[str, bool]:
+    """What `load_state_dict` says to the state of a slow link under accuracy="exact", and whether "safe" takes it up."""
+    link = Link(50.0, 0.01)
+    cluster = Cluster(nodes=2, ranks_per_node=1, intra=link, inter=link)
+    model = sharded()
+    exchanges = fsdp2.compress(model)
+    with mock.patch("gradwire.auto.alone.cluster_of", lambda ranks, seconds: cluster):
+        train(model, range(1))
+    saved = exchanges.state_dict()
+    exchanges.close()
+    with pytest.raises(ValueError, match="does not allow") as raised:
+        fsdp2.compress(model, accuracy="exact").load_state_dict(saved)
+    again = fsdp2.compress(model, accuracy="safe")
+    again.load_state_dict(saved)
+    return str(raised.value), gw.QSGD(bits=4) in again._specs.used
+
+
+def test_a_state_with_compressors_that_the_accuracy_forbids_is_refused(worlds: Worlds) -> None:
+    for words, taken in worlds.run(2, with_another_accuracy):
+        assert taken and "accuracy='exact' does not allow the saved plan's QSGD(bits=4" in words
+        assert "Load the state with the accuracy=" in words
 
 
 @pytest.mark.parametrize("steps", [2, 4])

@@ -364,6 +364,25 @@ def test_copies_of_the_model_are_ordinary(framework_worlds: Worlds) -> None:
     assert framework_worlds.run(2, copied, deadline_s=200.0) == [[False, False]] * 2
 
 
+SHARDED = gw.Uniform(gw.Identity(), schedule=gw.Pipelined(shard_optimizer=True))
+
+
+def with_shards() -> list[str]:
+    """What is said to a policy with shard_optimizer, and to a function that makes its plan; the steps of the next run."""
+    said = []
+    for plan in (SHARDED, lambda tensors, ranks: SHARDED.plan(tensors, ranks)):
+        with pytest.raises(gw.PlanError) as caught:
+            Run(plan)
+        said.append(str(caught.value))
+    Run(gw.Identity()).train(1)
+    return said
+
+
+def test_a_sharded_optimizer_is_refused_by_name(framework_worlds: Worlds) -> None:
+    for said in framework_worlds.run(2, with_shards, deadline_s=200.0):
+        assert len(said) == 2 and all("shard_optimizer=True" in words and "a loop of your own" in words for words in said)
+
+
 def misused() -> str:
     from gradwire.integrations.accelerate import prepare
 

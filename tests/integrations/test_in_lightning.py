@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import Worlds, digest, seeded
+from worlds import World, Worlds, digest, seeded
 
 import gradwire as gw
 from gradwire.record.run import Run
@@ -258,6 +258,39 @@ def test_a_checkpoint_without_a_state_is_told(framework_worlds: Worlds, tmp_path
         assert len(words) == 1 and "Residuals begin at zero" in words[0]
 
 
+def left_in_backward(folder: str, failing: tuple[int, ...]) -> tuple[str, list[str]]:
+    """Fit until backward raises on some ranks; what this rank raises, and what the checkpoint's warning says."""
+    from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+
+    from gradwire.integrations.lightning import GradwireStrategy
+
+    class Fails(Callback):
+        def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+            if trainer.global_step == 3 and dist.get_rank() in failing:
+                module.net[0].weight.register_hook(lambda gradient: 1 / 0)  # those of the last layer were sent by then
+
+    own = {"strategy": GradwireStrategy(FEEDBACK), "callbacks": [Fails(), OnExceptionCheckpoint(folder)]}
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(Exception) as raised:
+        warnings.simplefilter("always")
+        trainer_of(folder, None, enable_checkpointing=True, **own).fit(classifier(by_step=True), data(256, 1))
+    said = [str(each.message) for each in caught if "saved without 'gradwire'" in str(each.message)]
+    return repr(raised.value), said
+
+
+@pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_an_exception_in_backward_leaves_a_checkpoint(tmp_path: Path, failing: tuple[int, ...]) -> None:
+    with World(2, group_timeout_s=8.0, frameworks=True) as world:
+        told = world.run(left_in_backward, str(tmp_path), failing, deadline_s=300.0)
+    others = "ZeroDivisionError" if 0 in failing else "CommunicationError"
+    assert [raised.partition("(")[0] for raised, _ in told] == [others, "ZeroDivisionError"]
+    assert all(len(said) == 1 for _, said in told)
+    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert saved["global_step"] == 3 and "gradwire" not in saved
+    os.rename(tmp_path / "on_exception.ckpt", tmp_path / "step=4.ckpt")
+    with World(2, frameworks=True) as world:
+        assert [len(words) for words in world.run(taken_up_with_words, str(tmp_path), FEEDBACK, deadline_s=300.0)] == [1, 1]
+
+
 def test_a_checkpoint_is_taken_up_by_three_ranks(framework_worlds: Worlds, tmp_path: Path) -> None:
     framework_worlds.run(2, saved_on_the_way, str(tmp_path), FEEDBACK, deadline_s=300.0)
     weights = {told[0] for told in framework_worlds.run(3, taken_up, str(tmp_path), FEEDBACK, deadline_s=300.0)}
@@ -333,9 +366,11 @@ def refused_options() -> list[str]:
         with pytest.raises(gw.PlanError) as refused:
             GradwireStrategy(plan=gw.QSGD(bits=4), **wrong)
         said.append(str(refused.value))
+    with pytest.raises(gw.PlanError, match=r"shard_optimizer=True.*Lightning saves"):
+        GradwireStrategy(gw.Uniform(gw.Identity(), schedule=gw.Pipelined(shard_optimizer=True)))
     return said
 
 
-def test_options_of_ddp_are_refused(framework_worlds: Worlds) -> None:
+def test_options_of_ddp_and_a_sharded_optimizer_are_refused(framework_worlds: Worlds) -> None:
     for said in framework_worlds.run(2, refused_options):
         assert len(said) == 2 and all("is an option of DDP" in words for words in said)

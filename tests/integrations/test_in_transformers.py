@@ -313,6 +313,19 @@ def test_a_record_is_of_the_training_after_it_ran_out_of_memory(framework_worlds
     assert len(Run.read(tmp_path / "run").steps) == 6
 
 
+def with_shards(folder: str) -> str:
+    from gradwire.integrations.transformers import use
+
+    with pytest.raises(gw.PlanError) as caught:
+        use(trainer_of(folder), plan=gw.Uniform(gw.Identity(), schedule=gw.Pipelined(shard_optimizer=True)))
+    return str(caught.value)
+
+
+def test_a_sharded_optimizer_is_refused_by_name(framework_worlds: Worlds, tmp_path: Path) -> None:
+    for words in framework_worlds.run(2, with_shards, str(tmp_path), deadline_s=300.0):
+        assert "shard_optimizer=True" in words and "the Trainer saves" in words and "a loop of your own" in words
+
+
 def another_accelerator(folder: str) -> str:
     from gradwire.integrations.transformers import use
 

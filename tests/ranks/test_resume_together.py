@@ -220,25 +220,31 @@ def test_a_state_that_one_rank_refuses_changes_no_handle(worlds: Worlds) -> None
     assert first[1] == second[1] == 7
 
 
-def gathered_in_mid_step() -> str:
-    """What a rank raises that gathers states when rank 1 is in the middle of a step."""
+def gathered_without(failures: dict[int, Exception]) -> tuple[str, str]:
+    """What a rank raises that gathers states when the states of some ranks fail."""
     job = Job("feedback")
     job.train(range(2))
-    if dist.get_rank() == 1:
-        job.handle.state_dict = _fails  # type: ignore[method-assign]
-    with pytest.raises(gw.StepStateError) as caught:
+
+    def fails() -> dict[str, torch.Tensor]:
+        raise failures[dist.get_rank()]
+
+    if dist.get_rank() in failures:
+        job.handle.state_dict = fails  # type: ignore[method-assign]
+    with pytest.raises((gw.GradwireError, MemoryError)) as caught:
         gather_states(job.handle)
     job.end()
-    return str(caught.value)
-
-
-def _fails() -> dict[str, torch.Tensor]:
-    raise gw.StepStateError("as ordered")
+    return type(caught.value).__name__, str(caught.value)
 
 
 def test_states_are_gathered_of_all_ranks_or_none(worlds: Worlds) -> None:
-    first, second = worlds.run(2, gathered_in_mid_step)
-    assert second == "as ordered" and first.startswith("rank 1 could not save its state")
+    in_mid_step, short = gw.StepStateError("as ordered"), MemoryError("short")
+    first, second = worlds.run(2, gathered_without, {1: in_mid_step})
+    assert first[0] == "StepStateError" and first[1].startswith("rank 1 could not save its state")
+    assert second == ("StepStateError", "as ordered")
+    for others in ({}, {0: in_mid_step}):
+        first, second = worlds.run(2, gathered_without, {1: short} | others)
+        assert first[0] == "CommunicationError" and first[1].startswith("rank 1 could not save its state")
+        assert second == ("MemoryError", "short")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

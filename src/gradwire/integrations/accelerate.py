@@ -14,11 +14,12 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 
-from gradwire.api import Handle, parallelize
+from gradwire.api import Handle
 from gradwire.core import show
 from gradwire.errors import PlanError
 from gradwire.integrations.handles import NoSync, heed_options_of_ddp, load_handle, save_handle
 from gradwire.integrations.trackers import Tracked
+from gradwire.integrations.whole_optimizers import parallelize_whole, refuse_shards
 
 __all__ = ["prepare"]
 
@@ -43,8 +44,8 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
 
     `broadcast_buffers=False` in Accelerate's DistributedDataParallelKwargs leaves each rank its own buffers.
 
-    Raises PlanError unless there is one model, where Accelerate shards it (DeepSpeed, FSDP, ..), and for a communication hook in
-    DistributedDataParallelKwargs; also as `gw.parallelize`.
+    Raises PlanError unless there is one model, where Accelerate shards it (DeepSpeed, FSDP, ..), for a communication hook in
+    DistributedDataParallelKwargs, and for a plan with `shard_optimizer`; also as `gw.parallelize`.
 
     Example, in a script started by `accelerate launch` or torchrun::
 
@@ -60,6 +61,7 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
             f"Accelerate shards the model ({show(str(accelerator.distributed_type))}), and gradwire averages gradients of whole "
             "models. Configure Accelerate for plain data parallelism: `accelerate config`, no DeepSpeed and no FSDP."
         )
+    refuse_shards(plan, "Accelerate")
     if not dist.is_initialized():
         return _as_tuple(accelerator.prepare(*objects))
     wraps = accelerator.prepare_model
@@ -72,7 +74,7 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
     handles = _handles_of(accelerator)
     handles.forget([each for each in handles if not each.attached or each.session.model is model])
     heed_options_of_ddp(accelerator.ddp_handler, model)
-    handle = parallelize(model, plain_optimizers(optimizers) or None, plan=plan, **options)
+    handle = parallelize_whole(model, plain_optimizers(optimizers) or None, plan, options, "Accelerate")
     model.no_sync = NoSync(handle)
     handles.add(handle)
     return prepared

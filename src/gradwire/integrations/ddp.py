@@ -5,7 +5,7 @@ Its lanes work while backward runs, and the hook of the last bucket waits for th
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from gradwire.core import Plan, Spec, TensorInfo
 from gradwire.engine import LossScale
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of, info_of, plan_for, read_state
+from gradwire.integrations.ddp_buckets import HeldBuckets, check_order, future_for, in_buckets
 from gradwire.integrations.ddp_job import DDPJob
 from gradwire.integrations.ddp_plans import ONE_EACH, PlanForDDP, averaged, bucket_sizes, checked, is_joining, model_of
 from gradwire.integrations.groups import group_for
@@ -64,13 +65,16 @@ class DDPState:
         self._saved: dict[str, Any] = {}  # a state that the next step begins with
         self._order, self._order_known = list[str](), False  # names in the order for which the plan was made
         self._came: list[list[str]] = []  # names in the order of DDP's buckets, for the last step and for this one
-        self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+        self._waiting, self._first = list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]](), HeldBuckets()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DDPState, (self.plan or "auto", self.accuracy, self.tls)  # a whole DDP model is saved; torch restores no hooks
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange one of DDP's buckets. The future gets the buffer, with mean gradients, after the step's last bucket."""
+        return self._average(bucket) if self._job is not None else self._first.add(bucket, self._find_job, self._average)
+
+    def _average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             self._begin(bucket)
         job, exchange, buffer = self._job, self._exchange, bucket.buffer()
@@ -82,7 +86,7 @@ class DDPState:
             job.came(names, gradients, buffer.nbytes)
             exchange.ready_all(dict(zip(names, gradients, strict=True)))
             self._came[-1] += names
-            done = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+            done = future_for(buffer)
             self._waiting.append((done, buffer))
         if bucket.is_last() and job is not None and exchange is not None:
             began_s = time.perf_counter()
@@ -129,11 +133,7 @@ class DDPState:
         group = Group.of(self._group)
         saved, names = read_state(state, group) if state else None, list(self._parameters)
         order = saved.order if saved is not None else []
-        if order and sorted(order) != list(range(len(names))):
-            raise ValueError(
-                f"the state has {len(order)} tensors, and DDP averages {len(names)}: it was saved with another model, or other "
-                "parameters were frozen. Load it into that model."
-            )
+        check_order(order, len(names))
         for plan in (saved.decided, saved.chosen) if saved is not None and self.plan is None else ():
             if plan and (why := Auto(self.accuracy, ("backward",), group.world_size).refuses(plan, plan)):
                 raise ValueError(f"the state was saved under a plan that this hook does not run: {why}")
@@ -183,11 +183,11 @@ class DDPState:
         infos, group = [self._infos[name] for name in came], exchange.group
         exchange.change_to(plan_for(self.plan, infos, group.world_size, group.grid.ranks_per_node_if_even)[0])
 
-    def _find_job(self) -> DDPJob:
+    def _find_job(self, parameters: Sequence[torch.Tensor] = ()) -> DDPJob:
         if self._job is None:
             model = model_of(self)
             self._group = group_for(self._given_group, model.process_group, "DDP")
-            self._parameters = averaged(model.module, model.parameters_to_ignore)
+            self._parameters = averaged(model.module, parameters or in_buckets(model))
             self._names = {parameter: name for name, parameter in self._parameters.items()}
             embeddings = embeddings_of(model.module)
             self._infos = {name: info_of(name, each, id(each) in embeddings) for name, each in self._parameters.items()}

@@ -1,7 +1,7 @@
 """A DDP model as its hook sees it: the plans that it can run, the parameters, and the sizes of DDP's buckets that fit a plan."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +30,8 @@ def bucket_sizes(model: torch.nn.Module, plan: PlanForDDP, group: dist.ProcessGr
     them out. Raises PlanError if the plan does not fit the model.
 
     Example: `model = DistributedDataParallel(model, bucket_cap_mb_list=gw.bucket_sizes(model, plan))`"""
-    parameters = averaged(model, getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    parameters = averaged(model, [each for name, each in model.named_parameters() if each.requires_grad and name not in ignored])
     embeddings = embeddings_of(model)
     infos = [info_of(name, each, id(each) in embeddings) for name, each in parameters.items()][::-1]
     made, _ = plan_for(checked(plan), infos, dist.get_world_size(group))
@@ -61,11 +62,11 @@ def advise(bucket_bytes: Sequence[int]) -> None:
         )
 
 
-def averaged(model: torch.nn.Module, ignored: Collection[str]) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters whose gradients an exchange averages, by name: not those that DDP ignores, nor sparse ones."""
+def averaged(model: torch.nn.Module, bucketed: Iterable[torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters whose gradients an exchange averages, by name: those in DDP's buckets without sparse ones."""
     embeddings = (each for each in model.modules() if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
-    sparse, named = {each.weight for each in embeddings if each.sparse}, model.named_parameters()
-    return {name: each for name, each in named if each.requires_grad and name not in ignored and each not in sparse}
+    dense = {*bucketed}.difference(each.weight for each in embeddings if each.sparse)
+    return {name: each for name, each in model.named_parameters() if each in dense}
 
 
 def is_joining(model: torch.nn.Module | None) -> bool:

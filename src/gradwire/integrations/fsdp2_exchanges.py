@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from gradwire._version import __version__
@@ -18,7 +17,7 @@ from gradwire.errors import PlanError
 from gradwire.exchange import Exchange, ExchangeStats, info_of
 from gradwire.integrations.fsdp2_comms import GRADIENTS, PARAMETERS, Turns
 from gradwire.integrations.fsdp2_job import ModuleJob, of_one_phase
-from gradwire.integrations.fsdp2_plans import ModuleSpecs, policy_for
+from gradwire.integrations.fsdp2_plans import ModuleSpecs, policy_for, sharded_modules
 from gradwire.integrations.groups import group_for
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.pack_content import only_viewed, pack_of, shard_number
@@ -48,8 +47,8 @@ class ModuleExchanges:
         tls: TlsOption = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        self.modules: dict[str, Any] = {n or "model": m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
-        """The modules that `fully_shard` was called on, by name."""
+        self.modules = sharded_modules(model)
+        """The modules that `fully_shard` was called on, by name; those of one list are one, by the names of all."""
         if not self.modules:
             raise PlanError("fully_shard was called on no module of the model. Call it first, for DDP see gw.ddp_hook.")
         if parameters is not None and not isinstance(parameters, _ROUNDINGS):
@@ -149,8 +148,8 @@ class ModuleExchanges:
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
         """Load what `state_dict` returned: this rank's own state or, with another number of ranks, the states of all ranks that
         saved, in one dictionary. Call it before the first forward. The sum of residuals is kept. Under auto another number of
-        ranks chooses anew. Raises PlanError later, and ValueError for a state that is missing or of another model; backward
-        raises ValueError for any other misfit."""
+        ranks chooses anew. Raises PlanError later, and ValueError for a state that is missing, of another model, or of
+        compressors that `accuracy` does not allow; backward raises ValueError for any other misfit."""
         if self._lanes:
             raise PlanError("load_state_dict() was called after a step. Call it before the first one.")
         own = f"rank{dist.get_rank()}"

@@ -1,33 +1,36 @@
 """Compressors of FSDP2's modules: one spec for all, those of a policy by the names and sizes of modules, or chosen by auto."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
-from gradwire.auto import AllRanks, ChosenSpecs, choose_alone, counted, is_auto, say
+from gradwire.auto import AllRanks, Auto, ChosenSpecs, choose_alone, counted, is_auto, say
 from gradwire.core import Plan, Spec, TensorInfo, fingerprint, show
 from gradwire.errors import PlanError
 from gradwire.exchange import info_of, warn_of_embeddings
 from gradwire.integrations.pack_content import packed_embeddings
-from gradwire.plan import Policy
+from gradwire.plan import Policy, Where
 from gradwire.transport import Lanes
 
-__all__ = ["WHOLE", "ModuleSpecs", "policy_for"]
+__all__ = ["WHOLE", "ModuleSpecs", "policy_for", "sharded_modules"]
 WHOLE = ".parameters"
 """The end of the name of a module's parameters, which are one tensor in records."""
 _ALL = 2**62
+_WITH = " + "
+"""Between the names of modules that `fully_shard` got in one list: FSDP2 sends them as one tensor."""
 
 
 class ModuleSpecs:
     """The spec of each module's gradients.
 
-    modules: those that `fully_shard` was called on, by name. plan: a spec, a policy whose rules match names and sizes of modules,
-    or "auto". scheme: the scheme by which all gradients are reduced, and not gathered; None: both, by the scheme of the policy or
-    as a policy without one chooses.
+    modules: `sharded_modules` of the model. plan: a spec, a policy whose rules match names and sizes of modules, or "auto".
+    scheme: the scheme by which all gradients are reduced, and not gathered; None: both, by the scheme of the policy or as a
+    policy without one chooses.
     """
 
     def __init__(self, modules: Mapping[str, Any], plan: Spec | Policy | str, scheme: str | None, accuracy: str) -> None:
@@ -47,7 +50,7 @@ class ModuleSpecs:
             return
         if isinstance(plan, (Policy, Spec)):
             given = Policy(default=plan) if isinstance(plan, Spec) else plan
-            policy = msgspec.structs.replace(given, exempt_vectors=False)
+            policy = _with_groups(msgspec.structs.replace(given, exempt_vectors=False), self.infos)
             made = policy.plan(self.infos)
             self._set({name: bucket.spec_of(name) for bucket in made.buckets for name in bucket.tensors})
             warn_of_embeddings(self.infos, made, policy)
@@ -100,9 +103,16 @@ class ModuleSpecs:
         )
 
     def load(self, saved: Mapping[str, str]) -> None:
-        """Go on with what auto chose when `state` was called."""
-        if self.plan == "auto":
-            self._specs = {name: Policy.from_json(text).default for name, text in saved.items()}
+        """Go on with what auto chose when `state` was called. Raises ValueError for a choice that the accuracy does not allow."""
+        if self.plan != "auto":
+            return
+        specs = {name: Policy.from_json(text).default for name, text in saved.items()}
+        auto = Auto(self._accuracy, ("backward",), dist.get_world_size())
+        for name, spec in specs.items():
+            plan = policy_for(spec, self._scheme).plan([TensorInfo(name, (1,), "float32")])
+            if why := auto.refuses(plan, plan):
+                raise ValueError(f"the state was saved when {name!r} was sent by what this call does not allow: {why}")
+        self._specs = specs
 
     def _set(self, specs: dict[str, Any]) -> None:
         for spec in specs.values():
@@ -115,6 +125,42 @@ class ModuleSpecs:
                 )
             policy_for(spec, self._scheme)
         self._specs = specs
+
+
+def sharded_modules(model: torch.nn.Module) -> dict[str, Any]:
+    """The modules that `fully_shard` was called on, by name. Of those that it got in one list the first, by the names of all."""
+    names: dict[Any, list[str]] = {}
+    first: dict[Any, FSDPModule] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()  # of all modules of one call
+            names.setdefault(state, []).append(name or "model")
+            first.setdefault(state, module)
+    return {_WITH.join(names[state]): module for state, module in first.items()}
+
+
+def _with_groups(policy: Policy, infos: Sequence[TensorInfo]) -> Policy:
+    """The policy with rules that match a group of modules, too, where they match a module of it. Raises PlanError for rules that
+    give one group two specs."""
+    of_groups: dict[str, dict[str, Spec]] = {info.name: {} for info in infos if _WITH in info.name}
+    rules: list[tuple[str | Where, Spec]] = []
+    for which, spec in policy.rules:
+        where, matched = which if isinstance(which, Where) else Where(which), []
+        for info in infos:
+            names = info.name.split(_WITH) if info.name in of_groups else []
+            if own := [name for name in names if where.matches(msgspec.structs.replace(info, name=name))]:
+                of_groups[info.name] = dict.fromkeys(own, spec) | of_groups[info.name]
+                matched.append(info.name)
+        rules.append((msgspec.structs.replace(where, names="|".join([where.names, *matched])) if matched else which, spec))
+    for group, specs in of_groups.items():
+        found = [*specs.items()]
+        if other := next((each for each in found if each[1] != found[0][1]), None):
+            name, spec = found[0]
+            raise PlanError(
+                f"rules give {spec!r} for {name!r} and {other[1]!r} for {other[0]!r}. fully_shard got both in one list, "
+                f"so FSDP2 sends them as one tensor. Begin with one rule for all: ({group.replace(_WITH, '|')!r}, {spec!r})."
+            )
+    return msgspec.structs.replace(policy, rules=tuple(rules))
 
 
 def policy_for(spec: Spec, scheme: str | None) -> Policy:

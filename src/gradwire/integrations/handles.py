@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.api import Handle
 from gradwire.core import make_folder, write_whole
 from gradwire.engine import SET, Patch, load_state
-from gradwire.errors import DisagreementError, PlanError, StepStateError
+from gradwire.errors import CommunicationError, DisagreementError, PlanError, StepStateError
 from gradwire.exchange import Exchange
 from gradwire.integrations.saved_files import OPTIMIZERS, file_of, read_saved
 from gradwire.transport import agree
@@ -25,6 +25,9 @@ __all__ = [
     "NoSync", "all_objects", "from_bytes", "gather_states", "heed_options_of_ddp", "load_handle", "resume_together",
     "save_handle", "to_bytes",
 ]  # fmt: skip
+
+_IN_MID_STEP, _FAILED = 0, -1
+"""Sizes of states that a rank does not have."""
 
 
 class NoSync(Patch):
@@ -136,8 +139,10 @@ def resume_together(exchange: Exchange, state: Mapping[str, Any], others: Mappin
 
 def gather_states(handle: Handle, kept: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """The states of all ranks in one dictionary on the first rank of the handle's group, on the CPU; nothing on the others.
-    Collective, between steps. kept: this rank's, where the handle is detached. A rank without a state, as in the middle of a
-    step, raises its error, and others StepStateError."""
+    Collective, between steps. kept: this rank's, where the handle is detached.
+
+    Raises StepStateError on all ranks if some are in the middle of a step. If a state failed for another reason, its rank raises
+    that error, and others CommunicationError."""
     group, device = handle.session.group, handle.session.device
     data, problem = b"", None
     try:
@@ -145,21 +150,24 @@ def gather_states(handle: Handle, kept: Mapping[str, torch.Tensor] | None = None
     except Exception as error:  # the other ranks wait for this one
         problem = error
     own = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8).to(device)
+    size = len(data) if problem is None else _IN_MID_STEP if isinstance(problem, StepStateError) else _FAILED
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in group.global_ranks]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group.process_group)
-    if problem is not None:
+    dist.all_gather(sizes, torch.tensor([size], device=device), group=group.process_group)
+    worst = min(int(each) for each in sizes)
+    if problem is not None and size == worst:
         raise problem
-    if failed := [rank for rank, size in zip(group.global_ranks, sizes, strict=True) if not int(size)]:
-        raise StepStateError(
-            f"rank {failed[0]} could not save its state, and a checkpoint without it could not be resumed. See its log."
+    if worst <= 0:
+        failed = next(rank for rank, each in zip(group.global_ranks, sizes, strict=True) if int(each) == worst)
+        raise (StepStateError if worst == _IN_MID_STEP else CommunicationError)(
+            f"rank {failed} could not save its state, and a checkpoint without it could not be resumed. See its log."
         )
-    longest = max(int(size) for size in sizes)
+    longest = max(int(each) for each in sizes)
     padded = torch.nn.functional.pad(own, (0, longest - len(own)))
     rows = [torch.empty_like(padded) for _ in sizes] if group.rank == 0 else None
     dist.gather(padded, rows, dst=group.global_ranks[0], group=group.process_group)
     states: dict[str, torch.Tensor] = {}
-    for row, size in zip(rows or (), sizes, strict=False):
-        states |= from_bytes(row[: int(size)].cpu().numpy().tobytes())
+    for row, each in zip(rows or (), sizes, strict=False):
+        states |= from_bytes(row[: int(each)].cpu().numpy().tobytes())
     return states
 
 

@@ -16,11 +16,12 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from gradwire.api import Handle, parallelize
+from gradwire.api import Handle
 from gradwire.engine import load_state
-from gradwire.errors import PlanError
+from gradwire.errors import PlanError, StepStateError
 from gradwire.integrations.handles import gather_states
 from gradwire.integrations.trackers import Tracked, lines_to
+from gradwire.integrations.whole_optimizers import parallelize_whole, refuse_shards
 from gradwire.record.recording import Recording
 
 __all__ = ["GradwireStrategy"]
@@ -41,7 +42,7 @@ class GradwireStrategy(DDPStrategy):
     the numbers of `Tracked.facts`. Each logger gets the text of a decision as the hyperparameter `gradwire_decision_{step}`. A
     decision is also a line above the progress bar.
 
-    Raises PlanError for options of DDP. `fit` raises the errors of `gw.parallelize`.
+    Raises PlanError for options of DDP, and for a plan with `shard_optimizer`. `fit` raises the errors of `gw.parallelize`.
 
     Example::
 
@@ -59,6 +60,7 @@ class GradwireStrategy(DDPStrategy):
                 f"{wrong[0]!r} is an option of DDP, which this strategy does not use. Leave it out: gradwire needs no option for "
                 "unused parameters or bucket sizes. Arguments of gw.parallelize go into options={...}."
             )
+        refuse_shards(plan, "Lightning")
         self.handle: Handle | None = None
         self._plan, self._options, self._folder = plan, dict(options or {}), record
         self._tracked: Tracked | None = None
@@ -77,7 +79,7 @@ class GradwireStrategy(DDPStrategy):
         """Set up the optimizers, then parallelize the module."""
         super().setup_optimizers(trainer)
         self._detach()
-        self.handle = parallelize(self.model, self.optimizers or None, plan=self._plan, **self._options)
+        self.handle = parallelize_whole(self.model, self.optimizers or None, self._plan, self._options, "Lightning")
         self._tracked = Tracked(self.handle)
         self._training.callback(self.handle.detach)
         self._training.callback(lines_to(partial(_write, trainer)))
@@ -121,11 +123,11 @@ class GradwireStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save Lightning's checkpoint, with the states of all ranks if the checkpoint has optimizer states. After `fit` these are
-        the states at its end."""
+        the states at its end. Where some rank has none, as after an exception in backward, it warns and saves without them."""
         kept = None if self._tracked is not None else self._kept
         has_state = self._tracked is not None or kept is not None
         if self.handle is not None and has_state and "optimizer_states" in checkpoint:
-            checkpoint[_KEY] = gather_states(self.handle, kept)
+            checkpoint |= self._gathered(self.handle, kept)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -147,6 +149,17 @@ class GradwireStrategy(DDPStrategy):
             self._kept = None if self.lightning_module.trainer.interrupted else self._state()
         self._training.close()
         self._tracked = self._recording = None
+
+    def _gathered(self, handle: Handle, kept: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+        """The states of all ranks under gradwire's key. Nothing, with a warning, in the middle of a step, which all ranks learn;
+        and nothing after an exception in training, which an error here would hide."""
+        try:
+            return {_KEY: gather_states(handle, kept)}
+        except Exception as error:
+            if not isinstance(error, StepStateError) and not self.lightning_module.trainer.interrupted:
+                raise
+            warnings.warn(f"the checkpoint is saved without {_KEY!r}; residuals begin at zero after it. {error}", stacklevel=4)
+            return {}
 
     def _state(self) -> dict[str, torch.Tensor]:
         """This rank's state, on the CPU; empty where memory is short for it."""

@@ -15,11 +15,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from gradwire.api import Handle, parallelize
+from gradwire.api import Handle
 from gradwire.errors import PlanError, StepStateError
 from gradwire.integrations.accelerate import plain_optimizers
 from gradwire.integrations.handles import NoSync, heed_options_of_ddp, load_handle, save_handle
 from gradwire.integrations.trackers import Tracked, lines_to
+from gradwire.integrations.whole_optimizers import parallelize_whole, refuse_shards
 from gradwire.record.recording import Recording
 
 __all__ = ["GradwireCallback", "use"]
@@ -37,7 +38,8 @@ def use(trainer: Trainer, plan: Any = "auto", record: str | os.PathLike[str] = "
     each decision, `gradwire_decision`. A decision is also a line above the progress bar.
 
     A Trainer of one process, started without torchrun, trains as without gradwire. Raises PlanError for a Trainer with DeepSpeed
-    or FSDP, and if it was called for this Trainer before. `train()` raises the errors of `gw.parallelize`.
+    or FSDP, for a plan with `shard_optimizer`, and if it was called for this Trainer before. `train()` raises the errors of
+    `gw.parallelize`.
 
     Example, in a script started by torchrun::
 
@@ -52,6 +54,7 @@ def use(trainer: Trainer, plan: Any = "auto", record: str | os.PathLike[str] = "
         )
     if any(isinstance(each, GradwireCallback) for each in trainer.callback_handler.callbacks):
         raise PlanError("use() was called on this Trainer already: one plan averages its gradients. Call it once.")
+    refuse_shards(plan, "the Trainer")
     callback = GradwireCallback(trainer, plan, options, record)
     trainer.add_callback(callback)
     return callback
@@ -99,7 +102,8 @@ class GradwireCallback(TrainerCallback):
         self._detach()
         (optimizer,) = plain_optimizers([self._trainer.optimizer])
         heed_options_of_ddp(self._trainer.accelerator.ddp_handler, model)
-        self.handle, self._model = parallelize(model, optimizer, plan=self._plan, **self._options), model
+        self.handle = parallelize_whole(model, optimizer, self._plan, self._options, "the Trainer")
+        self._model = model
         model.no_sync = NoSync(self.handle)  # Accelerate calls it while gradients are accumulated
         self._tracked = Tracked(self.handle)
 
