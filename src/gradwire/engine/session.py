@@ -139,13 +139,13 @@ class ScriptWatch:
         new one. Raises StepStateError, on all ranks, if what a spec sends does not follow the scale."""
         control = self._reducer.control
         try:
-            factor = self.loss_scale.change(exchange.plan.specs, exchange if control.tells_scale else None)
+            change = self.loss_scale.change(exchange.plan.specs, exchange if control.tells_scale else None)
         except StepStateError as error:
             raise scaled_too_far(self._reducer, str(error)) from None
         control.scaled = self.loss_scale.known
-        if factor != 1:
+        if change.is_any:
             settle()
-            exchange.residuals.follow(factor)
+            exchange.residuals.follow(change.factor, change.left_out)
 
     def synchronised(self) -> None:
         """A synchronised backward has ended."""

@@ -223,9 +223,9 @@ class Remembered:
             if not is_alike(key):
                 setattr(slot, field, None)
 
-    def follow(self, factor: float) -> None:
-        """A scaler multiplied the scale of the loss by this factor. Where it fell, the scaler left out the last step."""
-        if factor < 1:
+    def follow(self, factor: float, left_out: bool) -> None:
+        """A scaler multiplied the scale of the loss by this factor. left_out: and left out the update of the last step."""
+        if left_out:
             self.drop()
         self.scale(factor)
 
@@ -318,9 +318,9 @@ def scaled(carried: State, factor: float) -> dict[str, torch.Tensor]:
     return made
 
 
-def followed(carried: State, factor: float) -> dict[str, torch.Tensor]:
+def followed(carried: State, factor: float, left_out: bool) -> dict[str, torch.Tensor]:
     """Return copies of these values after `Remembered.follow`."""
-    return scaled({key: value for key, value in carried.items() if factor >= 1 or is_alike(key)}, factor)
+    return scaled({key: value for key, value in carried.items() if not left_out or is_alike(key)}, factor)
 
 
 def is_alike(key: str) -> bool:

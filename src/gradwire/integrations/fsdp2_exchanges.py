@@ -109,9 +109,9 @@ class ModuleExchanges:
         """Run an exchange of a module's gradients, then `end`. defer: backward may go on meanwhile. On a GPU all of this is
         queued on the stream that is current now, FSDP2's own for reduce-scatters; the stream that is current at the end waits."""
         exchange = self.exchange_of(module, tensors, group)
-        if (factor := self._scale.change(self._specs.used)) != 1:
+        if (change := self._scale.change(self._specs.used)).is_any:
             for packs in self._packs.values():
-                packs.follow(factor)
+                packs.follow(change.factor, change.left_out)
         streams = exchange.lanes.data[0].link.streams
         stream = streams.current()
 

@@ -94,10 +94,10 @@ class GradientMeans:
 
     def _begin(self) -> None:
         self._meet()
-        factor = self._scale.change(self._met.plan.specs if self._met is not None else ())
+        change = self._scale.change(self._met.plan.specs if self._met is not None else ())
         if self._met is not None:
-            if factor != 1 and self._all_train:  # who catches up knows no scale, and keeps some values as the others do
-                self._met.residuals.follow(factor)
+            if change.is_any and self._all_train:  # who catches up knows no scale, and keeps some values as the others do
+                self._met.residuals.follow(change.factor, change.left_out)
             if self._auto is not None:
                 self._auto.use(self._met, self._all_train)
             self.members.begin(self._met)

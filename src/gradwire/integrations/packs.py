@@ -71,11 +71,11 @@ class ModulePacks:
         exchange.step, self.step = self.step, self.step + 1
         return exchange
 
-    def follow(self, factor: float) -> None:
+    def follow(self, factor: float, left_out: bool) -> None:
         """See `Remembered.follow`."""
         for exchange in self.exchanges.values():
-            exchange.residuals.follow(factor)
-        self._kept, self._wholes = followed(self._kept, factor), followed(self._wholes, factor)
+            exchange.residuals.follow(factor, left_out)
+        self._kept, self._wholes = (followed(each, factor, left_out) for each in (self._kept, self._wholes))
 
     def state(self) -> dict[str, Any]:
         """The content that `load` takes."""

@@ -1,8 +1,8 @@
 """The scale of the loss that a `torch.amp.GradScaler` multiplied, and the residuals that follow it.
 
-Residuals are parts of scaled gradients. When the scale changes, they must change by the same factor. When it falls, gradients
-were not finite, and the scaler left out their step: its residuals are dropped. A spec with a magnitude of its own (a threshold, a
-clip, signs of size 1) cannot follow: the division by the scale would give means of another size.
+Residuals are parts of scaled gradients. When the scale changes, they must change by the same factor. When a scaler lowers it,
+gradients were not finite, and it left out their step: residuals of that step are dropped. A spec with a magnitude of its own (a
+threshold, a clip, signs of size 1) cannot follow: the division by the scale would give means of another size.
 
 A scaler's `scale` puts a hook on the loss. The hook notes the graph task of the backward that begins there, and the scale. Hooks
 on gradients, DDP's communication hook, FSDP2's reduce-scatters and the callbacks at the end of a backward run in that task, or in
@@ -11,8 +11,8 @@ the task of a reentrant checkpoint inside it.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -26,6 +26,20 @@ from gradwire.transport import Link, MergedValues, Streams, merge_over_ranks, st
 _NO_SCALE = 0.0
 
 
+class ScaleChange(NamedTuple):
+    """The change of the scale of a loss from one backward to the next."""
+
+    factor: float = 1.0
+    """The scale over that before."""
+    left_out: bool = False
+    """Whether the scaler left out the update of the last step, since its gradients were not finite."""
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything changed."""
+        return self != ScaleChange()
+
+
 class LossScale:
     """The scale of the losses of one model. Scalers are watched from the first object on.
 
@@ -37,15 +51,17 @@ class LossScale:
     def __init__(self) -> None:
         self._last = _NO_SCALE
         """The scale of the last backward whose loss a scaler scaled."""
+        self._left_out = 0
+        """The steps that the scaler had left out until then."""
         watch_scalers()
 
     def follow(self, exchange: Exchange, joining: bool = False) -> None:
         """Let what the exchange has not sent yet follow `change`. Between its steps. Raises what `change` raises."""
-        if (factor := self.change(exchange.plan.specs, exchange if joining else None)) != 1:
-            exchange.residuals.follow(factor)
+        if (change := self.change(exchange.plan.specs, exchange if joining else None)).is_any:
+            exchange.residuals.follow(change.factor, change.left_out)
 
-    def change(self, specs: Iterable[Spec], joining: Exchange | None = None) -> float:
-        """Return the scale of the present backward over that of the last one; 1 where no scaler scaled the loss.
+    def change(self, specs: Iterable[Spec], joining: Exchange | None = None) -> ScaleChange:
+        """Return the change of the scale from the last backward to the present one; none where no scaler scaled the loss.
 
         specs: what this backward sends. joining: the exchange whose ranks tell each other the scale, where some may be without a
         batch and so without a backward; None: each rank knows the scale.
@@ -53,13 +69,14 @@ class LossScale:
         Raises StepStateError where a scaler scaled the loss and a spec does not follow the scale: on all ranks, which have one
         scale. CommunicationError where a rank of `joining` died or stalled.
         """
-        scale = scale_of_this_backward() or _NO_SCALE
+        scale, left_out = _SCALES.of_backward(torch._C._current_graph_task_id()) or (_NO_SCALE, 0)
         if joining is not None:
             lanes = joining.lanes
             with lanes.told("the scale of the loss", joining.step):
-                scale = lanes.control.submit(functools.partial(_largest, own=scale, tag=lanes.first_tag)).result()
+                told = lanes.control.submit(functools.partial(_largest, own=(scale, left_out), tag=lanes.first_tag)).result()
+            scale, left_out = told[0], int(told[1])
         if scale == _NO_SCALE:
-            return 1.0
+            return ScaleChange()
         if scale != 1 and (fixed := next((spec for spec in specs if not spec.follows_scale), None)):
             raise StepStateError(
                 f"a GradScaler multiplied the loss by {scale:g}, and the plan has {fixed!r}, which has a magnitude of its own (a "
@@ -67,8 +84,10 @@ class LossScale:
                 "another size. Train in bfloat16, which needs no GradScaler, or use a spec that follows the scale, such as "
                 "gw.QSGD(bits=4)."
             )
-        before, self._last = self._last or scale, scale
-        return scale / before
+        known = self._last != _NO_SCALE
+        change = ScaleChange(scale / self._last, left_out != self._left_out) if known else ScaleChange()
+        self._last, self._left_out = scale, left_out
+        return change
 
     @property
     def known(self) -> bool:
@@ -80,13 +99,8 @@ class LossScale:
         self._last = _NO_SCALE
 
 
-def _largest(link: Link, own: float, tag: int) -> float:
-    return merge_over_ranks(link, MergedValues(most=(own,)), tag).most[0]
-
-
-def scale_of_this_backward() -> float | None:
-    """The scale of the loss that the present backward began with; None outside of a backward, and if no scaler scaled it."""
-    return _SCALES.of_backward(torch._C._current_graph_task_id())
+def _largest(link: Link, own: tuple[float, ...], tag: int) -> Sequence[float]:
+    return merge_over_ranks(link, MergedValues(most=own), tag).most
 
 
 def watch_scalers() -> None:
@@ -107,7 +121,7 @@ def watch_scalers() -> None:
     @functools.wraps(plain_update)
     def update(self: torch.amp.GradScaler, *arguments: Any, **named: Any) -> None:
         plain_update(self, *arguments, **named)
-        _SCALES.updated(self)
+        _SCALES.updated(self, chosen=(*arguments, *named.values(), None)[0] is not None)
 
     scale._gradwire = True  # type: ignore[attr-defined]
     torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
@@ -124,15 +138,24 @@ class _Scales:
 
     def __init__(self) -> None:
         self._copies: weakref.WeakKeyDictionary[torch.amp.GradScaler, _ScaleCopy] = weakref.WeakKeyDictionary()
-        self._backwards: weakref.WeakKeyDictionary[torch.amp.GradScaler, tuple[int, float]] = weakref.WeakKeyDictionary()
-        """The graph task of the last backward from a loss of each scaler, and its scale, until the backward ends."""
+        self._backwards: weakref.WeakKeyDictionary[torch.amp.GradScaler, tuple[int, float, int]] = weakref.WeakKeyDictionary()
+        """The graph task of the last backward from a loss of each scaler, its scale, and the steps that the scaler had left out
+        until then, until the backward ends."""
+        self._seen: weakref.WeakKeyDictionary[torch.amp.GradScaler, tuple[float, int]] = weakref.WeakKeyDictionary()
+        """The scale of the last backward, and the steps that the scaler had left out."""
+        self._chosen: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+        """The scalers whose scale the script chose in the last update."""
 
     def begins(self, scaler: torch.amp.GradScaler, task: int) -> None:
         """The backward `task` comes from a loss of this scaler."""
         if task == -1 or task == self._backwards.get(scaler, (-1,))[0]:  # compiled autograd has no task
             return
         self._backwards.pop(scaler, None)
-        self._backwards[scaler] = task, self.of(scaler)
+        scale, (before, left_out) = self.of(scaler), self._seen.get(scaler, (0.0, 0))
+        if scale < before and scaler not in self._chosen:
+            left_out += 1
+        self._seen[scaler] = scale, left_out
+        self._backwards[scaler] = task, scale, left_out
         ends = functools.partial(self._ends, weakref.ref(scaler), task)
         # FSDP2's last reduce-scatters are in callbacks of this kind: be behind those that come until then
         _at_the_end(functools.partial(_at_the_end, ends))
@@ -141,14 +164,21 @@ class _Scales:
         if (living := scaler()) is not None and self._backwards.get(living, (-1,))[0] == task:
             del self._backwards[living]
 
-    def of_backward(self, task: int) -> float | None:
-        """The scale of the loss of a backward, or of the one that it runs in (reentrant checkpointing)."""
+    def of_backward(self, task: int) -> tuple[float, int] | None:
+        """The scale of the loss of a backward, or of the one that it runs in (reentrant checkpointing), and the steps that its
+        scaler had left out until then. None outside of a backward, and if no scaler scaled the loss."""
         running = [*self._backwards.values()] if task != -1 else []
-        scale = next((scale for each, scale in running if each == task), None)
-        return running[-1][1] if running and scale is None and in_reentrant_backward() else scale
+        found = next((each for each in running if each[0] == task), None)
+        if found is None and running and in_reentrant_backward():
+            found = running[-1]
+        return None if found is None else found[1:]
 
-    def updated(self, scaler: torch.amp.GradScaler) -> None:
-        """The scaler may have another scale now."""
+    def updated(self, scaler: torch.amp.GradScaler, chosen: bool) -> None:
+        """The scaler may have another scale now. chosen: the script chose it."""
+        if chosen:
+            self._chosen.add(scaler)
+        else:
+            self._chosen.discard(scaler)
         scale = getattr(scaler, "_scale", None)  # a disabled scaler has none
         if scale is None:
             return
