@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
 from gradwire.engine import LossScale
-from gradwire.engine.torch_hooks.loss_scale import scale_of_this_backward, watch_scalers
+from gradwire.engine.torch_hooks import loss_scale
+from gradwire.engine.torch_hooks.loss_scale import watch_scalers
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +20,11 @@ def watched() -> Iterator[None]:
     watch_scalers()
     yield
     torch.amp.GradScaler.scale, torch.amp.GradScaler.update = plain  # type: ignore[method-assign]
+
+
+def scale_of_this_backward() -> float | None:
+    found = loss_scale.scale_of_this_backward()
+    return None if found is None else found[0]
 
 
 def parameter_with(hook: Callable[[], object]) -> torch.nn.Parameter:
@@ -75,7 +81,7 @@ def test_backwards_of_several_threads_have_their_own() -> None:
 
 
 def test_changes_are_those_from_one_scaled_backward_to_the_next() -> None:
-    follower, changes = LossScale(), list[float]()
+    follower, changes = LossScale(), list[loss_scale.ScaleChange]()
     weight = parameter_with(lambda: changes.append(follower.change([gw.QSGD(bits=4)])))
     scaler = scaler_of(8.0)
     for scale in (8.0, 2.0, 2.0):
@@ -85,4 +91,18 @@ def test_changes_are_those_from_one_scaled_backward_to_the_next() -> None:
     follower.forget()
     scaler.update(16.0)
     scaler.scale(weight.sum()).backward()
-    assert changes == [1.0, 1.0, 0.25, 1.0, 1.0, 1.0, 1.0]
+    assert [each.factor for each in changes] == [1.0, 1.0, 0.25, 1.0, 1.0, 1.0, 1.0]
+    assert not any(each.left_out for each in changes), "the script chose the scale"
+
+
+def test_a_step_that_the_scaler_left_out_is_seen_once() -> None:
+    follower, changes = LossScale(), list[loss_scale.ScaleChange]()
+    weight = parameter_with(lambda: changes.append(follower.change([gw.QSGD(bits=4)])))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), scaler_of(8.0)
+    for factor in (1.0, torch.inf, 1.0):
+        for _ in range(2):  # two backwards for one step
+            scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert [tuple(each) for each in changes] == [(1.0, False)] * 4 + [(0.5, True), (1.0, False)]

@@ -99,7 +99,7 @@ def test_the_scale_of_a_gradient_scaler_is_not_asked_of_the_device_in_backward(m
     optimizer = torch.optim.SGD([weight], lr=0.0)
     plain = torch.amp.GradScaler.get_scale
     monkeypatch.setattr(torch.amp.GradScaler, "get_scale", lambda self: asked.append(1) or plain(self))  # type: ignore[func-returns-value]
-    scales: list[float | None] = []
+    scales: list[tuple[float, int] | None] = []
     weight.register_hook(lambda gradient: scales.append(loss_scale.scale_of_this_backward()))
 
     def step() -> None:
@@ -112,7 +112,7 @@ def test_the_scale_of_a_gradient_scaler_is_not_asked_of_the_device_in_backward(m
     asked.clear()
     step()
     step()
-    assert not asked and scales == [4.0, 8.0, 16.0]
+    assert not asked and scales == [(4.0, 0), (8.0, 0), (16.0, 0)]
     scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0})
     step()
-    assert scales[-1] == 2.0, "another script changed the scale"
+    assert scales[-1] == (2.0, 0), "another script changed the scale"

@@ -305,7 +305,7 @@ def scale_of_a_scaler(device: Device) -> None:
         copy = loss_scale._ScaleCopy(torch.empty(1), lanes.data[0].link.streams)
         for _ in range(2):
             scale.mul_(2)
-            copy.take(scale)
+            copy.take(scale, chosen=False)
             scale.mul_(2)  # the script goes on
             with device.on_host():
                 copy.value()
@@ -363,7 +363,7 @@ def reduced_for_fsdp2(device: Device) -> None:
             exchange_of=exchange_of,
             _job=nothing,
             _turns=turns,
-            _scale=SimpleNamespace(change=lambda specs: 1),
+            _scale=SimpleNamespace(change=lambda specs: loss_scale.ScaleChange()),
             _specs=SimpleNamespace(used=[]),
         )
         stream, outputs = device.stream("the stream of reduce-scatters"), []

@@ -69,7 +69,7 @@ class LossScale:
         Raises StepStateError where a scaler scaled the loss and a spec does not follow the scale: on all ranks, which have one
         scale. CommunicationError where a rank of `joining` died or stalled.
         """
-        scale, left_out = _SCALES.of_backward(torch._C._current_graph_task_id()) or (_NO_SCALE, 0)
+        scale, left_out = scale_of_this_backward() or (_NO_SCALE, 0)
         if joining is not None:
             lanes = joining.lanes
             with lanes.told("the scale of the loss", joining.step):
@@ -101,6 +101,12 @@ class LossScale:
 
 def _largest(link: Link, own: tuple[float, ...], tag: int) -> Sequence[float]:
     return merge_over_ranks(link, MergedValues(most=own), tag).most
+
+
+def scale_of_this_backward() -> tuple[float, int] | None:
+    """The scale of the loss that the present backward began with, and the steps that its scaler had left out until then. None
+    outside of a backward, and if no scaler scaled the loss."""
+    return _SCALES.of_backward(torch._C._current_graph_task_id())
 
 
 def watch_scalers() -> None:
@@ -143,8 +149,6 @@ class _Scales:
         until then, until the backward ends."""
         self._seen: weakref.WeakKeyDictionary[torch.amp.GradScaler, tuple[float, int]] = weakref.WeakKeyDictionary()
         """The scale of the last backward, and the steps that the scaler had left out."""
-        self._chosen: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-        """The scalers whose scale the script chose in the last update."""
 
     def begins(self, scaler: torch.amp.GradScaler, task: int) -> None:
         """The backward `task` comes from a loss of this scaler."""
@@ -152,7 +156,8 @@ class _Scales:
             return
         self._backwards.pop(scaler, None)
         scale, (before, left_out) = self.of(scaler), self._seen.get(scaler, (0.0, 0))
-        if scale < before and scaler not in self._chosen:
+        copy = self._copies.get(scaler)
+        if scale < before and copy is not None and copy.is_of(scaler._scale) and not copy.chosen:
             left_out += 1
         self._seen[scaler] = scale, left_out
         self._backwards[scaler] = task, scale, left_out
@@ -165,8 +170,7 @@ class _Scales:
             del self._backwards[living]
 
     def of_backward(self, task: int) -> tuple[float, int] | None:
-        """The scale of the loss of a backward, or of the one that it runs in (reentrant checkpointing), and the steps that its
-        scaler had left out until then. None outside of a backward, and if no scaler scaled the loss."""
+        """See `scale_of_this_backward`; of the backward that this one runs in, in reentrant checkpointing."""
         running = [*self._backwards.values()] if task != -1 else []
         found = next((each for each in running if each[0] == task), None)
         if found is None and running and in_reentrant_backward():
@@ -175,10 +179,6 @@ class _Scales:
 
     def updated(self, scaler: torch.amp.GradScaler, chosen: bool) -> None:
         """The scaler may have another scale now. chosen: the script chose it."""
-        if chosen:
-            self._chosen.add(scaler)
-        else:
-            self._chosen.discard(scaler)
         scale = getattr(scaler, "_scale", None)  # a disabled scaler has none
         if scale is None:
             return
@@ -186,7 +186,7 @@ class _Scales:
         if copy is None:
             host = torch.empty(scale.shape, dtype=scale.dtype, device="cpu", pin_memory=scale.is_cuda)
             copy = self._copies[scaler] = _ScaleCopy(host, streams_for(scale.device))
-        copy.take(scale)
+        copy.take(scale, chosen)
 
     def of(self, scaler: torch.amp.GradScaler) -> float:
         """The scale. Waits for the device before the scaler's first update, and if something else has changed the scale."""
@@ -205,7 +205,9 @@ class _ScaleCopy:
     def __init__(self, host: torch.Tensor, streams: Streams) -> None:
         self._host, self._streams = host, streams
 
-    def take(self, scale: torch.Tensor) -> None:
+    def take(self, scale: torch.Tensor, chosen: bool) -> None:
+        """chosen: by the script, and not by the scaler."""
+        self.chosen = chosen
         self._host.copy_(scale, non_blocking=True)
         self._mark, self._scale, self._version = self._streams.mark(), weakref.ref(scale), scale._version
 
