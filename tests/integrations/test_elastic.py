@@ -273,7 +273,7 @@ def test_residuals_stay_while_a_member_catches_up() -> None:
     model, optimizer = linear()
     means, members = means_of(model, optimizer)
     factors, exchange = list[float](), members.meet()
-    exchange.residuals = SimpleNamespace(scale=factors.append)  # type: ignore[assignment]
+    exchange.residuals = SimpleNamespace(follow=lambda factor, left_out: factors.append(factor))  # type: ignore[assignment]
     members.world_size = 2  # type: ignore[attr-defined]
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     zeros = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
