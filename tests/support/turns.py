@@ -18,7 +18,7 @@ COSTLY = Path(__file__).parents[1] / "costly.txt"
 _ALWAYS = "test_every_page_is_read_without_a_warning_and_the_site_has_all_names"
 _TOGETHER = ("tests/scripts/test_bench_demo.py", "tests/scripts/test_bench_worker.py")
 """Files that wait as a whole: their first test runs what all of them look at."""
-_LEAST_S = 5.0
+_LEAST_S = 3.0
 
 
 def turns(costly: str) -> dict[str, int]:

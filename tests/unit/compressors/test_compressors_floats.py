@@ -15,7 +15,7 @@ STOCHASTIC: list[Spec] = [
     Natural(),
     Natural(block=32),
     QSGD(levels="exponential"),
-    QSGD(bits=3, block=64, levels="exponential", scale="l2"),
+    QSGD(bits=3, block=32, levels="exponential", scale="l2"),
 ]
 NEAREST: list[Spec] = [
     Int8(),
