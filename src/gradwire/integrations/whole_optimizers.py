@@ -20,8 +20,8 @@ def refuse_shards(plan: Any, framework: str) -> None:
 
 
 def parallelize_whole(model: Any, optimizer: Any, plan: Any, options: Mapping[str, Any], framework: str) -> Handle:
-    """`gw.parallelize`, which refuses plans with shards on all ranks: those that files and functions bring, too."""
-    refuse_shards(plan, framework)
+    """`gw.parallelize` with a plan that `refuse_shards` let pass. One that a file or a function brings may have shards: it is
+    refused on all ranks."""
     handle = parallelize(model, optimizer, plan=plan, **options)
     try:
         refuse_shards(handle.session.plan, framework)
