@@ -1,6 +1,6 @@
-"""Steps on 4 to 32 nodes: DDP, exact sums, fixed specs, and plan="auto".
+"""Steps on 2 to 32 nodes: DDP, exact sums, fixed specs, and plan="auto".
 
-    python -m benchmarks many_nodes [--nodes 4 8 16 32] [--links 100mbit] [--jobs transformer] [--steps 8] [--again]
+    python -m benchmarks many_nodes [--nodes 2 4 8 16 32] [--links 100mbit] [--jobs transformer] [--steps 8] [--again]
 
 Computation is a timed sleep, so many nodes fit on few processors. Sockets, codecs and memory are real. The methods of a cell run
 in turns, as many together as fit into memory. Results go to benchmarks/results/many_nodes/NODES-JOB-LINK.json after each cell;
@@ -29,7 +29,7 @@ from gradwire.core.files import write_whole
 
 FOLDER = RESULTS / "many_nodes"
 PAGE = Path(__file__).parents[1] / "docs" / "many_nodes.md"
-NODES, LINKS, JOBS = (4, 8, 16, 32), ("100mbit", "500mbit", UNLIMITED), ("transformer", "bert")
+NODES, LINKS, JOBS = (2, 4, 8, 16, 32), ("100mbit", "500mbit", "1000mbit", UNLIMITED), ("transformer", "bert")
 SIZES = {
     "transformer": "the bench's transformer has 6.09 million parameters",
     "bert": "the one with BERT-medium's layers 25.4 million",

@@ -1,12 +1,10 @@
-"""Auto's three accuracy classes beside DDP and torch's hooks: docs/matrix.md and the table of README.md.
+"""Auto's three accuracy classes beside DDP and torch's hooks: docs/matrix.md.
 
-    python -m benchmarks matrix [--loss-steps 150]                                          # write the pages, measure nothing
+    python -m benchmarks matrix [--loss-steps 150]                                          # write the page, measure nothing
     python -m benchmarks matrix --measure [--jobs mlp] [--links 100mbit] [--nodes 2] ...    # measure, print, write no page
 
 With --measure the cells that have no result are measured: step times, and times to DDP's loss. An estimate of the duration is
 printed first. A cell is a file in benchmarks/results/matrix, or in the folder of --out.
-
-The README's table stands between two comments, `benchmarks.campaigns.matrix_tables.README_MARKS`; without them it is printed.
 """
 
 import argparse
@@ -19,19 +17,18 @@ from rich.console import Console
 
 from benchmarks.campaigns.matrix import JOBS, LINKS, NODES, MatrixRequest, measured_cells, run_matrix
 from benchmarks.campaigns.matrix_checks import verdict_lines
-from benchmarks.campaigns.matrix_tables import in_readme, matrix_page, readme_block, terminal_tables
+from benchmarks.campaigns.matrix_tables import matrix_page, terminal_tables
 from benchmarks.common import RESULTS, print_wide
 from gradwire.bench.names import split_names
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.runner import emulation_problem
 from gradwire.core.files import write_whole
 
-ROOT = Path(__file__).parent.parent
-PAGE, README = ROOT / "docs" / "matrix.md", ROOT / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "matrix.md"
 
 
 def run(arguments: list[str]) -> int:
-    """Measure, or write the pages. Returns 1 if a method failed, or if there is nothing to write from."""
+    """Measure, or write the page. Returns 1 if a method failed, or if there is nothing to write from."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks matrix")
     parser.add_argument("--loss-steps", type=int, default=150, help="the target is DDP's loss after so many steps")
     parser.add_argument("--measure", action="store_true", help="measure and print, write no page; the rest is for this")
@@ -51,7 +48,7 @@ def run(arguments: list[str]) -> int:
         seed=options.seed,
         again=options.again,
     )
-    return measure(request) if options.measure else write_pages(options.loss_steps)
+    return measure(request) if options.measure else write_page(options.loss_steps)
 
 
 def measure(request: MatrixRequest) -> int:
@@ -65,19 +62,13 @@ def measure(request: MatrixRequest) -> int:
     return 1 if failures else 0
 
 
-def write_pages(loss_steps: int) -> int:
-    """Write docs/matrix.md and the README's table. Returns 1 if there is nothing to write from."""
+def write_page(loss_steps: int) -> int:
+    """Write docs/matrix.md. Returns 1 if there is nothing to write from."""
     cells = measured_cells(MatrixRequest(RESULTS / "matrix", loss_steps=loss_steps))
     if not cells:
         print(f"nothing is measured yet: python -m benchmarks matrix --measure --loss-steps {loss_steps}")
         return 1
     write_whole(PAGE, matrix_page(cells))
     print(f"written to {PAGE}")
-    text = in_readme(README.read_text(), readme_block(cells))
-    if text is None:
-        print(readme_block(cells))
-    else:
-        write_whole(README, text)
-        print(f"written to {README}")
     print("\n".join(verdict_lines(cells)))
     return 0

@@ -1,6 +1,5 @@
-"""The tables of the matrix, for the terminal, its page and the README. Pure: no torch."""
+"""The tables of the matrix, for the terminal and its page. Pure: no torch."""
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,10 +10,8 @@ from benchmarks.campaigns.matrix_checks import verdict_lines
 from benchmarks.campaigns.matrix_first import COLUMNS, FIRST_STEP, JUDGED_STEPS
 from gradwire.record.run import Interval
 
-__all__ = ["README_MARKS", "in_readme", "matrix_page", "readme_block", "terminal_tables"]
+__all__ = ["matrix_page", "terminal_tables"]
 
-README_MARKS = ("<!-- matrix: made by `python -m benchmarks matrix` -->", "<!-- end of matrix -->")
-README_JOB = "transformer"
 NAMES = {
     "ddp": "DDP",
     "ddp-again": "DDP again",
@@ -97,33 +94,6 @@ def matrix_page(cells: Sequence[MatrixCell]) -> str:
     parts = [f"## {sheet.title}\n\n{_markdown(sheet)}\n" for sheet in _sheets(cells)]
     lines = "\n".join(f"- {line.strip()}" for line in verdict_lines(cells))
     return head + "\n".join(parts) + f"\n## What was asked of it\n\n{lines}\n"
-
-
-def readme_block(cells: Sequence[MatrixCell]) -> str:
-    """Return the text between the marks of the README: one job's steps, in short."""
-    shown = [cell for cell in cells if cell.job == README_JOB]
-    header = ["nodes", "link", "DDP", "DDP, fp16 hook", "DDP, PowerSGD hook", "gradwire, exact", "gradwire, 4 bits", "gradwire"]
-    rows = []
-    for cell in shown:
-        row = [str(cell.run.nodes), cell.link.replace("mbit", " Mb/s"), f"{cell.median_ms('ddp'):.0f} ms"]
-        row += [f"{cell.speedup(name).ratio:.2f}x" for name in ("ddp-fp16", POWERSGD, EXACT, "gradwire:qsgd4", SAFE)]
-        row[-1] += f" ({_sent(cell.chose(SAFE))})"
-        rows.append(row)
-    return _markdown(Sheet("", header, rows))
-
-
-def _sent(chosen: str) -> str:
-    """Shorten a plan in the words of `MatrixCell.chose` to its bits, for example "2 bits", or to its compressor."""
-    found = re.search(r"bits=(\d)", chosen)
-    return f"{found[1]} bits" if found else chosen.partition(" in ")[0]
-
-
-def in_readme(text: str, block: str) -> str | None:
-    """The README with the block between its marks; None if it has no marks."""
-    begin, end = README_MARKS
-    before, found, rest = text.partition(begin)
-    _, found_end, after = rest.partition(end)
-    return f"{before}{begin}\n{block}\n{end}{after}" if found and found_end else None
 
 
 def _sheets(cells: Sequence[MatrixCell]) -> Iterator[Sheet]:

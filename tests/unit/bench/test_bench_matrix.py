@@ -28,7 +28,7 @@ from benchmarks.campaigns.matrix_cells import (
 )
 from benchmarks.campaigns.matrix_checks import checks, verdict_lines
 from benchmarks.campaigns.matrix_first import JUDGED_STEPS
-from benchmarks.campaigns.matrix_tables import README_MARKS, in_readme, matrix_page, readme_block, terminal_tables
+from benchmarks.campaigns.matrix_tables import matrix_page, terminal_tables
 from gradwire.auto.planning import words_of
 from gradwire.bench.jobs import make_job
 from gradwire.bench.ranks import Ranks
@@ -203,7 +203,7 @@ def test_aggressive_has_to_be_there_before_powersgd():
     assert one([made_cell("1000mbit")], words).holds is None
 
 
-def test_tables_page_and_readme_show_every_cell():
+def test_tables_and_page_show_every_cell():
     cells = [made_cell(), made_cell("unlimited"), made_cell("100mbit", 4, "mlp")]
     console = Console(file=io.StringIO(), width=260, record=True)
     for table in terminal_tables(cells):
@@ -214,12 +214,6 @@ def test_tables_page_and_readme_show_every_cell():
         assert "4.00 (4.00-4.00)" in text and "unlimited" in text and "QSGD in 2 buckets" in text and "~50.0" in text
     assert page.count("| mlp | 100mbit |") == 3 and "12 of 15 steps" in page
     assert all(line.strip() in page for line in verdict_lines(cells))
-    block = readme_block(cells)
-    assert len(block.splitlines()) == 4 and "| 500 ms | 1.67x | 2.50x | 1.25x | 4.00x | 4.00x (QSGD) |" in block
-    begin, end = README_MARKS
-    text = in_readme(f"a\n{begin}\nold\n{end}\nb", block)
-    assert text == f"a\n{begin}\n{block}\n{end}\nb"
-    assert in_readme("no marks", block) is None
 
 
 class FakeBench:
