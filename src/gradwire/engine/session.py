@@ -693,6 +693,7 @@ class Session(Observer):
             return
         if module.training:
             self.attach()
+            self.schedule.on_forward(module)  # the step computes on the weights that were taken in
             return
         raise StepStateError(
             f"{name} was added, thawed, converted or replaced since the model was parallelized, and the model is in eval "

@@ -105,10 +105,8 @@ class LocalSchedule:
         parameters = {name: p for name, p in zip(reducer.names, reducer.living(), strict=True) if p is not None}
         self._by_name = parameters
         self._arrived = self._lands_after = None
-        computing = self._outer is not None and self._weights.computing  # a training forward found that the model had changed
         self._weights: TwoWeights = TwoWeights(parameters, keeps_writes=True)
         self._weights.show_local()
-        self._weights.computing = computing
         momenta = self._outer.momenta if self._outer is not None else {}
         self._outer = OuterOptimizer(self._data.outer, dict(zip(parameters, self._weights.copies, strict=True)))
         self._outer.take(momenta)
