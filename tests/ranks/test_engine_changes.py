@@ -92,7 +92,7 @@ def test_a_change_on_all_ranks_is_taken_in(worlds: Worlds, how: Callable[[nn.Mod
 
 
 def left_as_it_changes(how: Callable[[nn.Module], None], schedule: Any) -> tuple[str, int]:
-    """Rank 1 leaves the backward of the step in which a change is taken in, and calls reset(). The weights and steps at the end."""
+    """Rank 1 leaves the backward of the step that takes in a change, and calls reset(). The weights and steps at the end."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule), process_group=here.group)

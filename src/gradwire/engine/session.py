@@ -426,10 +426,17 @@ class Session(Observer):
     @outside_inference
     def reset(self) -> None:
         """See `Handle.reset`."""
-        if reset(self.reducer):
+        if left := reset(self.reducer):
             self._buffers.due = True  # a rank that left while it accumulated did not come to the forward that others sent them in
         self._whereabouts.leave()
         self.began_s = None
+        if not left:
+            warnings.warn(
+                "reset() found no step to leave: no training forward of the model began on this rank since its last step. If an "
+                "exception left a step here, the other ranks do not know it: ranks are one batch apart from now on, and wait for "
+                "each other at the end. Call model.train() before the forward, and the model itself, not its parts.",
+                stacklevel=4,
+            )
 
     def detach(self) -> None:
         """Leave the model as it was, and end the lanes."""

@@ -259,18 +259,19 @@ class LocalSchedule:
         if self._change_now() and not sends:
             self._reducer.run_out()
 
-    def before_reset(self) -> None:
-        """A local step that this rank left in the middle counts, without an update: other ranks have made one."""
+    def before_reset(self) -> bool:
+        """See `Launches`. A local step that this rank left in the middle counts, without an update: others have made one."""
         if not self._weights.computing:
-            return
+            return False
         if self._reducer.lanes.failure is not None:
             self._local_steps += 1
-            return
+            return True
         with suppress(StepStateError), self._guard.passing(), self._putting_off(), torch.no_grad():
             self._weights.show_local()
             for parameter in self._by_name.values():
                 parameter.grad = None
             self._count_step()
+        return True
 
     def after_reset(self) -> None:
         """See `Launches`."""
