@@ -7,7 +7,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from types import MappingProxyType
@@ -447,10 +446,19 @@ class Session(Observer):
         if self.driver is not None:
             self.driver.detached()
         self.lanes.observe(self.witness, on=False)
-        with suppress(GradwireError):  # a failure of the past was raised then
+        parent, misses_update = self.lanes.shared.forked_from, False
+        try:
             self.settle()
+        except GradwireError:  # a failure of the past was raised then
+            misses_update = parent is not None and self.lanes.failure is None
         self.reducer.detach()
         self.lanes.stop()
+        if misses_update:
+            warnings.warn(
+                f"this process was forked from process {parent} while an exchange was under way, which does not arrive here. "
+                "So some or all weights are those before the last update. Call handle.flush() in the parent before the fork.",
+                stacklevel=3,
+            )
 
     # ---- when the model changes
 
