@@ -121,6 +121,32 @@ def test_what_a_script_does_to_the_weights_counts(threads: Threads, change: Any)
         assert max(largest) <= torch.tensor(0.3).item()
 
 
+def through_a_list(flushes: bool) -> tuple[bool, list[str]]:
+    """Whether weights count that a script changes after a step through a list of its own, and what was warned of."""
+    run = Run()
+    parameters = list(run.model.parameters())
+    gradient(run.model, 0, here.rank)
+    run.optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if flushes:
+            run.handle.flush()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.zero_()
+        kept = not any(parameter.any() for parameter in run.model.parameters())
+    run.handle.detach()
+    return kept, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_a_change_through_a_list_counts_after_a_flush(threads: Threads, flushes: bool) -> None:
+    """Without one the list holds this rank's own weights."""
+    ((kept, told),) = threads.run(1, through_a_list, flushes)
+    assert kept == flushes
+    assert ["call handle.flush() before the change" in words for words in told] == [True] * (not flushes)
+
+
 def beside_the_step(what: str) -> tuple[str, str]:
     """Things done between a step's forward and its end, and W without them."""
     ends = []

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,40 @@ def change(how: Callable[[nn.Module], None]) -> tuple[str, str]:
 def test_a_change_on_all_ranks_is_taken_in(worlds: Worlds, how: Callable[[nn.Module], None]) -> None:
     ends = worlds.run(2, change, how)
     assert all(ours == ddp for ddp, ours in ends)
+
+
+def left_as_it_changes(how: Callable[[nn.Module], None], schedule: Any) -> tuple[str, int]:
+    """Rank 1 leaves the backward of the step that takes in a change, and calls reset(). The weights and steps at the end."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule), process_group=here.group)
+    for step in range(6):
+        if step == 3:
+            how(model)
+        loss = model(torch.randn(5, 6, generator=seeded(step, here.rank)).to(model[0].weight.dtype)).square().mean()
+        try:
+            if step == 3 and here.rank == 1:
+                raise MemoryError("as ordered")
+            loss.backward()
+            optimizer.step()
+        except (MemoryError, gw.StepStateError):
+            handle.reset()
+        optimizer.zero_grad()
+    end = digest(model.parameters()), handle.session.step
+    handle.detach()
+    return end
+
+
+@pytest.mark.parametrize("how", [thawed, narrowed])
+@pytest.mark.parametrize(
+    "schedule", [gw.Pipelined(), gw.Delayed(), gw.LocalSteps(every=1)], ids=["pipelined", "delayed", "local"]
+)
+def test_a_step_that_was_left_as_it_took_in_a_change_is_void_on_all_ranks(
+    threads: Threads, how: Callable[[nn.Module], None], schedule: Any
+) -> None:
+    """Else that rank goes on with its next batch beside others' last one, and the others wait for it at the end."""
+    first, second = threads.run(2, left_as_it_changes, how, schedule, deadline_s=15.0)
+    assert first == second and first[1] == 6
 
 
 def change_on_one(how: Callable[[nn.Module], None]) -> list[str]:

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,28 @@ def nothing_to_reset() -> bool:
 
 def test_reset_does_nothing_when_nothing_failed(threads: Threads) -> None:
     assert threads.run(2, nothing_to_reset) == [True, True]
+
+
+def warned_of_reset(how: str, schedule: Any) -> list[str]:
+    """What reset() warns of after a forward: in training, in eval mode, or of a part of the model."""
+    model = built(0, lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule), process_group=here.group)
+    model.train(how != "eval")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (model[0] if how == "part" else model)(torch.ones(5, 4))
+        handle.reset()
+    handle.detach()
+    return [str(each.message) for each in caught if each.filename == __file__]
+
+
+@pytest.mark.parametrize("schedule", ["backward", "pipelined", "delayed", gw.LocalSteps(every=2)])
+@pytest.mark.parametrize("how", ["train", "eval", "part"])
+def test_reset_warns_where_no_training_forward_began(threads: Threads, how: str, schedule: Any) -> None:
+    """Other ranks are in a step that this one left, and nobody knows it."""
+    (told,) = threads.run(1, warned_of_reset, how, schedule)
+    assert ["Call model.train() before the forward" in words for words in told] == [True] * (how != "train")
 
 
 # ---- ranks with fewer batches

@@ -4,6 +4,7 @@ import atexit
 import os
 import pickle
 import signal
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,35 @@ def test_a_look_in_a_forked_process_does_not_wait_for_threads_that_it_has_not(wo
     for looks, ends in worlds.run(2, looks_in_the_middle, plan):
         assert all("this process was forked" in words or not words for words in looks), looks
         assert ends == [""] * 4
+
+
+def detaches(plan: str) -> list[tuple[bool, list[str]]]:
+    """Without and with a flush before the fork: whether a forked process that detaches has its parent's weights, and what was
+    warned of there."""
+    script, found = Script(PLANS[plan]), list[tuple[bool, list[str]]]()
+
+    def child() -> tuple[str, list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            script.handle.detach()
+        return digest(script.model.parameters()), [str(each.message) for each in caught if each.filename == __file__]
+
+    script.train(0, 1, 2)
+    for flushes in (False, True):
+        script.train(3)
+        if flushes:
+            script.handle.flush()
+        weights, told = in_a_fork(child)
+        found.append((weights == digest(script.model.parameters()), told))
+    script.handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("plan", ["pipelined", "delayed"])
+def test_after_a_flush_a_forked_process_has_the_last_update(worlds: Worlds, plan: str) -> None:
+    for (_, told), after_a_flush in worlds.run(2, detaches, plan):
+        assert len(told) == 1 and "Call handle.flush() in the parent before the fork." in told[0]
+        assert after_a_flush == (True, [])
 
 
 def averages() -> tuple[str, list[float]]:

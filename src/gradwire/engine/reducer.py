@@ -672,11 +672,10 @@ def announce_change(reducer: Reducer) -> None:
 
 @told_to_all
 def reset(reducer: Reducer) -> bool:
-    """Begin anew after a void step, and return whether there was one. Collective."""
+    """Begin anew after a void step, or one that this rank leaves now. Return whether there was one. Collective."""
     schedule = reducer.schedule
     reducer.batches.leave()
-    if isinstance(schedule, Launches):
-        schedule.before_reset()
+    left = isinstance(schedule, Launches) and schedule.before_reset()
     if reducer.lanes.failure is None:
         # a forward or a backward that raised before its first gradient: other ranks run the step that this rank leaves
         if reducer.arrivals.awaited and not reducer.in_hand and schedule.traits.sends_in_backward:
@@ -687,7 +686,7 @@ def reset(reducer: Reducer) -> bool:
         _mend(reducer, failure)
     if isinstance(schedule, Launches):
         schedule.after_reset()
-    return failure is not None
+    return left or failure is not None
 
 
 def _mend(reducer: Reducer, failure: GradwireError) -> None:

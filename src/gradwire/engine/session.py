@@ -7,7 +7,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from types import MappingProxyType
@@ -426,10 +425,17 @@ class Session(Observer):
     @outside_inference
     def reset(self) -> None:
         """See `Handle.reset`."""
-        if reset(self.reducer):
+        if left := reset(self.reducer):
             self._buffers.due = True  # a rank that left while it accumulated did not come to the forward that others sent them in
         self._whereabouts.leave()
         self.began_s = None
+        if not left:
+            warnings.warn(
+                "reset() found no step to leave: no training forward of the model began on this rank since its last step. If an "
+                "exception left a step here, the other ranks do not know it: ranks are one batch apart from now on, and wait for "
+                "each other at the end. Call model.train() before the forward, and the model itself, not its parts.",
+                stacklevel=4,
+            )
 
     def detach(self) -> None:
         """Leave the model as it was, and end the lanes."""
@@ -440,10 +446,19 @@ class Session(Observer):
         if self.driver is not None:
             self.driver.detached()
         self.lanes.observe(self.witness, on=False)
-        with suppress(GradwireError):  # a failure of the past was raised then
+        parent, misses_update = self.lanes.shared.forked_from, False
+        try:
             self.settle()
+        except GradwireError:  # a failure of the past was raised then
+            misses_update = parent is not None and self.lanes.failure is None
         self.reducer.detach()
         self.lanes.stop()
+        if misses_update:
+            warnings.warn(
+                f"this process was forked from process {parent} while an exchange was under way, which does not arrive here. "
+                "So some or all weights are those before the last update. Call handle.flush() in the parent before the fork.",
+                stacklevel=3,
+            )
 
     # ---- when the model changes
 
@@ -693,6 +708,7 @@ class Session(Observer):
             return
         if module.training:
             self.attach()
+            self.schedule.on_forward(module)  # the step computes on the weights that were taken in
             return
         raise StepStateError(
             f"{name} was added, thawed, converted or replaced since the model was parallelized, and the model is in eval "

@@ -66,8 +66,9 @@ class LaneSet:
         """The error for a forked process."""
         return StepStateError(
             f"this process was forked from process {self.forked_from}, which trains, and has neither its threads nor its "
-            "connections: nothing can be exchanged here. Train there. Here call the handle's detach() to use the model without "
-            "other ranks; evaluations under torch.no_grad() need nothing. Start processes that are to train by spawn."
+            "connections: nothing can be exchanged or waited for here. Train there. To evaluate or save in a forked "
+            "process, call handle.flush() in its parent before the fork. To use the model without other ranks, call "
+            "handle.detach() here. Start processes that are to train by spawn."
         )
 
     def break_off(self) -> None:

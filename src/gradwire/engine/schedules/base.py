@@ -179,8 +179,8 @@ class Launches(Protocol):
     def send_nothing(self, state: BackwardState) -> None:
         """Take part in one step with zeros, and no update."""
 
-    def before_reset(self) -> None:
-        """The script calls `reset()`."""
+    def before_reset(self) -> bool:
+        """The script calls `reset()`. Return whether this rank had a step in hand."""
 
     def after_reset(self) -> None:
         """All ranks go on."""

@@ -311,14 +311,16 @@ class DelayedSchedule:
             self._land()
         self._change_now()
 
-    def before_reset(self) -> None:
-        """After a step that this rank left in the middle, all ranks forget that step and go on with the next one."""
+    def before_reset(self) -> bool:
+        """See `Launches`. After a step that this rank left in the middle, all ranks forget that step and go on with the next."""
+        left = self._weights.computing
         with suppress(StepStateError):
             self.settle()  # this rank may not know yet that a step is void
             if self._weights.computing and self._reducer.lanes.failure is None:  # else all ranks know it already
                 self.send_nothing(BackwardState.LEFT)
                 for parameter in self._by_name.values():
                     parameter.grad = None
+        return left
 
     def after_reset(self) -> None:
         """See `Launches`."""

@@ -105,10 +105,8 @@ class LocalSchedule:
         parameters = {name: p for name, p in zip(reducer.names, reducer.living(), strict=True) if p is not None}
         self._by_name = parameters
         self._arrived = self._lands_after = None
-        computing = self._outer is not None and self._weights.computing  # a training forward found that the model had changed
         self._weights: TwoWeights = TwoWeights(parameters, keeps_writes=True)
         self._weights.show_local()
-        self._weights.computing = computing
         momenta = self._outer.momenta if self._outer is not None else {}
         self._outer = OuterOptimizer(self._data.outer, dict(zip(parameters, self._weights.copies, strict=True)))
         self._outer.take(momenta)
@@ -261,18 +259,19 @@ class LocalSchedule:
         if self._change_now() and not sends:
             self._reducer.run_out()
 
-    def before_reset(self) -> None:
-        """A local step that this rank left in the middle counts, without an update: other ranks have made one."""
+    def before_reset(self) -> bool:
+        """See `Launches`. A local step that this rank left in the middle counts, without an update: others have made one."""
         if not self._weights.computing:
-            return
+            return False
         if self._reducer.lanes.failure is not None:
             self._local_steps += 1
-            return
+            return True
         with suppress(StepStateError), self._guard.passing(), self._putting_off(), torch.no_grad():
             self._weights.show_local()
             for parameter in self._by_name.values():
                 parameter.grad = None
             self._count_step()
+        return True
 
     def after_reset(self) -> None:
         """See `Launches`."""

@@ -119,9 +119,10 @@ class TwoWeights:
         if changed and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{changed[0]!r} was changed between a training forward and optimizer.step(), as by Embedding(max_norm=...) or "
-                "weight decay by hand. In the delayed schedule the parameters hold this rank's own weights there, which go with "
-                "the step, so the change is lost. Do it after optimizer.step(), or use another schedule.",
+                f"{changed[0]!r} was changed in place while the parameters held this rank's own weights, which the delayed "
+                "schedule drops with the step: the change is lost. Change weights after optimizer.step(), and where you keep a "
+                "list of them, call handle.flush() before the change. For changes inside a step, as by "
+                "Embedding(max_norm=...), use another schedule.",
                 stacklevel=2,
             )
 
