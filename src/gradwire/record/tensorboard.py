@@ -18,10 +18,11 @@ def export(run: Run, folder: Path) -> None:
             f"--tensorboard {folder} needs tensorboard, which cannot be imported ({error}). Run: pip install tensorboard"
         ) from error
     with SummaryWriter(str(folder)) as writer:
-        for step in run.steps:
-            for name in ("step_us", "exposed_us", "codec_us", "loss"):
-                if (value := getattr(step, name)) is not None:
-                    writer.add_scalar(name, value, step.step)
+        for step, at, local_steps in zip(run.steps, run.optimizer_steps, run.local_steps, strict=True):
+            for name in ("step_us", "exposed_us", "codec_us"):
+                writer.add_scalar(name, getattr(step, name) / local_steps, round(at))
+            if step.loss is not None:
+                writer.add_scalar("loss", step.loss, round(at))
         for tensor in run.tensors:
             for name in ("bits", "error"):
                 for at, value in getattr(tensor, name):

@@ -47,6 +47,14 @@ class Predicted(NamedTuple):
     why_not: str = ""
 
 
+def a_round(run: Run) -> str:
+    """Return the name of what ends with an exchange of all buckets.
+
+    In the `local` schedule this is "a round of 30 local steps", in others "a step".
+    """
+    return "a step" if run.round_steps == 1 else f"a round of {run.round_steps} local steps"
+
+
 def predicted(run: Run, folder: Path) -> Predicted:
     """Simulate the run's plan with the profile.json, cluster.json and costs.json of the folder."""
     if not (folder / "profile.json").exists():
@@ -80,6 +88,7 @@ def step_figure(predicted: Timeline | None, measured: Timeline | None) -> Elemen
     shown = _shown(predicted, measured)
     lengths = [t.length_us for _, t in shown] + [e.end_us for _, t in shown for e in t.events]
     length = max(lengths) if max(lengths) > _LEAST_US else 1.0
+    first = "first " * any(t.steps > 1 for _, t in shown)
     lanes, kinds = [], set()
     for row in ("compute", "codec", "intra link", "inter link"):
         for name, timeline in shown:
@@ -97,7 +106,7 @@ def step_figure(predicted: Timeline | None, measured: Timeline | None) -> Elemen
         "figure",
         tag("figcaption", *keys),
         tag("div", *lanes, tag("div", tag("span"), tag("div", *marks, class_="x"), class_="lane"), class_="lanes"),
-        tag("div", "milliseconds from the start of the step", class_="unit right"),
+        tag("div", f"milliseconds from the start of the {first}step", class_="unit right"),
     )
 
 
