@@ -23,7 +23,7 @@ from gradwire.bench.recorded import method_folder, with_rivals
 from gradwire.bench.results import Cell
 from gradwire.cli import app
 from gradwire.core import LocalSteps
-from gradwire.errors import FormatError, GradwireError
+from gradwire.errors import FormatError, GradwireError, WriteError
 from gradwire.record.run import Run
 from gradwire.record.tensorboard import export
 from gradwire.report.charts import STYLES
@@ -334,6 +334,16 @@ def test_tensorboard_reads_what_was_exported(tmp_path: Path) -> None:
     assert losses == [(step.step, pytest.approx(step.loss)) for step in run.steps]
     assert [event.value for event in read.Scalars("bits/head.weight")] == [32.0]
     assert {"step_us", "exposed_us", "codec_us"} < set(read.Tags()["scalars"])
+
+
+@pytest.mark.parametrize("place", ["file", "file/logs", "/proc/logs"])
+def test_a_folder_for_tensorboard_that_cannot_be_made_is_named_before_anything_is_written(tmp_path: Path, place: str) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: its absence is the error")
+    made_up_run(3).save(tmp_path / "run.json")
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--tensorboard", str(tmp_path / place)])
+    assert isinstance(result.exception, WriteError) and f"{place}: no folder can be made there" in str(result.exception)
+    assert not (tmp_path / "report.html").exists()
 
 
 MEASURE = """
