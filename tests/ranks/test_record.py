@@ -265,6 +265,14 @@ def test_a_record_of_local_steps_has_the_forwards_and_backwards_of_all_of_them(
     assert run.timeline.forward_us + run.timeline.backward_us < run.timeline.length_us
 
 
+def test_a_record_of_accumulated_gradients_has_the_forwards_and_backwards_of_all_batches(worlds: Worlds, tmp_path: Path) -> None:
+    recorded, _ = worlds.run(2, in_several_passes, str(tmp_path), gw.Backward(), 3)
+    run = Run.read(tmp_path)
+    assert recorded == [0, 0, 0, 0] and run.optimizer_steps == (0, 1, 2, 3)
+    assert run.timeline is not None and run.timeline.steps == 1
+    assert times_of(run.timeline) == ["optimizer", *["forward", "backward"] * 3]
+
+
 class ReturnsAParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from gradwire.record import Interval, Rival, Run, TensorRecord
 from gradwire.report.charts import STYLES, Bar, Curve, bars, line_chart
 from gradwire.report.html import Element, milliseconds, short, size, tag
 from gradwire.report.modules import by_module
-from gradwire.report.steps import Predicted, a_round, step_figure, step_table
+from gradwire.report.steps import Predicted, a_round, batches_of, step_figure, step_table
 
 FINAL_STEPS = 10
 
@@ -176,10 +176,16 @@ def speed(run: Run, predicted: Predicted) -> Iterator[Element]:
 
 def one_step(run: Run, predicted: Predicted) -> Iterator[Element]:
     foreseen, measured = predicted.timeline, run.timeline if run.counts_local_steps else None
+    batches = 1 if measured is None else batches_of(measured)
     if foreseen is not None or measured is not None:
         yield step_figure(foreseen, measured)
         yield step_table(foreseen, measured)
-    if foreseen is not None and measured is not None:
+    if batches > 1:
+        yield _left_out(
+            f"A step has {batches} forwards and backwards, since gradients are accumulated. The measured times are their sums. "
+            "The prediction has the forwards and backwards of the loop that was profiled, so there is no ratio."
+        )
+    elif foreseen is not None and measured is not None:
         ratio = foreseen.step_us / measured.step_us if measured.step_us else 0.0
         yield tag("p", f"Predicted over measured: {short(ratio)}.")
     if foreseen is None:

@@ -1,6 +1,7 @@
 """Draws one step, predicted and measured side by side: a track for each resource, on a common time axis."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,6 +109,12 @@ def step_figure(predicted: Timeline | None, measured: Timeline | None) -> Elemen
         tag("div", *lanes, tag("div", tag("span"), tag("div", *marks, class_="x"), class_="lane"), class_="lanes"),
         tag("div", f"milliseconds from the start of the {first}step", class_="unit right"),
     )
+
+
+def batches_of(timeline: Timeline) -> int:
+    """Return the number of forwards of a step that a backward follows: more than one where gradients are accumulated."""
+    computed = [event.what for event in timeline.events if event.what in ("forward", "backward")]
+    return round(sum(pair == ("forward", "backward") for pair in pairwise(computed)) / max(1, timeline.steps))
 
 
 def step_table(predicted: Timeline | None, measured: Timeline | None) -> Element:

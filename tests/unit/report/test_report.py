@@ -26,6 +26,7 @@ from gradwire.core import LocalSteps
 from gradwire.errors import FormatError, GradwireError, WriteError
 from gradwire.record.run import Run
 from gradwire.record.tensorboard import export
+from gradwire.record.timeline import Moments, Pass, measured_timeline
 from gradwire.report.charts import STYLES
 from gradwire.report.html import as_html
 from gradwire.report.modules import module_rows
@@ -177,6 +178,16 @@ def test_an_uncompressed_run_and_a_slower_one_say_so() -> None:
     assert "gradwire is slower than plain DDP, at 0.80 times its speed" in text and "(A/A) is unknown" in text
     same = replace(slow, speedup=replace(slow.speedup, high=1.1))
     assert "not measurably faster or slower than plain DDP" in summary(replace(run, rivals=(same,)))
+
+
+def test_accumulated_gradients_are_summed_and_not_compared_with_one_batch(folder: Path) -> None:
+    run = made_up_run()
+    moments = Moments(0.0, [Pass(at + 0.001, at + 0.031, [("w", at + 0.061)]) for at in (0.0, 0.1, 0.2)], [], 0.3)
+    run = replace(run, timeline=measured_timeline(moments, "backward", 2, (0, 0, 0)))
+    shown = Page(page(run, predicted(run, folder)))
+    assert "A step has 3 forwards and backwards" in shown.text and "Predicted over measured" not in shown.text
+    cells = shown.texts("td")
+    assert cells.count("90 ms") == 2, "forward and backward"
 
 
 def local_run(recorded_now: bool = True) -> Run:
