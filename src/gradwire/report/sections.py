@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from gradwire.record import Interval, Rival, Run, TensorRecord
 from gradwire.report.charts import STYLES, Bar, Curve, bars, line_chart
-from gradwire.report.html import Element, milliseconds, short, size, tag
+from gradwire.report.html import Element, counted, milliseconds, short, size, tag
 from gradwire.report.modules import by_module
 from gradwire.report.steps import Predicted, a_round, batches_of, step_figure, step_table
 
@@ -94,14 +94,10 @@ def decided(run: Run) -> list[str]:
         groups.setdefault((" and ".join(specs) or "uncompressed", way), []).append(index)
     rows = []
     for (spec, way), indices in groups.items():
-        tensors = _counted(sum(len(run.plan.buckets[index].tensors) for index in indices), "tensor")
+        tensors = counted(sum(len(run.plan.buckets[index].tensors) for index in indices), "tensor")
         nbytes = sum(run.buckets[index].gradient_bytes for index in indices)
-        rows.append((nbytes, f"{tensors} of {size(nbytes)} in {_counted(len(indices), 'bucket')}: {spec}, by {way}."))
+        rows.append((nbytes, f"{tensors} of {size(nbytes)} in {counted(len(indices), 'bucket')}: {spec}, by {way}."))
     return [line for _, line in sorted(rows, key=lambda row: -row[0])]
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 MOST_ROWS = 12

@@ -9,7 +9,7 @@ from gradwire.core import Cluster, Costs, Profile
 from gradwire.errors import GradwireError
 from gradwire.record import Run
 from gradwire.report.charts import percent, ticks
-from gradwire.report.html import Element, milliseconds, short, tag
+from gradwire.report.html import Element, counted, milliseconds, short, tag
 from gradwire.sim import Timeline, simulate
 
 KINDS = {
@@ -66,10 +66,28 @@ def predicted(run: Run, folder: Path) -> Predicted:
         )
     try:
         profile, cluster = Profile.load(folder / "profile.json"), Cluster.load(folder / "cluster.json")
+        if (other := _other_cluster(cluster, run)) is not None:
+            return Predicted(None, other)
         costs = Costs.load(folder / "costs.json") if (folder / "costs.json").exists() else Costs(codecs=())
         return Predicted(simulate(run.plan, profile, cluster, costs))
     except GradwireError as error:
         return Predicted(None, f"The step was not predicted: {error}")
+
+
+def _other_cluster(cluster: Cluster, run: Run) -> str | None:
+    """Return the reason why the run was not on this cluster, if its ranks or nodes are others."""
+    fewest = cluster.nodes + cluster.ranks_per_node - 1 if cluster.uneven else cluster.world_size
+    if cluster.nodes == run.nodes and fewest <= run.world_size <= cluster.world_size:
+        return None
+    up_to = "up to " * cluster.uneven
+    described, made = (
+        f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}"
+        for ranks, nodes in ((cluster.world_size, cluster.nodes), (run.world_size, run.nodes))
+    )
+    return (
+        f"The step was not predicted: cluster.json describes {up_to}{described}, and the run had {made}. Profile again with as "
+        "many ranks and nodes."
+    )
 
 
 _LEAST_US = 1e-3

@@ -269,6 +269,33 @@ def test_a_profile_of_another_model_is_a_reason_and_no_failure(tmp_path: Path) -
     assert predicted(made_up_run(), tmp_path / "none").why_not.startswith("The step was not predicted: the folder has no")
 
 
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, uneven, words",
+    [
+        (1, 1, False, "cluster.json describes 1 rank on 1 node, and the run had 2 ranks on 2 nodes. Profile again"),
+        (1, 2, False, "cluster.json describes 2 ranks on 1 node"),
+        (2, 2, False, "cluster.json describes 4 ranks on 2 nodes"),
+        (2, 2, True, "cluster.json describes up to 4 ranks on 2 nodes"),
+        (2, 1, False, ""),
+    ],
+)
+def test_a_cluster_of_other_ranks_is_a_reason(nodes: int, ranks_per_node: int, uneven: bool, words: str, tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    COSTS.save(tmp_path / "costs.json")
+    replace(CLUSTER, nodes=nodes, ranks_per_node=ranks_per_node, uneven=uneven).save(tmp_path / "cluster.json")
+    told = predicted(made_up_run(), tmp_path)
+    assert words in told.why_not and (told.timeline is None) == bool(words)
+
+
+@pytest.mark.parametrize("ranks, is_it", [(2, False), (3, True), (4, True), (5, False)])
+def test_uneven_nodes_count_as_many_ranks_as_they_may_have(ranks: int, is_it: bool, tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    COSTS.save(tmp_path / "costs.json")
+    replace(CLUSTER, ranks_per_node=2, uneven=True).save(tmp_path / "cluster.json")
+    told = predicted(replace(made_up_run(), world_size=ranks), tmp_path)
+    assert ("cluster.json describes" not in told.why_not) == is_it
+
+
 def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"run\.json: cannot be read"):
         Run.read(tmp_path / "run.json")
