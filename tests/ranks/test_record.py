@@ -1,6 +1,7 @@
 """Recording: what `handle.record` writes is what happened, and training goes on as without it."""
 
 import time
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from torch import nn
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.core.schedules import Schedule
 from gradwire.errors import StepStateError
 from gradwire.exchange.exchange import PhaseTask, TaskTimes
 from gradwire.record.recording import Watched
 from gradwire.record.run import Run
-from gradwire.record.timeline import Moments, measured_timeline
+from gradwire.record.timeline import Moments, Pass, measured_timeline
 from gradwire.sim.timeline import Timeline
 
 STEPS = 7
@@ -217,7 +219,7 @@ def test_an_exchange_that_began_in_the_step_before_is_shown_from_the_beginning_o
 
     before = [times(0.5, 0.9), times(0.99, 1.2), times(1.3, 1.5, 0)]
     own = [times(1.6, 1.8, 0), times(2.01, 2.2)]
-    watched = Watched(Moments(1.0, 1.1, 1.4, [("w", 1.9)], [], 2.0), 0.0, before, own)
+    watched = Watched(Moments(1.0, [Pass(1.1, 1.4, [("w", 1.9)])], [], 2.0), 0.0, before, own)
     timeline = measured_timeline(watched.moments(), "pipelined", 1, (0, 0, 0))
     shown = [(e.what, round(e.start_us), round(e.end_us), e.step) for e in timeline.events if e.resource == "intra link"]
     assert shown == [
@@ -225,6 +227,50 @@ def test_an_exchange_that_began_in_the_step_before_is_shown_from_the_beginning_o
         ("alltoall", 320_000, 480_000, -1),
         ("alltoall", 620_000, 780_000, 0),
     ]
+
+
+def times_of(timeline: Timeline) -> list[str]:
+    """The forwards, backwards and optimizer steps in their order; a backward counts once."""
+    words = [event.what for event in timeline.events if event.bucket < 0]
+    return [after for before, after in pairwise(["", *words]) if before != after]
+
+
+def in_several_passes(folder: str, schedule: Schedule, batches: int) -> list[int]:
+    """4 exchanges, each after as many local steps as the schedule has, each step of so many batches."""
+    model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.QSGD(bits=4), schedule=schedule))
+    with handle.record(folder) as recording:
+        for _ in range(4 * schedule.begins_after(0)):
+            for left in reversed(range(batches)):
+                with handle.no_sync() if left else nullcontext():
+                    model(torch.randn(8, 40)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recording.log(loss=1.0)
+    handle.detach()
+    return [step.local_steps or 0 for step in Run.read(folder).steps] if dist.get_rank() == 0 else []
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_record_of_local_steps_has_the_forwards_and_backwards_of_all_of_them(
+    worlds: Worlds, tmp_path: Path, batches: int
+) -> None:
+    recorded, _ = worlds.run(2, in_several_passes, str(tmp_path), gw.LocalSteps(every=3), batches)
+    run = Run.read(tmp_path)
+    assert recorded == [3, 3, 3, 3] and run.round_steps == 3 and run.optimizer_steps == (2, 5, 8, 11)
+    assert run.timeline is not None and run.timeline.steps == 3
+    assert times_of(run.timeline) == ["optimizer", *["forward", "backward"] * batches] * 3
+    assert 3 * run.timeline.step_us == pytest.approx(run.timeline.length_us)
+    assert run.timeline.forward_us + run.timeline.backward_us < run.timeline.length_us
+
+
+def test_a_record_of_accumulated_gradients_has_the_forwards_and_backwards_of_all_batches(worlds: Worlds, tmp_path: Path) -> None:
+    recorded, _ = worlds.run(2, in_several_passes, str(tmp_path), gw.Backward(), 3)
+    run = Run.read(tmp_path)
+    assert recorded == [0, 0, 0, 0] and run.optimizer_steps == (0, 1, 2, 3)
+    assert run.timeline is not None and run.timeline.steps == 1
+    assert times_of(run.timeline) == ["optimizer", *["forward", "backward"] * 3]
 
 
 class ReturnsAParameter(nn.Module):

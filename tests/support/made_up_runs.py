@@ -16,7 +16,7 @@ from gradwire.record.run import (
     StepRecord,
     TensorRecord,
 )
-from gradwire.record.timeline import LaneTask, Moments, measured_timeline
+from gradwire.record.timeline import LaneTask, Moments, Pass, measured_timeline
 
 __all__ = ["CLUSTER", "COSTS", "NASTY", "PROFILE", "made_up_run"]
 
@@ -70,7 +70,7 @@ def made_up_run(steps: int = 120, rivals: bool = True) -> Run:
         for phase in range(len(bucket.link_tasks))
     ]  # fmt: skip
     ready = [(name, 0.0125 + 0.0015 * place) for place, name in enumerate(NAMES, 1)]
-    moments = Moments(0.0, 0.001, 0.0125, ready, tasks, 0.0445)
+    moments = Moments(0.0, [Pass(0.001, 0.0125, ready)], tasks, 0.0445)
     losses = [4.2 * math.exp(-step / 60) + 0.1 * math.sin(step) + 0.3 for step in range(steps)]
     ddp = Rival(
         name="plain DDP",

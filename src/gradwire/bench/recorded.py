@@ -48,9 +48,10 @@ def with_rivals(run: Run, own: Cell, all_methods: Mapping[str, Cell], warmup_ste
     """Return the run with the bench's times and losses (means over ranks), and with torch's methods as rivals, DDP first."""
     ends = list(accumulate(us / 1e6 for us in own.step_us))
     steps = tuple(
-        replace(each, step_us=own.step_us[each.step], end_s=ends[each.step], loss=own.loss[each.step])
-        for each in run.steps
-        if each.step < len(ends)
+        replace(each, step_us=sum(own.step_us[begin:end]), end_s=ends[end - 1], loss=own.loss[end - 1])
+        for each, at, local in zip(run.steps, run.optimizer_steps, run.local_steps, strict=True)
+        for begin, end in [(round(at - local) + 1, round(at) + 1)]
+        if end <= len(ends)
     )
     first = _first_counted(own, warmup_steps)
     counted = own.step_us[first:]

@@ -394,11 +394,11 @@ def report(
     """Write one HTML page about a recorded run: decisions, savings, one step, loss, bytes, errors, memory."""
     from gradwire.report.page import write_report
 
-    told = write_report(run, out)
     if tensorboard is not None:
         from gradwire.record import Run
         from gradwire.record.tensorboard import export
 
         export(Run.read(run), tensorboard)
-        told += f"\nTensorBoard: {tensorboard}"
-    typer.echo(told)
+    typer.echo(write_report(run, out))
+    if tensorboard is not None:
+        typer.echo(f"TensorBoard: {tensorboard}")

@@ -109,7 +109,9 @@ class Cluster(Document, frozen=True, kw_only=True):
     """
 
     what: ClassVar[str] = "cluster"
-    remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Cluster."
+    remedy: ClassVar[str] = (
+        "A cluster file is made by `gradwire profile` or `handle.profile(FOLDER)`, or by hand: see docs/how-to/plan-a-cluster.md."
+    )
     omit_at_default: ClassVar[tuple[str, ...]] = (
         "allreduce",
         "ddp",

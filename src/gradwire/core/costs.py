@@ -55,7 +55,7 @@ class Costs(Document, frozen=True, kw_only=True):
     """Codec times, at most one entry for each spec and device."""
 
     what: ClassVar[str] = "costs"
-    remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Costs."
+    remedy: ClassVar[str] = "Costs are made by `gradwire profile` or `handle.profile(FOLDER)`: see docs/how-to/plan-a-cluster.md."
     omit_at_default: ClassVar[tuple[str, ...]] = ("made",)
 
     version: int = 1

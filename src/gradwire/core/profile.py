@@ -45,7 +45,9 @@ class Profile(Document, frozen=True, kw_only=True):
     """
 
     what: ClassVar[str] = "profile"
-    remedy: ClassVar[str] = "Write it again from the fields of gradwire.core.Profile."
+    remedy: ClassVar[str] = (
+        "A profile is made by `gradwire profile` or `handle.profile(FOLDER)`: see docs/how-to/plan-a-cluster.md."
+    )
     omit_at_default: ClassVar[tuple[str, ...]] = ("steps", "optimizer_us", "loaded_backward_us", "processor_part", "made")
 
     version: int = 1

@@ -20,7 +20,7 @@ from gradwire.plan import Policy
 from gradwire.record.kept import KeptSteps
 from gradwire.record.run import FILE, BucketRecord, Decision, Run, StepRecord
 from gradwire.record.tensors import Tensors
-from gradwire.record.timeline import LaneTask, Moments, measured_timeline
+from gradwire.record.timeline import LaneTask, Moments, Pass, measured_timeline
 from gradwire.sim import Timeline
 from gradwire.transport import LanesObserver
 
@@ -131,12 +131,14 @@ class Recording(Observer, LanesObserver):
         self._made = Made.now()
         self._start = self._saved = time.perf_counter()
         self._forward: float | None = None
-        """The start of the last forward; None before the first."""
+        """The start of the last step's first forward; None before the first step."""
         self._open = False
         """Whether a forward has begun and the exchange of its step has not ended."""
         self._looked = False
         """Whether the plan of this step is noted."""
-        self._in_backward: float = 0.0
+        self._earlier: list[Pass] = []
+        """The forwards and backwards of this step before the last forward: of local steps, or of gradients that add up."""
+        self._last_forward = self._in_backward = 0.0
         self._ready: list[tuple[str, float]] = []
         self._resumed: dict[str, float] = {}
         self._ended: float | None = None
@@ -262,6 +264,8 @@ class Recording(Observer, LanesObserver):
             return
         undone, self._number = self._go_back(), self._job.next_step
         if self._open:
+            self._earlier.append(self._pass([("", moment) for _, moment in self._ready[-1:]]))
+            self._begin_pass()
             return
         now = time.perf_counter()
         if not undone and self._forward is not None:
@@ -270,10 +274,18 @@ class Recording(Observer, LanesObserver):
             self._save()
             self._saved = time.perf_counter()
         self._times_now = [] if self._cpu else None
-        self._open, self._looked, self._ready, self._resumed = True, False, [], {}
+        self._open, self._looked, self._earlier = True, False, []
         if self._job.running:
             self._look()
-        self._forward = self._in_backward = time.perf_counter()
+        self._begin_pass()
+        self._forward = self._last_forward
+
+    def _begin_pass(self) -> None:
+        self._ready, self._resumed = [], {}
+        self._last_forward = self._in_backward = time.perf_counter()
+
+    def _pass(self, ready: list[tuple[str, float]]) -> Pass:
+        return Pass(self._last_forward, self._in_backward, ready, self._resumed)
 
     def _note_plan(self) -> None:
         job = self._job
@@ -292,10 +304,10 @@ class Recording(Observer, LanesObserver):
         if module is not self._model() or not self._open or not torch.is_grad_enabled():
             return
         self._in_backward = time.perf_counter()
-        step, begun = self._kept.seen, list[bool]()
+        step, number, begun = self._kept.seen, len(self._earlier), list[bool]()
 
         def begin(gradient: torch.Tensor) -> None:
-            if not begun and self._kept.seen == step:
+            if not begun and (self._kept.seen, len(self._earlier)) == (step, number):
                 begun.append(True)
                 self._in_backward = time.perf_counter()
 
@@ -308,7 +320,7 @@ class Recording(Observer, LanesObserver):
             self._tensors.gradient(self._names[index], gradient)
 
     def ready(self, index: int) -> None:
-        if self._open and self._job.synchronises:
+        if self._open:
             self._ready.append((self._names[index], time.perf_counter()))
 
     def resumed(self, index: int) -> None:
@@ -338,12 +350,16 @@ class Recording(Observer, LanesObserver):
 
     def _keep(self, exposed_s: float, now: float) -> None:
         assert self._forward is not None
-        step = self._job.step - 1
+        step, schedule = self._job.step - 1, self._job.plan.schedule
+        local_steps, rank = None, self._job.group.rank
+        if schedule.sends_weights:  # fewer forwards were seen where the recording began between two exchanges
+            made = schedule.begins_after(step, rank) - schedule.begins_after(step - 1, rank)
+            local_steps = min(made, len(self._earlier) + 1)
         self._tensors.measure(step)
         if self._times_now is not None:
             ended = self._forward if self._ended is None else self._ended
             before, self._times = self._times, self._times_now
-            moments = Moments(ended, self._forward, self._in_backward, self._ready, [], now, self._resumed)
+            moments = Moments(ended, [*self._earlier, self._pass(self._ready)], [], now, local_steps or 1)
             self._watched.append(Watched(moments, self._aside_s, before, self._times))
         kept = StepRecord(
             step=step,
@@ -352,6 +368,7 @@ class Recording(Observer, LanesObserver):
             exposed_us=exposed_s * 1e6,
             codec_us=self._codec_us,
             loss=None,
+            local_steps=local_steps,
         )
         if self._kept.add(kept):
             self._codec_us = 0.0

@@ -76,10 +76,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One training step of the rank that recorded."""
+    """One training step of the rank that recorded. In the `local` schedule: the local steps from one exchange to the next."""
+
+    omit_at_default: ClassVar[tuple[str, ...]] = ("local_steps",)
 
     step: int
-    """The handle's step number."""
+    """The handle's step number, which counts exchanges."""
     end_s: float
     """The end of the step's exchange."""
     step_us: float
@@ -90,9 +92,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """CPU time of all encodes and decodes of the step, on all lanes."""
     loss: float | None
     """The loss that this rank logged; null if no loss was logged, or the loss was not finite."""
+    local_steps: int | None = None
+    """Number of local steps; null in other schedules, and in records of gradwire 0.3."""
 
     def __post_init__(self) -> None:
         whole("step", self.step, "a step's number")
+        if self.local_steps is not None:
+            whole("local_steps", self.local_steps, "the local steps of an exchange", low=1)
         number("end_s", self.end_s, "a moment in seconds")
         numbers(self, "a time in microseconds", "step_us", "exposed_us", "codec_us")
 
@@ -202,7 +208,7 @@ class Run(Document, frozen=True, kw_only=True):
     tensors: tuple[TensorRecord, ...]
     memory: MemoryRecord
     timeline: Timeline | None = None
-    """The measured step of median length among the last steps."""
+    """The measured step of median length among the last steps. In the `local` schedule: all local steps of one exchange."""
     rivals: tuple[Rival, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -229,10 +235,36 @@ class Run(Document, frozen=True, kw_only=True):
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes that one rank sends in a step."""
+        """Payload bytes that one rank sends in a step. In the `local` schedule: in a round of `round_steps` steps."""
         return sum(bucket.wire_bytes for bucket in self.buckets)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of all gradients."""
         return sum(bucket.gradient_bytes for bucket in self.buckets)
+
+    @property
+    def round_steps(self) -> int:
+        """Rank 0's local steps in which all buckets are exchanged once; 1 in other schedules."""
+        schedule = self.plan.schedule
+        return schedule.begins_after(schedule.exchanges - 1, rank=0) if schedule.sends_weights else 1
+
+    @property
+    def counts_local_steps(self) -> bool:
+        """Whether the record has the number of local steps of each exchange. Records of gradwire 0.3 have not."""
+        return self.round_steps == 1 or any(step.local_steps for step in self.steps)
+
+    @property
+    def local_steps(self) -> tuple[float, ...]:
+        """The number of optimizer steps in each of `steps`: 1 but in the `local` schedule."""
+        otherwise = 1.0 if self.counts_local_steps else self.round_steps / self.plan.schedule.exchanges
+        return tuple(step.local_steps or otherwise for step in self.steps)
+
+    @property
+    def optimizer_steps(self) -> tuple[float, ...]:
+        """The number, from 0, of the last optimizer step in each of `steps`. Equals `step` but in the `local` schedule."""
+        at, before, result = -1.0, -1, []
+        for step, local_steps in zip(self.steps, self.local_steps, strict=True):
+            at, before = at + local_steps * (step.step - before), step.step
+            result.append(at)
+        return tuple(result)

@@ -1,6 +1,6 @@
 """Builds the timeline of a measured step, in the form of the simulator. Pure: no torch.
 
->>> moments = Moments(ended=0.0, forward=0.0, backward=0.002, ready=[("w", 0.005)], tasks=[], finished=0.006)
+>>> moments = Moments(ended=0.0, passes=[Pass(forward=0.0, backward=0.002, ready=[("w", 0.005)])], tasks=[], finished=0.006)
 >>> [(event.what, event.start_us, event.end_us) for event in _computation(moments)]
 [('forward', 0.0, 2000.0), ('backward', 2000.0, 5000.0)]
 """
@@ -35,19 +35,35 @@ class LaneTask(NamedTuple):
     """0 for a task of the step itself, -1 for a task of the step before."""
 
 
-class Moments(NamedTuple):
-    ended: float
-    """The end of the previous exchange. The optimizer and the timeline begin here."""
+class Pass(NamedTuple):
+    """A forward, and the backward that followed."""
+
     forward: float
     backward: float
     ready: Sequence[tuple[str, float]]
-    """Pairs of a tensor and the moment when its gradient was ready."""
+    """Pairs of a tensor and the moment when its gradient was ready. Empty if no backward followed."""
+    resumed: Mapping[str, float] = MappingProxyType({})
+    """The moments when backward went on, for tensors whose exchange backward waited for."""
+
+
+class Moments(NamedTuple):
+    """One step. In the `local` schedule: the local steps from one exchange to the next."""
+
+    ended: float
+    """The end of the previous exchange. The optimizer and the timeline begin here."""
+    passes: Sequence[Pass]
+    """One for each local step. Where gradients are accumulated: one for each batch that is added up."""
     tasks: Sequence[LaneTask]
     """The tasks that ran during the step."""
     finished: float
     """The end of the exchange. In the `pipelined` and `delayed` schedules: the end of backward."""
-    resumed: Mapping[str, float] = MappingProxyType({})
-    """The moments when backward went on, for tensors whose exchange backward waited for."""
+    steps: int = 1
+    """Number of local steps; 1 in other schedules."""
+
+    @property
+    def forward(self) -> float:
+        """The start of the first forward."""
+        return self.passes[0].forward
 
     @property
     def length_us(self) -> float:
@@ -57,6 +73,8 @@ class Moments(NamedTuple):
 
 def measured_timeline(moments: Moments, schedule: str, nodes: int, sent: tuple[int, int, int]) -> Timeline:
     """Return the timeline of one rank's step. An exchange occupies its link from the first send to the last arrival.
+
+    In the `local` schedule the timeline has all local steps from one exchange to the next, and `step_us` is their mean.
 
     sent: bytes in all, inside the node, and between nodes. Codec tasks of lanes may overlap the computation. Events
     that begin after the step are left out. The timeline has no bubbles.
@@ -75,10 +93,10 @@ def measured_timeline(moments: Moments, schedule: str, nodes: int, sent: tuple[i
     busy = {name: union(_ns(event) for event in events if event.resource == name) for name in RESOURCES}
     return Timeline(
         schedule=schedule,
-        steps=1,
+        steps=moments.steps,
         simulated_steps=0,
         steady=True,
-        step_us=moments.length_us,
+        step_us=moments.length_us / moments.steps,
         optimizer_us=spent("optimizer"),
         forward_us=spent("forward"),
         backward_us=spent("backward"),
@@ -96,14 +114,16 @@ def _computation(moments: Moments) -> Iterator[Event]:
         start_us, end_us = ((moment - moments.ended) * 1e6 for moment in (start, end))
         return Event(what, RESOURCES[COMPUTE], start_us, end_us, tensor=tensor)
 
-    if moments.forward > moments.ended:
-        yield event("optimizer", moments.ended, moments.forward)
-    yield event("forward", moments.forward, moments.backward)
-    at = moments.backward
-    for name, ready in sorted(moments.ready, key=lambda pair: pair[1]):
-        if ready >= at:
-            yield event("backward", at, ready, name)
-            at = max(ready, moments.resumed.get(name, ready))
+    at, in_a_step = moments.ended, max(1, len(moments.passes) // moments.steps)
+    for number, each in enumerate(moments.passes):
+        if each.forward > at and number % in_a_step == 0:
+            yield event("optimizer", at, each.forward)
+        yield event("forward", each.forward, each.backward)
+        at = each.backward
+        for name, ready in sorted(each.ready, key=lambda pair: pair[1]):
+            if ready >= at:
+                yield event("backward", at, ready, name)
+                at = max(ready, each.resumed.get(name, ready))
 
 
 def _lane_events(task: LaneTask, nodes: int, moments: Moments) -> Iterator[Event]:

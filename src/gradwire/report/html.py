@@ -63,3 +63,12 @@ def size(nbytes: float) -> str:
         if nbytes >= factor:
             return f"{short(nbytes / factor)} {unit}"
     return f"{short(nbytes)} bytes"
+
+
+def counted(number: int, what: str) -> str:
+    """Write a number of things.
+
+    >>> counted(1, "rank"), counted(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gradwire.record import Run
 from gradwire.report.html import Element, milliseconds, short, size, tag
-from gradwire.report.steps import Predicted
+from gradwire.report.steps import Predicted, a_round
 from gradwire.sim import Timeline
 
 MOST_MODULES = 40
@@ -66,7 +66,7 @@ def by_module(run: Run, predicted: Predicted) -> Iterator[Element]:
     yield tag(
         "p",
         "Measured and predicted is the time of the exchanges of the buckets with a module's tensors, from the first task to the "
-        "last one. Modules that share a bucket share its time.",
+        f"last one. Modules that share a bucket share its time. Bytes are those of {a_round(run)}.",
     )
     names = ("module", "gradients", "sent", "error", "measured", "predicted")
     head = tag("tr", *(tag("th", name) for name in names))
@@ -87,12 +87,14 @@ def by_module(run: Run, predicted: Predicted) -> Iterator[Element]:
 
 
 def _times_by_bucket(timeline: Timeline | None) -> dict[int, float]:
-    spans: dict[int, tuple[float, float]] = {}
+    """Return the time of each bucket's first exchange that begins in the timeline."""
+    spans: dict[int, tuple[int, float, float]] = {}
     for event in timeline.events if timeline is not None else ():
-        if event.bucket >= 0 and event.step == 0:
-            begin, end = spans.get(event.bucket, (event.start_us, event.end_us))
-            spans[event.bucket] = min(begin, event.start_us), max(end, event.end_us)
-    return {bucket: end - begin for bucket, (begin, end) in spans.items()}
+        if event.bucket >= 0 and event.step >= 0:
+            step, begin, end = spans.setdefault(event.bucket, (event.step, event.start_us, event.end_us))
+            if event.step == step:
+                spans[event.bucket] = step, min(begin, event.start_us), max(end, event.end_us)
+    return {bucket: end - begin for bucket, (_, begin, end) in spans.items()}
 
 
 def _measured(tensors: Mapping[str, object], name: str) -> bool:

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence
 
 from gradwire.record import Interval, Rival, Run, TensorRecord
 from gradwire.report.charts import STYLES, Bar, Curve, bars, line_chart
-from gradwire.report.html import Element, milliseconds, short, size, tag
+from gradwire.report.html import Element, counted, milliseconds, short, size, tag
 from gradwire.report.modules import by_module
-from gradwire.report.steps import Predicted, step_figure, step_table
+from gradwire.report.steps import Predicted, a_round, batches_of, step_figure, step_table
 
 FINAL_STEPS = 10
 
 
 def step_us(run: Run) -> float:
-    """Return the median step without the warm-up, in microseconds."""
+    """Return the median step without the warm-up, in microseconds. Of local steps: the median over exchanges of their mean."""
     return statistics.median(_lengths(run)) if run.steps else 0.0
 
 
@@ -24,9 +24,14 @@ def spread(run: Run) -> tuple[float, float]:
 
 
 def _lengths(run: Run) -> list[float]:
-    first = run.steps[0].step + run.warmup_steps
-    counted = [step for step in run.steps if step.step >= first]
-    return [step.step_us for step in counted or run.steps]
+    records = list(zip(run.optimizer_steps, run.local_steps, run.steps, strict=True))
+    lengths = [(last - local, step.step_us / local) for last, local, step in records]
+    return [us for before, us in lengths if before >= lengths[0][0] + run.warmup_steps] or [us for _, us in lengths]
+
+
+def sent_bytes(run: Run) -> float:
+    """Return the payload bytes that one rank sends in a step; of local steps, the mean."""
+    return run.wire_bytes / run.round_steps
 
 
 def final_loss(losses: Sequence[float]) -> float:
@@ -38,12 +43,15 @@ def summary(run: Run) -> str:
     """Return the first line of the page and of the command."""
     if not run.steps:
         return "No step was recorded: the loop ended before its first step."
-    sends = f"sends {size(run.wire_bytes)} per step and rank, for gradients of {size(run.gradient_bytes)}"
+    sends = f"sends {size(sent_bytes(run))} per step and rank, for gradients of {size(run.gradient_bytes)}"
+    rounds = ""
+    if run.round_steps > 1:
+        rounds = f" A{a_round(run)[1:]} takes {milliseconds(step_us(run) * run.round_steps)} and sends {size(run.wire_bytes)}."
     if not run.rivals:
         low, high = spread(run)
         return (
-            f"A step takes {milliseconds(step_us(run))} (median; most are between {milliseconds(low)} and "
-            f"{milliseconds(high)}) and {sends}."
+            f"{_a_step(run)} takes {milliseconds(step_us(run))} (median; most are between {milliseconds(low)} and "
+            f"{milliseconds(high)}) and {sends}.{rounds}"
         )
     rival = run.rivals[0]
     speed = rival.speedup
@@ -54,11 +62,15 @@ def summary(run: Run) -> str:
         speed_text = f"slower than {rival.name}, at {speed.ratio:.2f} times its speed ({interval})"
     else:
         speed_text = f"not measurably faster or slower than {rival.name} ({speed.ratio:.2f} times, {interval})"
-    bytes_text = f"; {share(run.wire_bytes, rival.sent_bytes)} than {rival.name}" if rival.sent_bytes else ""
+    bytes_text = f"; {share(sent_bytes(run), rival.sent_bytes)} than {rival.name}" if rival.sent_bytes else ""
     return (
         f"gradwire is {speed_text}: {milliseconds(step_us(run))} a step instead of {milliseconds(rival.step_us)}. "
-        f"It {sends}{bytes_text}."
+        f"It {sends}{bytes_text}.{rounds}"
     )
+
+
+def _a_step(run: Run) -> str:
+    return "A step" if run.round_steps == 1 else "A local step"
 
 
 def share(nbytes: float, others: float) -> str:
@@ -82,14 +94,10 @@ def decided(run: Run) -> list[str]:
         groups.setdefault((" and ".join(specs) or "uncompressed", way), []).append(index)
     rows = []
     for (spec, way), indices in groups.items():
-        tensors = _counted(sum(len(run.plan.buckets[index].tensors) for index in indices), "tensor")
+        tensors = counted(sum(len(run.plan.buckets[index].tensors) for index in indices), "tensor")
         nbytes = sum(run.buckets[index].gradient_bytes for index in indices)
-        rows.append((nbytes, f"{tensors} of {size(nbytes)} in {_counted(len(indices), 'bucket')}: {spec}, by {way}."))
+        rows.append((nbytes, f"{tensors} of {size(nbytes)} in {counted(len(indices), 'bucket')}: {spec}, by {way}."))
     return [line for _, line in sorted(rows, key=lambda row: -row[0])]
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 MOST_ROWS = 12
@@ -102,10 +110,11 @@ def section_facts(run: Run) -> Element:
     """Make the list of the most important numbers."""
     facts = {
         "step, median": milliseconds(step_us(run)) if run.steps else "none",
-        "sent, a step and rank": size(run.wire_bytes),
+        "sent, a step and rank": size(sent_bytes(run)),
         "gradients": size(run.gradient_bytes),
         "extra memory": size(run.memory.residual_bytes + run.memory.payload_bytes + run.memory.weight_bytes),
         "steps": str(_count(run)),
+        **({"local steps a round": str(run.round_steps)} if run.round_steps > 1 else {}),
         "ranks, nodes": f"{run.world_size}, {run.nodes}",
     }
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts.items()), class_="facts")
@@ -113,6 +122,8 @@ def section_facts(run: Run) -> Element:
 
 def decision(run: Run, predicted: Predicted) -> Iterator[Element]:
     yield tag("p", f"The plan came from {run.decision.by}.")
+    trains = "" if run.round_steps == 1 else f" Ranks train alone, and exchange what they learned once in {a_round(run)}."
+    yield tag("p", f"The schedule is {run.plan.schedule!r}.{trains}")
     yield tag("ul", *(tag("li", line) for line in decided(run)))
     if run.decision.words:
         yield tag("pre", "\n".join(run.decision.words))
@@ -135,7 +146,8 @@ def speed(run: Run, predicted: Predicted) -> Iterator[Element]:
         return
     low, high = spread(run)
     between = f"{milliseconds(low)} and {milliseconds(high)}"
-    yield tag("p", f"A step takes {milliseconds(step_us(run))} (median); eight of ten steps take between {between}.")
+    takes = f"{_a_step(run)} takes {milliseconds(step_us(run))} (median); eight of ten steps take between {between}."
+    yield tag("p", takes if run.round_steps == 1 else f"{takes} Times are the means of steps from one exchange to the next.")
     if not run.rivals:
         yield _left_out("No other method was measured in this run: use gradwire bench or gradwire demo to compare.")
     else:
@@ -148,27 +160,45 @@ def speed(run: Run, predicted: Predicted) -> Iterator[Element]:
             yield _left_out(f"{same} A ratio within this interval is noise.")
         else:
             yield _left_out(f"{rival.name} was not measured twice, so the noise of its ratio (A/A) is unknown.")
-    lengths = Curve("step", [step.step for step in run.steps], [step.step_us / 1e3 for step in run.steps])
-    exposed = Curve("exposed exchange", lengths.x, [step.exposed_us / 1e3 for step in run.steps])
+    lengths, exposed = (
+        Curve(name, run.optimizer_steps, [us / 1e3 / local for us, local in zip(times, run.local_steps, strict=True)])
+        for name, times in (
+            ("step", [step.step_us for step in run.steps]),
+            ("exposed exchange", [step.exposed_us for step in run.steps]),
+        )
+    )
     yield line_chart("Step time", "step", "ms", [lengths, exposed])
 
 
 def one_step(run: Run, predicted: Predicted) -> Iterator[Element]:
-    if predicted.timeline is not None or run.timeline is not None:
-        yield step_figure(predicted.timeline, run.timeline)
-        yield step_table(predicted.timeline, run.timeline)
-    if predicted.timeline is not None and run.timeline is not None:
-        ratio = predicted.timeline.step_us / run.timeline.step_us if run.timeline.step_us else 0.0
+    foreseen, measured = predicted.timeline, run.timeline if run.counts_local_steps else None
+    batches = 1 if measured is None else batches_of(measured)
+    if foreseen is not None or measured is not None:
+        yield step_figure(foreseen, measured)
+        yield step_table(foreseen, measured)
+    if batches > 1:
+        yield _left_out(
+            f"A step has {batches} forwards and backwards, since gradients are accumulated. The measured times are their sums. "
+            "The prediction has the forwards and backwards of the loop that was profiled, so there is no ratio."
+        )
+    elif foreseen is not None and measured is not None:
+        ratio = foreseen.step_us / measured.step_us if measured.step_us else 0.0
         yield tag("p", f"Predicted over measured: {short(ratio)}.")
-    if predicted.timeline is None:
+    if foreseen is None:
         yield _left_out(predicted.why_not)
-    if run.timeline is None:
-        where = "no whole step was recorded" if run.device == "cpu" else f"lanes on {run.device} queue work without waiting"
-        yield _left_out(f"The step has no measured timeline: {where}.")
+    if measured is None:
+        yield _left_out(f"The step has no measured timeline: {_why_not_measured(run)}.")
+
+
+def _why_not_measured(run: Run) -> str:
+    if run.timeline is not None:
+        return f"gradwire 0.3 recorded it, and drew {a_round(run)} as one step. Record the run again"
+    return "no whole step was recorded" if run.device == "cpu" else f"lanes on {run.device} queue work without waiting"
 
 
 def loss(run: Run, predicted: Predicted) -> Iterator[Element]:
-    steps = [(step.step, step.end_s, step.loss) for step in run.steps if step.loss is not None]
+    numbers = zip(run.optimizer_steps, run.steps, strict=True)
+    steps = [(at, step.end_s, step.loss) for at, step in numbers if step.loss is not None]
     if not steps:
         yield _left_out("No loss was logged. Call recording.log(loss=loss) in every step.")
         return
@@ -182,7 +212,7 @@ def loss(run: Run, predicted: Predicted) -> Iterator[Element]:
     drawn = rivals[: len(STYLES) - 1]
     for rival in drawn:
         smooth = _smooth(list(rival.loss))
-        by_step.append(Curve(rival.name, range(steps[0][0], steps[0][0] + len(smooth)), smooth))
+        by_step.append(Curve(rival.name, [steps[0][0] + at for at in range(len(smooth))], smooth))
         by_time.append(Curve(rival.name, rival.end_s, smooth))
     yield tag(
         "div",
@@ -208,7 +238,7 @@ def bytes_by_bucket(run: Run, predicted: Predicted) -> Iterator[Element]:
         parts = [("solid", record.inter_bytes), ("dotted", record.intra_bytes)]
         rows.append(Bar(name, text, parts, record.gradient_bytes))
     inter, intra = (size(sum(getattr(b, field) for b in run.buckets)) for field in ("inter_bytes", "intra_bytes"))
-    yield tag("p", f"A rank sends {size(run.wire_bytes)} per step: {inter} between nodes and {intra} inside its node.")
+    yield tag("p", f"A rank sends {size(run.wire_bytes)} in {a_round(run)}: {inter} between nodes and {intra} inside its node.")
     patterns = {"solid": "between nodes", "dotted": "inside the node", "outline": "the gradients themselves"}
     keys = [tag("span", tag("i", class_=f"swatch {p}"), f" {name}", class_="key") for p, name in patterns.items()]
     yield tag("p", *keys)
@@ -287,7 +317,7 @@ def bits(run: Run, predicted: Predicted) -> Iterator[Element]:
         lows += [min(b for b, _ in there)] * 2
         highs += [max(b for b, _ in there)] * 2
     curves = [Curve("mean over elements", at, means), Curve("most", at, highs), Curve("least", at, lows)]
-    yield line_chart("Bits per element", "step", "bits", curves)
+    yield line_chart("Bits per element", "step" if run.round_steps == 1 else "exchange", "bits", curves)
 
 
 def memory(run: Run, predicted: Predicted) -> Iterator[Element]:
@@ -329,9 +359,9 @@ def _saved(run: Run, rival: Rival) -> str:
     words += f"Over {count} steps this run {'saved' if seconds >= 0 else 'cost'} {short(abs(seconds))} s"
     if rival.sent_bytes is None:
         return words + "."
-    fewer = (rival.sent_bytes - run.wire_bytes) * count
+    fewer = (rival.sent_bytes - sent_bytes(run)) * count
     what = "saved" if fewer >= 0 else "cost"
-    return f"{words}, and {what} {size(abs(fewer))} per rank: {share(run.wire_bytes, rival.sent_bytes)}."
+    return f"{words}, and {what} {size(abs(fewer))} per rank: {share(sent_bytes(run), rival.sent_bytes)}."
 
 
 def _interval(speedup: Interval, what: str = "") -> str:
@@ -339,8 +369,8 @@ def _interval(speedup: Interval, what: str = "") -> str:
 
 
 def _count(run: Run) -> int:
-    """Return the number of steps. The record of a long run skips steps."""
-    return run.steps[-1].step - run.steps[0].step + 1 if run.steps else 0
+    """Return the number of optimizer steps. The record of a long run skips steps."""
+    return round(run.optimizer_steps[-1] - run.optimizer_steps[0] + run.local_steps[0]) if run.steps else 0
 
 
 def _left_out(why: str) -> Element:

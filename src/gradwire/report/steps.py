@@ -1,6 +1,7 @@
 """Draws one step, predicted and measured side by side: a track for each resource, on a common time axis."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from gradwire.core import Cluster, Costs, Profile
 from gradwire.errors import GradwireError
 from gradwire.record import Run
 from gradwire.report.charts import percent, ticks
-from gradwire.report.html import Element, milliseconds, short, tag
+from gradwire.report.html import Element, counted, milliseconds, short, tag
 from gradwire.sim import Timeline, simulate
 
 KINDS = {
@@ -47,6 +48,14 @@ class Predicted(NamedTuple):
     why_not: str = ""
 
 
+def a_round(run: Run) -> str:
+    """Return the name of what ends with an exchange of all buckets.
+
+    In the `local` schedule this is "a round of 30 local steps", in others "a step".
+    """
+    return "a step" if run.round_steps == 1 else f"a round of {run.round_steps} local steps"
+
+
 def predicted(run: Run, folder: Path) -> Predicted:
     """Simulate the run's plan with the profile.json, cluster.json and costs.json of the folder."""
     if not (folder / "profile.json").exists():
@@ -57,10 +66,28 @@ def predicted(run: Run, folder: Path) -> Predicted:
         )
     try:
         profile, cluster = Profile.load(folder / "profile.json"), Cluster.load(folder / "cluster.json")
+        if (other := _other_cluster(cluster, run)) is not None:
+            return Predicted(None, other)
         costs = Costs.load(folder / "costs.json") if (folder / "costs.json").exists() else Costs(codecs=())
         return Predicted(simulate(run.plan, profile, cluster, costs))
     except GradwireError as error:
         return Predicted(None, f"The step was not predicted: {error}")
+
+
+def _other_cluster(cluster: Cluster, run: Run) -> str | None:
+    """Return the reason why the run was not on this cluster, if its ranks or nodes are others."""
+    fewest = cluster.nodes + cluster.ranks_per_node - 1 if cluster.uneven else cluster.world_size
+    if cluster.nodes == run.nodes and fewest <= run.world_size <= cluster.world_size:
+        return None
+    up_to = "up to " * cluster.uneven
+    described, made = (
+        f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}"
+        for ranks, nodes in ((cluster.world_size, cluster.nodes), (run.world_size, run.nodes))
+    )
+    return (
+        f"The step was not predicted: cluster.json describes {up_to}{described}, and the run had {made}. Profile again with as "
+        "many ranks and nodes."
+    )
 
 
 _LEAST_US = 1e-3
@@ -80,6 +107,7 @@ def step_figure(predicted: Timeline | None, measured: Timeline | None) -> Elemen
     shown = _shown(predicted, measured)
     lengths = [t.length_us for _, t in shown] + [e.end_us for _, t in shown for e in t.events]
     length = max(lengths) if max(lengths) > _LEAST_US else 1.0
+    first = "first " * any(t.steps > 1 for _, t in shown)
     lanes, kinds = [], set()
     for row in ("compute", "codec", "intra link", "inter link"):
         for name, timeline in shown:
@@ -97,8 +125,14 @@ def step_figure(predicted: Timeline | None, measured: Timeline | None) -> Elemen
         "figure",
         tag("figcaption", *keys),
         tag("div", *lanes, tag("div", tag("span"), tag("div", *marks, class_="x"), class_="lane"), class_="lanes"),
-        tag("div", "milliseconds from the start of the step", class_="unit right"),
+        tag("div", f"milliseconds from the start of the {first}step", class_="unit right"),
     )
+
+
+def batches_of(timeline: Timeline) -> int:
+    """Return the number of forwards of a step that a backward follows: more than one where gradients are accumulated."""
+    computed = [event.what for event in timeline.events if event.what in ("forward", "backward")]
+    return round(sum(pair == ("forward", "backward") for pair in pairwise(computed)) / max(1, timeline.steps))
 
 
 def step_table(predicted: Timeline | None, measured: Timeline | None) -> Element:

@@ -211,7 +211,7 @@ DELETE = object()
 TENSOR = ("tensors", 0)
 BUCKET = ("buckets", 0)
 WRONG: list[tuple[type[Document], tuple[str | int, ...], object, list[str]]] = [
-    (Profile, ("version",), 2, ["profile: version is 2", "reads version 1", "gradwire.core.Profile"]),
+    (Profile, ("version",), 2, ["profile: version is 2", "reads version 1", "gradwire profile"]),
     (Profile, ("version",), True, ["version is True"]),
     (Profile, ("version",), DELETE, ["version is missing", '"version": 1']),
     (Profile, ("colour",), 1, ["colour is not a field", "value is 1", "fields are version, model"]),
@@ -395,6 +395,13 @@ def test_text_that_is_no_document(text: str | bytes, words: list[str]) -> None:
     with pytest.raises(FormatError) as caught:
         Plan.from_json(text)
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize("document", [Profile, Cluster, Costs])
+def test_where_a_measured_file_cannot_be_read_the_error_says_what_makes_one(document: type[Document], tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nofile.json"):
+        with pytest.raises(FormatError, match=r"Check the path.* made by `gradwire profile`.*docs/how-to/plan-a-cluster\.md"):
+            document.load(path)
 
 
 def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:

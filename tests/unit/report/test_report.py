@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,11 +22,14 @@ from typer.testing import CliRunner
 from gradwire.bench.recorded import method_folder, with_rivals
 from gradwire.bench.results import Cell
 from gradwire.cli import app
-from gradwire.errors import FormatError, GradwireError
+from gradwire.core import LocalSteps
+from gradwire.errors import FormatError, GradwireError, WriteError
 from gradwire.record.run import Run
 from gradwire.record.tensorboard import export
+from gradwire.record.timeline import Moments, Pass, measured_timeline
 from gradwire.report.charts import STYLES
 from gradwire.report.html import as_html
+from gradwire.report.modules import module_rows
 from gradwire.report.page import page
 from gradwire.report.sections import SECTIONS, summary
 from gradwire.report.steps import Predicted, predicted, step_figure
@@ -61,6 +65,11 @@ class Page(HTMLParser):
     @property
     def text(self) -> str:
         return " ".join("".join(text for _, text in self._texts).split())
+
+    @property
+    def texts_of(self) -> list[tuple[str, str]]:
+        """Pairs of an element's name and a text in it."""
+        return self._texts
 
     def texts(self, name: str) -> list[str]:
         return [text for within, text in self._texts if within == name]
@@ -171,6 +180,62 @@ def test_an_uncompressed_run_and_a_slower_one_say_so() -> None:
     assert "not measurably faster or slower than plain DDP" in summary(replace(run, rivals=(same,)))
 
 
+def test_accumulated_gradients_are_summed_and_not_compared_with_one_batch(folder: Path) -> None:
+    run = made_up_run()
+    moments = Moments(0.0, [Pass(at + 0.001, at + 0.031, [("w", at + 0.061)]) for at in (0.0, 0.1, 0.2)], [], 0.3)
+    run = replace(run, timeline=measured_timeline(moments, "backward", 2, (0, 0, 0)))
+    shown = Page(page(run, predicted(run, folder)))
+    assert "A step has 3 forwards and backwards" in shown.text and "Predicted over measured" not in shown.text
+    cells = shown.texts("td")
+    assert cells.count("90 ms") == 2, "forward and backward"
+
+
+def local_run(recorded_now: bool = True) -> Run:
+    """A run of local steps: 40 exchanges of 5 steps. recorded_now: with what records of gradwire 0.3 have not."""
+    run = made_up_run(40, rivals=False)
+    plan = replace(run.plan, schedule=LocalSteps(every=5))
+    if not recorded_now:
+        return replace(run, plan=plan)
+    timeline = replace(run.timeline, schedule="local", steps=5, step_us=run.timeline.step_us / 5)
+    return replace(run, plan=plan, timeline=timeline, steps=tuple(replace(step, local_steps=5) for step in run.steps))
+
+
+@pytest.mark.parametrize("recorded_now", [True, False])
+def test_a_step_of_local_steps_is_one_of_them(folder: Path, recorded_now: bool) -> None:
+    run = local_run(recorded_now)
+    shown = Page(page(run, predicted(run, folder)))
+    assert summary(run) == (
+        "A local step takes 8.84 ms (median; most are between 8.67 ms and 9.01 ms) and sends 301 kB per step and rank, for "
+        "gradients of 8.39 MB. A round of 5 local steps takes 44.2 ms and sends 1.51 MB."
+    )
+    facts = [text for name, text in shown.texts_of if name in ("dt", "dd")]
+    assert ("steps", "200") in pairwise(facts) and ("local steps a round", "5") in pairwise(facts)
+    assert ("step, median", "8.84 ms") in pairwise(facts) and ("sent, a step and rank", "301 kB") in pairwise(facts)
+    assert "The schedule is LocalSteps(every=5)." in shown.text and "once in a round of 5 local steps" in shown.text
+    assert "A rank sends 1.51 MB in a round of 5 local steps" in shown.text
+    ticks = [float(text) for text in shown.texts("span") if re.fullmatch(r"\d+", text)]
+    assert max(ticks) > 150, "curves are against optimizer steps"
+    ratio = re.search(r"Predicted over measured: ([0-9.]+)\.", shown.text)
+    if recorded_now:
+        assert ratio is not None and run.timeline is not None
+        simulated = predicted(run, folder).timeline
+        assert simulated is not None and simulated.steps == 5
+        assert float(ratio[1]) == pytest.approx(simulated.step_us / run.timeline.step_us, rel=0.01)
+    else:
+        assert ratio is None and "measured" not in shown.texts("em")
+        assert "no measured timeline: gradwire 0.3 recorded it, and drew a round of 5 local steps as one step." in shown.text
+    assert [row.predicted_us is None for row in module_rows(run, predicted(run, folder).timeline)] == [False] * 16
+
+
+def test_the_rivals_of_local_steps_are_compared_step_by_step() -> None:
+    alone, rival = local_run(), made_up_run().rivals[0]
+    own = Cell(job="mlp", link="1gbit", gbps=1.0, method="gradwire:auto@local", step_us=[1e3] * 203, loss=list(range(203)))
+    run = replace(with_rivals(alone, own, {}, 5, 5), rivals=(replace(rival, loss=(), end_s=()),))
+    assert [step.step_us for step in run.steps] == [5e3] * 40 and [step.loss for step in run.steps[:2]] == [4, 9]
+    assert "27.8 times fewer bytes than plain DDP. A round of 5 local steps takes 5 ms" in summary(run)
+    assert "Over 200 steps this run saved 55.3 s, and saved 1.62 GB" in Page(page(run, NOTHING)).text
+
+
 def test_more_curves_than_can_be_told_apart_are_named() -> None:
     run = made_up_run()
     rivals = [replace(run.rivals[0], name=f"rival {number}") for number in range(6)]
@@ -202,6 +267,33 @@ def test_a_profile_of_another_model_is_a_reason_and_no_failure(tmp_path: Path) -
     told = predicted(made_up_run(), tmp_path)
     assert told.timeline is None and "The step was not predicted" in told.why_not
     assert predicted(made_up_run(), tmp_path / "none").why_not.startswith("The step was not predicted: the folder has no")
+
+
+@pytest.mark.parametrize(
+    "nodes, ranks_per_node, uneven, words",
+    [
+        (1, 1, False, "cluster.json describes 1 rank on 1 node, and the run had 2 ranks on 2 nodes. Profile again"),
+        (1, 2, False, "cluster.json describes 2 ranks on 1 node"),
+        (2, 2, False, "cluster.json describes 4 ranks on 2 nodes"),
+        (2, 2, True, "cluster.json describes up to 4 ranks on 2 nodes"),
+        (2, 1, False, ""),
+    ],
+)
+def test_a_cluster_of_other_ranks_is_a_reason(nodes: int, ranks_per_node: int, uneven: bool, words: str, tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    COSTS.save(tmp_path / "costs.json")
+    replace(CLUSTER, nodes=nodes, ranks_per_node=ranks_per_node, uneven=uneven).save(tmp_path / "cluster.json")
+    told = predicted(made_up_run(), tmp_path)
+    assert words in told.why_not and (told.timeline is None) == bool(words)
+
+
+@pytest.mark.parametrize("ranks, is_it", [(2, False), (3, True), (4, True), (5, False)])
+def test_uneven_nodes_count_as_many_ranks_as_they_may_have(ranks: int, is_it: bool, tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    COSTS.save(tmp_path / "costs.json")
+    replace(CLUSTER, ranks_per_node=2, uneven=True).save(tmp_path / "cluster.json")
+    told = predicted(replace(made_up_run(), world_size=ranks), tmp_path)
+    assert ("cluster.json describes" not in told.why_not) == is_it
 
 
 def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
@@ -280,6 +372,16 @@ def test_tensorboard_reads_what_was_exported(tmp_path: Path) -> None:
     assert losses == [(step.step, pytest.approx(step.loss)) for step in run.steps]
     assert [event.value for event in read.Scalars("bits/head.weight")] == [32.0]
     assert {"step_us", "exposed_us", "codec_us"} < set(read.Tags()["scalars"])
+
+
+@pytest.mark.parametrize("place", ["file", "file/logs", "/proc/logs"])
+def test_a_folder_for_tensorboard_that_cannot_be_made_is_named_before_anything_is_written(tmp_path: Path, place: str) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: its absence is the error")
+    made_up_run(3).save(tmp_path / "run.json")
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--tensorboard", str(tmp_path / place)])
+    assert isinstance(result.exception, WriteError) and f"{place}: no folder can be made there" in str(result.exception)
+    assert not (tmp_path / "report.html").exists()
 
 
 MEASURE = """

@@ -237,8 +237,6 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
         return self.fragments_of(numels)[begins.index(step)] if step in begins else ()
 
     def begins_after(self, exchange: int, rank: int | None = None) -> int:
-        """Number of local steps after which an exchange, counted from 0, begins on a rank; 0 for the one before the first.
-        rank: None for a rank that makes `every` of them in a period."""
         every = self.every if rank is None else self.steps_of(rank)
         period, place = divmod(exchange, self.fragments)
         return period * every + (place + 1) * every // self.fragments

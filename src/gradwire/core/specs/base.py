@@ -357,7 +357,7 @@ def _check_depth(data: Mapping[str, object]) -> None:
 
 
 def spec_from_text(text: str) -> Spec:
-    """Read a spec from its repr, in which fields may be left out. Nothing is evaluated but literals.
+    """Read a spec from its repr, in which fields may be left out. Nothing is evaluated but literals. Words need no quotes.
 
     Raises SpecError that names the mistake.
 
@@ -365,6 +365,8 @@ def spec_from_text(text: str) -> Spec:
     ErrorFeedback(QSGD(bits=2, block=128, rounding='nearest'))
     >>> spec_from_text("Identity")
     Identity()
+    >>> spec_from_text("Cast(dtype=bfloat16)")
+    Cast(dtype='bfloat16')
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -387,18 +389,20 @@ def _spec_of(node: ast.expr, text: str) -> Spec:
     known = [field.name for field in fields]
     if len(call.args) > len(known):
         raise SpecError(f"{name} takes at most {len(known)} values ({', '.join(known)}), not {len(call.args)}.")
-    values = dict(zip(known, (_value_of(argument, text) for argument in call.args), strict=False))
+    values = {field.name: _value_of(argument, text, field) for field, argument in zip(fields, call.args, strict=False)}
     for keyword in call.keywords:
         if keyword.arg not in known or keyword.arg in values:
             problem = "is given twice" if keyword.arg in values else f"is not a field of {name}: it has {', '.join(known)}"
             raise SpecError(f"{keyword.arg} {problem}.")
-        values[keyword.arg] = _value_of(keyword.value, text)
+        values[keyword.arg] = _value_of(keyword.value, text, fields[known.index(keyword.arg)])
     if missing := [field.name for field in fields if field.required and field.name not in values]:
         raise SpecError(f"{missing[0]} is missing in {name}(...): it has no default. Write {name}({missing[0]}=...).")
     return cls(**values)
 
 
-def _value_of(node: ast.expr, text: str) -> Any:
+def _value_of(node: ast.expr, text: str, field: msgspec.structs.FieldInfo) -> Any:
+    if isinstance(node, ast.Name) and field.type is not SpecField:
+        return node.id  # the field's own check names the field, and the values that it takes
     if isinstance(node, (ast.Call, ast.Name)):
         return _spec_of(node, text)
     try:
