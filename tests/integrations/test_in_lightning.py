@@ -226,6 +226,32 @@ def test_a_checkpoint_is_taken_up_bit_for_bit(framework_worlds: Worlds, tmp_path
     assert whole[0][2] == (plan is FEEDBACK)
 
 
+def after_a_range_test(folder: str, plan: Any, tests: bool) -> tuple[tuple[str, str, bool], int]:
+    """The end of a fit that begins with a range test of learning rates, or without; and the steps that gradwire counted."""
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    finder = [LearningRateFinder(num_training_steps=6, update_attr=False)] if tests else []
+    trainer = trainer_of(folder, plan, callbacks=finder)
+    end = fitted(trainer)
+    return end, trainer.strategy.handle.session.step
+
+
+RANGE_TESTED = {
+    "feedback": FEEDBACK,
+    "local": gw.Uniform(gw.QSGD(bits=4), schedule=gw.LocalSteps(every=3)),
+}
+
+
+@pytest.mark.parametrize("plan", RANGE_TESTED)
+def test_a_range_test_of_learning_rates_leaves_nothing_behind(framework_worlds: Worlds, tmp_path: Path, plan: str) -> None:
+    """It restores a checkpoint in the middle of the fit."""
+    plain, tested = (
+        framework_worlds.run(2, after_a_range_test, str(tmp_path), RANGE_TESTED[plan], tests, deadline_s=300.0)
+        for tests in (False, True)
+    )
+    assert tested == plain
+
+
 def saved_after(folder: str, plan: Any) -> tuple[str, str, bool]:
     """Fit to the fourth step, and save then."""
     trainer = trainer_of(folder, plan, max_steps=4)

@@ -92,7 +92,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
         raise
     _warn(saved, exchange, dropped)
     session.use(exchange)
-    session.order, session.order_known = saved.order, session.policy is not None
+    session.order, session.order_known = saved.order, session.policy is not None and saved.step > 0
     if saved.own:
         exchange.residuals.load(memory)
     else:
