@@ -149,15 +149,16 @@ class GradwireStrategy(DDPStrategy):
         super().teardown()
 
     def _load(self, handle: Handle) -> bool:
-        """Take up gradwire's part of the checkpoint, and return whether there was one. Collective."""
-        device, saved = handle.session.device, self._saved
-        taken = load_state(handle.session, lambda: {k: v.to(device) for k, v in saved.items()} if saved else None)
+        """Take up gradwire's part of the checkpoint, and return whether it could be. Collective."""
+        device, saved, why = handle.session.device, self._saved or {}, ""
+        then, now = len(saved.get("rank0/order", ())), len(handle.session.order)
         if self._lacks_state:
-            warnings.warn(
-                f"the checkpoint has optimizer states and no {_KEY!r}: it was saved with another strategy, or after a failure. "
-                "Residuals begin at zero, and plan='auto' decides anew.",
-                stacklevel=3,
-            )
+            why = f"has optimizer states and no {_KEY!r}: it was saved with another strategy, or after a failure"
+        elif saved and then != now:
+            why = f"was saved with {then} trainable tensors, and {now} are trainable now: a callback freezes and thaws layers"
+        taken = load_state(handle.session, lambda: {k: v.to(device) for k, v in saved.items()} if saved and not why else None)
+        if why:
+            warnings.warn(f"the checkpoint {why}. Residuals begin at zero, and plan='auto' decides anew.", stacklevel=3)
         self._saved, self._lacks_state = None, False
         return taken
 
