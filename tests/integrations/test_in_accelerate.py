@@ -172,6 +172,27 @@ def test_gradients_are_exchanged_once_in_an_accumulation(framework_worlds: World
     assert framework_worlds.run(2, exchanges, 4, deadline_s=200.0) == [3, 3]
 
 
+def triggered(plan: Any) -> tuple[str, int]:
+    """The weights of a run whose forwards are all inside `no_sync`, and how many of its steps were exchanged."""
+    run = Run(plan)
+    accelerator = run.accelerator
+    for pair in zip(*[iter([*run.loader][:6])] * 2, strict=True):
+        with accelerator.no_sync(run.model):
+            first, second = (nn.functional.cross_entropy(run.model(inputs), labels) for inputs, labels in pair)
+            accelerator.backward(first)
+        with accelerator.trigger_sync_in_backward(run.model):
+            accelerator.backward(second)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    handles = vars(accelerator).get("gradwire", [])
+    return digest(accelerator.unwrap_model(run.model).parameters()), handles[0].stats().steps if handles else 3
+
+
+def test_a_backward_sends_where_accelerate_triggers_it(framework_worlds: Worlds) -> None:
+    ddp, ours = (framework_worlds.run(2, triggered, plan, deadline_s=200.0) for plan in (None, gw.Uniform(gw.Identity())))
+    assert ours == ddp and ours[0] == ours[1]
+
+
 def learned(plan: Any) -> float:
     run = Run(plan, features=20)
     run.train(320)

@@ -226,6 +226,32 @@ def test_a_checkpoint_is_taken_up_bit_for_bit(framework_worlds: Worlds, tmp_path
     assert whole[0][2] == (plan is FEEDBACK)
 
 
+def after_a_range_test(folder: str, plan: Any, tests: bool) -> tuple[tuple[str, str, bool], int]:
+    """The end of a fit that begins with a range test of learning rates, or without; and the steps that gradwire counted."""
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    finder = [LearningRateFinder(num_training_steps=6, update_attr=False)] if tests else []
+    trainer = trainer_of(folder, plan, callbacks=finder)
+    end = fitted(trainer)
+    return end, trainer.strategy.handle.session.step
+
+
+RANGE_TESTED = {
+    "feedback": FEEDBACK,
+    "local": gw.Uniform(gw.QSGD(bits=4), schedule=gw.LocalSteps(every=3)),
+}
+
+
+@pytest.mark.parametrize("plan", RANGE_TESTED)
+def test_a_range_test_of_learning_rates_leaves_nothing_behind(framework_worlds: Worlds, tmp_path: Path, plan: str) -> None:
+    """It restores a checkpoint in the middle of the fit."""
+    plain, tested = (
+        framework_worlds.run(2, after_a_range_test, str(tmp_path), RANGE_TESTED[plan], tests, deadline_s=300.0)
+        for tests in (False, True)
+    )
+    assert tested == plain
+
+
 def saved_after(folder: str, plan: Any) -> tuple[str, str, bool]:
     """Fit to the fourth step, and save then."""
     trainer = trainer_of(folder, plan, max_steps=4)
@@ -240,6 +266,39 @@ def test_a_checkpoint_that_is_saved_after_fit_is_taken_up_bit_for_bit(framework_
     framework_worlds.run(2, saved_after, str(tmp_path), FEEDBACK, deadline_s=300.0)
     assert {"rank0/step", "rank1/step"} <= torch.load(tmp_path / "step=4.ckpt", weights_only=True)["gradwire"].keys()
     assert framework_worlds.run(2, taken_up, str(tmp_path), FEEDBACK, deadline_s=300.0) == whole
+
+
+def thawing(folder: str, plan: Any, checkpoint: str | None = None) -> tuple[str, int, list[str]]:
+    """The weights and the steps after a fit in which a callback thaws a layer after the first epoch; and the warnings."""
+    from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+
+    class Thaws(BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.01)
+
+    keep = ModelCheckpoint(dirpath=folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
+    trainer = trainer_of(folder, plan, max_steps=12, callbacks=[Thaws(), keep], enable_checkpointing=True)
+    torch.manual_seed(3)
+    module = classifier(by_step=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, data(8 * 4 * dist.get_world_size(), 1), ckpt_path=checkpoint)
+    said = [words for each in caught if "trainable tensors" in (words := str(each.message))]
+    return digest(module.parameters()), trainer.global_step, said
+
+
+def test_a_run_whose_layers_thaw_is_resumed(framework_worlds: Worlds, tmp_path: Path) -> None:
+    """Lightning freezes the layer anew before it restores the checkpoint."""
+    first, _ = framework_worlds.run(2, thawing, str(tmp_path), FEEDBACK, deadline_s=300.0)
+    assert first[1:] == (12, [])
+    one, other = framework_worlds.run(2, thawing, str(tmp_path / "b"), FEEDBACK, f"{tmp_path}/step=8.ckpt", deadline_s=300.0)
+    assert one[:2] == other[:2] and one[1] == 12
+    for _, _, said in (one, other):
+        assert len(said) == 1 and "saved with 6 trainable tensors, and 4 are trainable now" in said[0]
 
 
 def taken_up_with_words(folder: str, plan: Any) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,64 @@ def test_a_checkpoint_is_taken_up_by_one_rank(framework_worlds: Worlds, tmp_path
     folder = str(tmp_path / "checkpoint-3")
     (told,) = framework_worlds.run(1, trained, str(tmp_path / "b"), FEEDBACK, arguments, folder, deadline_s=300.0)
     assert told["history"][-1]["step"] == 6
+
+
+def just_in_time(
+    folder: str, plan: Any, event: str = "", step: int = 0, resume: str | None = None
+) -> tuple[str, dict[str, str], list[str]]:
+    """The weights and the residuals at the end, and what was warned of. A just-in-time checkpoint is requested at this event
+    after so many steps, and saved at the next event."""
+    from transformers import TrainerCallback
+
+    from gradwire.integrations.transformers import use
+
+    class Terminates(TrainerCallback):
+        """As SIGTERM does, some seconds later."""
+
+    def request(self: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step == step:
+            (own,) = (each for each in trainer.callback_handler.callbacks if type(each).__name__ == "JITCheckpointCallback")
+            own.jit_manager.is_checkpoint_requested = True
+
+    if event:
+        setattr(Terminates, event, request)
+    trainer = trainer_of(folder, dropout=0.0, enable_jit_checkpoint=True)
+    trainer.add_callback(Terminates())
+    callback = use(trainer, plan=plan)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train(resume_from_checkpoint=resume)
+    residuals = {key: digest([value]) for key, value in callback.handle.state_dict().items() if "residual" in key}
+    said = [words for each in caught if "checkpoint-" in (words := str(each.message))]
+    return digest(trainer.model.parameters()), residuals, said
+
+
+LOCAL = gw.Uniform(gw.QSGD(bits=4), schedule=gw.LocalSteps(every=3))
+JUST_IN_TIME = {
+    "between steps": (FEEDBACK, "on_step_end", 4),
+    "between local steps": (LOCAL, "on_step_end", 4),
+    "in a local step": (LOCAL, "on_step_begin", 3),
+}
+
+
+@pytest.mark.parametrize("case", JUST_IN_TIME)
+def test_a_just_in_time_checkpoint_is_taken_up_bit_for_bit(framework_worlds: Worlds, tmp_path: Path, case: str) -> None:
+    plan, event, step = JUST_IN_TIME[case]
+    whole = framework_worlds.run(2, just_in_time, str(tmp_path / "whole"), plan, deadline_s=300.0)
+    for _, _, said in framework_worlds.run(2, just_in_time, str(tmp_path), plan, event, step, deadline_s=300.0):
+        assert not said
+    folder = tmp_path / f"checkpoint-{step}"
+    assert sorted(path.name for path in folder.glob("gradwire*")) == ["gradwire-rank0.pt", "gradwire-rank1.pt"]
+    assert framework_worlds.run(2, just_in_time, str(tmp_path / "b"), plan, "", 0, str(folder), deadline_s=300.0) == whole
+
+
+def test_a_just_in_time_checkpoint_in_the_middle_of_a_step_is_told(framework_worlds: Worlds, tmp_path: Path) -> None:
+    told = framework_worlds.run(2, just_in_time, str(tmp_path), FEEDBACK, "on_step_begin", 3, deadline_s=300.0)
+    for _, _, said in told:
+        assert len(said) == 1 and said[0].startswith("checkpoint-3 is saved between backward and the optimizer's step")
+    checkpoint = str(tmp_path / "checkpoint-3")
+    resumed = framework_worlds.run(2, just_in_time, str(tmp_path / "b"), FEEDBACK, "", 0, checkpoint, deadline_s=300.0)
+    assert resumed[0][0] == resumed[1][0] and not resumed[0][2]
 
 
 def failed_before(folder: str, plan: Any) -> tuple[str, list[str]]:

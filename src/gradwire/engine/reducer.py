@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -155,6 +155,8 @@ class Reducer:
         """Steps so far: the number of the next one, or of the one that runs."""
         self.synchronise = True
         """False inside `no_sync`."""
+        self.sends_all = False
+        """True inside `sending`."""
         self._decided: tuple[int, bool] = NO_BACKWARD, True
         """The last backward that began, and whether it sends or only accumulates."""
         self.active: list[int] = []
@@ -254,6 +256,16 @@ class Reducer:
         """The number of the step whose forward begins next."""
         return self.step + (self._state is StepState.CLOSING)
 
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Let backwards inside send, also those whose forwards were inside `no_sync`."""
+        before = self.synchronise, self.sends_all
+        self.synchronise = self.sends_all = True
+        try:
+            yield
+        finally:
+            self.synchronise, self.sends_all = before
+
     # ---- events of a backward
 
     def expect_graph(self, outputs: list[torch.Tensor]) -> None:
@@ -284,7 +296,9 @@ class Reducer:
         self._decided = task, True
 
     def _only_accumulates(self, gradient: torch.Tensor) -> None:
-        if self._decided[0] != (task := torch._C._current_graph_task_id()):
+        if self.sends_all:
+            self._sends_now(gradient)
+        elif self._decided[0] != (task := torch._C._current_graph_task_id()):
             self._decided = task, False
 
     @property

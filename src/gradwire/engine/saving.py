@@ -92,7 +92,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
         raise
     _warn(saved, exchange, dropped)
     session.use(exchange)
-    session.order, session.order_known = saved.order, session.policy is not None
+    session.order, session.order_known = saved.order, session.policy is not None and saved.step > 0
     if saved.own:
         exchange.residuals.load(memory)
     else:
@@ -186,7 +186,8 @@ def _checked_plan(session: Session, saved: Saved) -> Plan:
     if sorted(saved.order) != sorted(session.order):
         raise ValueError(
             f"the state's order numbers {len(saved.order)} tensors, not each of the {len(session.order)} trainable ones of "
-            "the model once: it was saved with another model, or other parameters of it were frozen."
+            "the model once: it was saved with another model, or other parameters of it were frozen. Freeze the same ones before "
+            "gw.parallelize. Or load no state on any rank, and residuals begin at zero."
         )
     plan = _plan_to_resume(session, saved)
     if saved.own and saved.plan != (digest := _digest_of(session, plan)):

@@ -5,6 +5,7 @@ Call `prepare` in place of `accelerator.prepare`. The model is not wrapped: Acce
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,10 @@ def prepare(accelerator: Accelerator, *objects: Any, plan: Any = "auto", **optio
     script of one process, without a launcher, trains as without gradwire. `accelerator.free_memory` detaches the handles of all
     models; another `prepare` of the same model replaces its handle.
 
-    `accelerator.accumulate`, `no_sync`, `backward` and `clip_grad_norm_` work as before. `save_state` also writes a file of every
-    rank, `gradwire_{n}/gradwire-rank{r}.pt` for the n-th handle. `load_state` reads these, and the run goes on bit for bit. `log`
-    adds the numbers of `Tracked.facts` and the text of each decision, `gradwire_decision`, so all trackers get them.
+    `accelerator.accumulate`, `no_sync`, `trigger_sync_in_backward`, `backward` and `clip_grad_norm_` work as before. `save_state`
+    also writes a file of every rank, `gradwire_{n}/gradwire-rank{r}.pt` for the n-th handle. `load_state` reads these, and the
+    run goes on bit for bit. `log` adds the numbers of `Tracked.facts` and the text of each decision, `gradwire_decision`, so all
+    trackers get them.
 
     `broadcast_buffers=False` in Accelerate's DistributedDataParallelKwargs leaves each rank its own buffers.
 
@@ -147,12 +149,13 @@ class _OwnHandles(list[Handle]):
 
 
 def _handles_of(accelerator: Accelerator) -> _OwnHandles:
-    """The handles, which `save_state`, `load_state`, `free_memory` and `log` include from now on."""
+    """The handles, which `save_state`, `load_state`, `free_memory`, `log` and `trigger_sync_in_backward` heed from now on."""
     if "gradwire" in vars(accelerator):
         return accelerator.gradwire  # type: ignore[no-any-return]
     handles = accelerator.gradwire = _OwnHandles()
     folders: list[str] = []
     load, free, log = accelerator.load_state, accelerator.free_memory, accelerator.log
+    trigger = accelerator.trigger_sync_in_backward
 
     def save_too(models: Any, weights: Any, folder: str) -> None:
         for handle, own in handles.folders(folder):
@@ -171,7 +174,12 @@ def _handles_of(accelerator: Accelerator) -> _OwnHandles:
     def log_too(values: Mapping[str, Any], *rest: Any, **named: Any) -> None:
         log(handles.facts() | dict(values), *rest, **named)
 
+    def trigger_too(model: Any) -> AbstractContextManager[None]:
+        handle = next((each for each in handles if each.attached and each.session.model is model), None)
+        return trigger(model) if handle is None else handle.session.reducer.sending()
+
     accelerator.register_save_state_pre_hook(save_too)
     accelerator.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
     accelerator.load_state, accelerator.free_memory, accelerator.log = load_too, free_too, log_too
+    accelerator.trigger_sync_in_backward = trigger_too
     return handles

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from gradwire.api import Handle
 from gradwire.engine import load_state
-from gradwire.errors import PlanError, StepStateError
+from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.integrations.handles import gather_states
 from gradwire.integrations.trackers import Tracked, lines_to
 from gradwire.integrations.whole_optimizers import parallelize_whole, refuse_shards
@@ -66,7 +66,8 @@ class GradwireStrategy(DDPStrategy):
         self._tracked: Tracked | None = None
         self._recording: Recording | None = None
         self._training = ExitStack()
-        self._saved: dict[str, torch.Tensor] = {}
+        self._saved: dict[str, torch.Tensor] | None = None
+        """gradwire's part of the checkpoint that Lightning loads, until the handle takes it up; empty where it has none."""
         self._kept: dict[str, torch.Tensor] | None = None
         """This rank's state at the end of the last fit, on the CPU; None if that ended with an error."""
         self._lacks_state = False
@@ -83,15 +84,7 @@ class GradwireStrategy(DDPStrategy):
         self._tracked = Tracked(self.handle)
         self._training.callback(self.handle.detach)
         self._training.callback(lines_to(partial(_write, trainer)))
-        device, saved = self.handle.session.device, self._saved
-        load_state(self.handle.session, lambda: {k: v.to(device) for k, v in saved.items()} if saved else None)
-        if self._lacks_state:
-            warnings.warn(
-                f"the checkpoint has optimizer states and no {_KEY!r}: it was saved with another strategy, or after a failure. "
-                "Residuals begin at zero, and plan='auto' decides anew.",
-                stacklevel=2,
-            )
-        self._saved, self._lacks_state = {}, False
+        self._load(self.handle)
         if self._folder:
             self._recording = self._training.enter_context(self.handle.record(self._folder))
 
@@ -131,17 +124,43 @@ class GradwireStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load Lightning's checkpoint. `setup_optimizers` loads gradwire's part later."""
+        """Load Lightning's checkpoint. gradwire's part is loaded later: by `setup_optimizers`, or where a callback restores it in
+        the middle of a fit, by `load_optimizer_state_dict`."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._saved = checkpoint.get(_KEY, {})
         self._lacks_state = bool(checkpoint.get("optimizer_states")) and not self._saved
         return checkpoint
 
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of optimizers, and gradwire's part of a checkpoint that was loaded since they were set up."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self._tracked is None or self.handle is None or self._saved is None:
+            return
+        try:
+            if not self._load(self.handle):
+                self.handle.drop_residuals()
+        except GradwireError as error:  # after an exception in training, which an error here would hide
+            warnings.warn(f"gradwire's part of the checkpoint was not taken up: {error}", stacklevel=2)
+
     def teardown(self) -> None:
         """Detach gradwire from the module."""
         self._detach()
-        self._saved, self._lacks_state = {}, False
+        self._saved, self._lacks_state = None, False
         super().teardown()
+
+    def _load(self, handle: Handle) -> bool:
+        """Take up gradwire's part of the checkpoint, and return whether it could be. Collective."""
+        device, saved, why = handle.session.device, self._saved or {}, ""
+        then, now = len(saved.get("rank0/order", ())), len(handle.session.order)
+        if self._lacks_state:
+            why = f"has optimizer states and no {_KEY!r}: it was saved with another strategy, or after a failure"
+        elif saved and then != now:
+            why = f"was saved with {then} trainable tensors, and {now} are trainable now: a callback freezes and thaws layers"
+        taken = load_state(handle.session, lambda: {k: v.to(device) for k, v in saved.items()} if saved and not why else None)
+        if why:
+            warnings.warn(f"the checkpoint {why}. Residuals begin at zero, and plan='auto' decides anew.", stacklevel=3)
+        self._saved, self._lacks_state = None, False
+        return taken
 
     def _detach(self) -> None:
         if self._tracked is not None and self.handle is not None:

@@ -6,6 +6,7 @@ accumulation, clipping, mixed precision, evaluation and checkpoints are the Trai
 
 import os
 import sys
+import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -73,9 +74,9 @@ class GradwireCallback(TrainerCallback):
         self._recording: Recording | None = None
         self._training = ExitStack()
         self._plain_prepare = trainer.accelerator.prepare_model
-        self._plain_train, self._plain_log = trainer.train, trainer.log
+        self._plain_train, self._plain_log, self._plain_save = trainer.train, trainer.log, trainer._save_checkpoint
         trainer.accelerator.prepare_model = self._prepare_model
-        trainer.train, trainer.log = self._train, self._log
+        trainer.train, trainer.log, trainer._save_checkpoint = self._train, self._log, self._save
 
     def _train(self, resume_from_checkpoint: Any = None, *rest: Any, **named: Any) -> Any:
         folder = self._trainer.args.output_dir
@@ -125,6 +126,30 @@ class GradwireCallback(TrainerCallback):
             self._recording.log(logs["loss"])
         self._plain_log(logs, *rest, **named)
 
+    def _save(self, *arguments: Any, **named: Any) -> None:
+        """Save the Trainer's checkpoint, with this rank's state. A just-in-time one comes without `on_save`, and maybe in a step,
+        where this warns."""
+        handle, args, state = self.handle, self._trainer.args, self._trainer.state
+        if handle is None or not handle.attached:
+            self._plain_save(*arguments, **named)
+            return
+        handle.flush()  # in the middle of a local step the model holds this rank's own weights
+        self._plain_save(*arguments, **named)
+        if args.save_only_model:
+            return
+        folder = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        try:
+            save_handle(handle, os.path.join(args.output_dir, folder))
+        except StepStateError as error:
+            warnings.warn(f"{folder} is saved without this rank's state; residuals begin at zero after it. {error}", stacklevel=2)
+            return
+        if getattr(args, "enable_jit_checkpoint", False) and (name := _counted_early(handle)):
+            warnings.warn(
+                f"{folder} is saved between backward and the optimizer's step. Residuals, as that of {name!r}, count "
+                "this backward already, and weights do not. So a run that resumes from it is not the same bit for bit.",
+                stacklevel=2,
+            )
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Load the states that ranks saved with the checkpoint from which the Trainer resumes, and begin the record."""
         if dist.is_initialized() and self._model is None:
@@ -145,11 +170,13 @@ class GradwireCallback(TrainerCallback):
             )
         self._parallelize(self._trainer.model_wrapped)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Write this rank's state into the folder of the Trainer's checkpoint."""
-        if self.handle is not None and not args.save_only_model:
-            save_handle(self.handle, os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
-
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """End the record, and detach gradwire from the model."""
         self._training.close()
+
+
+def _counted_early(handle: Handle) -> str:
+    """The first tensor with a residual, where gradients were sent and wait for the optimizer's step; or ''."""
+    session = handle.session
+    sent = session.schedule.traits.sends_in_backward and any(each.grad is not None for each in session.parameters.values())
+    return next(iter(session.exchange.residuals.names()), "") if sent else ""
