@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.exchange import Exchange
+from gradwire.integrations.island_calls import naming_ranks
 from gradwire.integrations.member_state import form_of
 from gradwire.integrations.outer_steps import OuterSteps
 
@@ -90,6 +91,7 @@ class IslandState:
         found = torch.tensor([number], device=next(iter(self._outer.weights.values())).device)
         for group in (self._inside, self._between):
             rows = [torch.empty_like(found) for _ in range(group.size())]
-            dist.all_gather(rows, found, group=group)
+            with naming_ranks(group):
+                dist.all_gather(rows, found, group=group)
             found = torch.cat(rows)
         return [int(each) for each in found.tolist()]

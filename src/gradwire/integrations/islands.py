@@ -22,6 +22,7 @@ from gradwire.core import show
 from gradwire.engine import REGISTRY, ModelHook, checksums, leave_hooks_behind, lower_second_moments
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
+from gradwire.integrations.island_calls import naming_ranks
 from gradwire.integrations.island_state import IslandState
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
 from gradwire.integrations.shards import check_meshes, reshard, resharder, shard_of
@@ -152,11 +153,13 @@ def share_first(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> No
     own = [number - 2**64 if number >= 2**63 else number for number in checksums(tensors)]
     sums = torch.tensor(own, device=tensors[0].device)
     rows = [torch.empty_like(sums) for _ in range(group.size())]
-    dist.all_gather(rows, sums, group=group)
+    with naming_ranks(group):
+        dist.all_gather(rows, sums, group=group)
     for each, differs in zip(tensors, (torch.stack(rows) != sums).any(0).tolist(), strict=True):
         if differs:
             sent = each.contiguous().reshape(-1)
-            dist.broadcast(sent.view(torch.uint8), dist.get_global_rank(group, 0), group=group)
+            with naming_ranks(group):
+                dist.broadcast(sent.view(torch.uint8), dist.get_global_rank(group, 0), group=group)
             each.copy_(sent.view_as(each))
 
 
@@ -165,7 +168,8 @@ def share_inside(island: dist.ProcessGroup, weights: Mapping[str, torch.Tensor],
     for owner, dtype in sorted({(owner, weights[name].dtype) for name, owner in owners.items()}, key=str):
         chosen = [weights[name] for name, other in owners.items() if (other, weights[name].dtype) == (owner, dtype)]
         flat = torch.cat([each.reshape(-1) for each in chosen])
-        dist.broadcast(flat, dist.get_global_rank(island, owner), group=island)
+        with naming_ranks(island):
+            dist.broadcast(flat, dist.get_global_rank(island, owner), group=island)
         for each, part in zip(chosen, flat.split([each.numel() for each in chosen]), strict=True):
             each.copy_(part.view_as(each))
 

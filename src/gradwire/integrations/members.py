@@ -23,6 +23,7 @@ from gradwire.exchange import Exchange, State, TensorMeta, is_alike
 from gradwire.integrations.catch_up import CatchUp, Means
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.handover import MemberCard, StateOffer, copied, fetch, hand_over
+from gradwire.integrations.island_calls import LostRankError
 from gradwire.integrations.meetings import meeting_name, quorum_key
 from gradwire.integrations.member_state import MemberState
 from gradwire.integrations.quorum import Lighthouse, NoQuorumError
@@ -96,7 +97,9 @@ class Members:
                     assert self.exchange is not None
                     return self.exchange
             except (CommunicationError, LinkError, DisagreementError) as error:
-                if isinstance(error, NoQuorumError) or (isinstance(error, DisagreementError) and not self._took_part):
+                if isinstance(error, (NoQuorumError, LostRankError)):
+                    raise
+                if isinstance(error, DisagreementError) and not self._took_part:
                     raise  # who joins with another model goes, and the others go on
                 log.info("the members of quorum %d did not meet: %s", self._quorum[0], error)
                 self._failures += 1

@@ -1,0 +1,29 @@
+"""Torch's collectives inside an island and between islands. A failure names the ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from gradwire.errors import CommunicationError
+
+__all__ = ["LostRankError", "naming_ranks"]
+
+
+class LostRankError(CommunicationError):
+    """A rank of the island, or one at the same place of another island, died or stalled. Nobody can replace it."""
+
+
+@contextmanager
+def naming_ranks(group: dist.ProcessGroup) -> Iterator[None]:
+    """Raise LostRankError where a collective of this group fails inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        own = dist.get_rank()
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != own]
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise LostRankError(
+            f"rank {own}: one of the ranks {others} died or stalled, and this rank cannot go on without it. See the logs of these "
+            f"ranks. `torchrun --max-restarts` starts them again. (The backend said: {cause})"
+        ).about(others) from error
