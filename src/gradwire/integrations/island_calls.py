@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from gradwire.errors import CommunicationError
 
-__all__ = ["LostRankError", "naming_ranks"]
+__all__ = ["GroupLink", "LostRankError", "naming_ranks"]
 
 
 class LostRankError(CommunicationError):
@@ -27,3 +28,16 @@ def naming_ranks(group: dist.ProcessGroup) -> Iterator[None]:
             f"rank {own}: one of the ranks {others} died or stalled, and this rank cannot go on without it. See the logs of these "
             f"ranks. `torchrun --max-restarts` starts them again. (The backend said: {cause})"
         ).about(others) from error
+
+
+class GroupLink(NamedTuple):
+    """A process group of torch as a link on which ranks compare facts."""
+
+    group: dist.ProcessGroup
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """The bytes of every rank, of any length, in rank order. Collective."""
+        rows: list[Any] = [b""] * self.group.size()
+        with naming_ranks(self.group):
+            dist.all_gather_object(rows, own, group=self.group)
+        return rows
