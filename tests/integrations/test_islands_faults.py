@@ -72,6 +72,11 @@ def test_other_models_are_refused_on_all_islands(worlds: Worlds, change: Any, wo
     assert first == second and re.search(words, first), first
 
 
+def test_another_number_of_steps_is_named(worlds: Worlds) -> None:
+    for said in worlds.run(2, said_of, None, 5):
+        assert "disagree on the plan" in said and "LocalSteps(every=4)" in said and "LocalSteps(every=5)" in said
+
+
 def of_unlike_shards() -> str:
     """The error where islands have other shards at one place only."""
     mesh = mesh_of(2, 2)
