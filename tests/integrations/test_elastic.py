@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 import torch
 from crowd import START_S, Crowd, Member
@@ -33,6 +34,7 @@ from gradwire.engine import REGISTRY, Keeps, prepare
 from gradwire.exchange import Exchange
 from gradwire.integrations import member_state, quorum, torchft
 from gradwire.integrations.gradient_means import GradientMeans
+from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.member_watch import LighthouseLine
 from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
 from gradwire.integrations.quorum import load_torchft
@@ -134,6 +136,42 @@ def test_states_of_optimizers_in_another_order_are_refused() -> None:
         member_state.state_of(model, (), both[::-1]).load(state)
     with pytest.raises(gw.DisagreementError, match="has nothing in its place"):
         member_state.state_of(model, (), both[:1]).load(state)
+
+
+def test_learning_rates_of_numpy_reach_joiners_as_numbers() -> None:
+    """Joiners unpickle nothing, and numpy's numbers are objects of numpy."""
+    model, optimizer = linear()
+    half = np.float64(0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: half)
+    state = member_state.state_of(model, (), [optimizer, scheduler])
+    of_optimizer, of_scheduler = from_bytes(to_bytes(state.save()))["others"]
+    assert [type(each) for each in (of_optimizer["param_groups"][0]["lr"], *of_scheduler["_last_lr"])] == [float, float]
+    assert of_optimizer["param_groups"][0]["lr"] == optimizer.param_groups[0]["lr"] == 0.05
+
+
+class Strange:
+    """Has a state that nobody reads without unpickling."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": [torch.ones(3), self.value]}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.ones(3), r"is array\(\[1., 1., 1.\]\), a numpy.ndarray"),
+        (Path("a"), r"is PosixPath\('a'\), a pathlib.*PosixPath"),
+        (len, "is .*, a builtins.builtin_function_or_method"),
+        (lambda: 0, "is .*, a builtins.function"),
+    ],
+)
+def test_a_state_that_no_joiner_reads_is_refused_at_the_start(value: Any, words: str) -> None:
+    """Every joiner would end, and the member that is left would wait for others."""
+    with pytest.raises(gw.PlanError, match=r"the state of Strange\['seen'\]\[1\] " + words):
+        gw.elastic(*linear(), plan=gw.Identity(), lighthouse="127.0.0.1:1", also=[Strange(value)])
 
 
 @pytest.mark.parametrize(
