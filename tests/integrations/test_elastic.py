@@ -36,6 +36,7 @@ from gradwire.integrations import member_state, quorum, torchft
 from gradwire.integrations.gradient_means import GradientMeans
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.member_watch import LighthouseLine
+from gradwire.integrations.members import Members
 from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
 from gradwire.integrations.quorum import load_torchft
 
@@ -401,7 +402,11 @@ def test_second_moments_in_rounds_are_those_of_a_mean_over_the_members(second_mo
     optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, alone))
     means = LocalRounds(model, OuterSteps(dict(model.named_parameters()), schedule), [optimizer], schedule)
     for parts in (0, 2, 3, 3, 1):  # members that train; 0 before they have met
-        means.begin(SimpleNamespace(parts=parts, exchange=object()))  # type: ignore[arg-type]
+        members_that_met = Members.__new__(Members)
+        # all of them join in the first period: no member has a part yet
+        members_that_met.parts, members_that_met.world_size = (0 if parts == 2 else parts), parts
+        members_that_met.exchange = object()  # type: ignore[assignment]
+        means.begin(members_that_met)
         for each, own in ((model, optimizer), (alone, plain)):
             each(torch.randn(5, 3, generator=torch.Generator().manual_seed(parts))).square().sum().backward()
             own.step()

@@ -70,6 +70,11 @@ class Members:
         return 1.0 if not self.parts else self.world_size / self.parts if self.takes_part else 0.0
 
     @property
+    def taking_part(self) -> int:
+        """The members whose gradients count in this step, also where all join; 0 before the first quorum."""
+        return self.parts or self.world_size
+
+    @property
     def is_behind(self) -> bool:
         """Whether the others made steps that this member still has to make."""
         return self._catch_up is not None and self._catch_up.is_behind

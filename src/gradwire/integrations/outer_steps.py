@@ -166,7 +166,7 @@ class LocalRounds:
         self.trained.check()
 
     def _lower_second_moments(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        ranks = self._members.parts if self._members is not None else 1
+        ranks = self._members.taking_part if self._members is not None else 1
         lower_second_moments(optimizer, ranks, self.trained.parameters.values())
 
     def _after_step(self, *_: object) -> None:

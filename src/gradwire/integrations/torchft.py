@@ -166,7 +166,7 @@ class ElasticJob:
     @property
     def taking_part(self) -> int:
         """The number of members whose gradients count in the present step: without those that join or catch up."""
-        return self._members.parts or self._members.world_size
+        return self._members.taking_part
 
     @property
     def decision(self) -> AutoDecision | None:
