@@ -35,9 +35,10 @@ from gradwire.exchange import Exchange
 from gradwire.integrations import member_state, quorum, torchft
 from gradwire.integrations.gradient_means import GradientMeans
 from gradwire.integrations.handles import from_bytes, to_bytes
+from gradwire.integrations.local_rounds import LocalRounds
 from gradwire.integrations.member_watch import LighthouseLine
 from gradwire.integrations.members import Members
-from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
+from gradwire.integrations.outer_steps import OuterSteps
 from gradwire.integrations.quorum import load_torchft
 
 MORE = [pytest.mark.slow, pytest.mark.thorough]
@@ -792,6 +793,46 @@ def test_a_joiner_with_another_plan_goes_and_the_others_go_on(interpreters: Inte
         assert "DisagreementError" in crowd.logs() and not wrong.steps
     finally:
         crowd.close()
+
+
+def rounds_alone(address: str, batches: range, saved: bytes | None) -> tuple[list[int], bytes]:
+    """The steps of a job of one member after each local step, and its checkpoint. `saved`: that of the job before."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state: dict[str, Any] = from_bytes(saved) if saved is not None else {}
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    plan = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=2, outer=gw.Nesterov(lr=0.7, momentum=0.9)))
+    job = gw.elastic(model, optimizer, plan=plan, min_replicas=1, lighthouse=address, patience_s=20.0)
+    if state:
+        job.step = state["step"]
+    steps = []
+    for seed in batches:
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+        (model(inputs) - inputs[:, :4]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(job.step)
+    with job.global_weights():
+        end = to_bytes({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": job.step})
+    job.leave()
+    return steps, end
+
+
+def test_steps_of_local_rounds_are_rounds_also_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordination = pytest.importorskip("torchft.coordination")
+    monkeypatch.setattr(quorum, "_SETTLE_S", 0.01)
+    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=1, quorum_tick_ms=20, heartbeat_timeout_ms=300)
+    address = f"127.0.0.1:{urlsplit(lighthouse.address()).port}"
+    try:
+        steps, _ = rounds_alone(address, range(8), None)
+        first, saved = rounds_alone(address, range(4), None)
+        then, _ = rounds_alone(address, range(4, 8), saved)
+    finally:
+        lighthouse.shutdown()
+    assert steps == first + then == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
 def started_lighthouse(interpreters: Interpreters, bind: str) -> tuple[Any, str]:

@@ -20,7 +20,8 @@ from gradwire.core import LocalSteps
 from gradwire.errors import CommunicationError, DisagreementError, PlanError
 from gradwire.integrations.island_calls import naming_ranks
 from gradwire.integrations.islands import owners_of, share_inside
-from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
+from gradwire.integrations.local_rounds import LocalRounds
+from gradwire.integrations.outer_steps import OuterSteps
 from gradwire.integrations.quorum import Lighthouse, NoQuorumError
 from gradwire.integrations.shards import check_meshes, reshard, resharder, shard_of
 from gradwire.transport import LinkError
