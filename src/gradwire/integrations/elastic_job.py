@@ -1,8 +1,9 @@
 """A job of members that come and go, as a script sees it."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -27,12 +28,13 @@ class ElasticJob:
     ) -> None:
         self._model = weakref.ref(model)
         self._members, self._means, self._auto = members, means, auto
+        self._rounds = means if isinstance(means, LocalRounds) else None
 
     @property
     def step(self) -> int:
-        """The steps that count so far, with local steps the rounds: the same on all members. A joiner has those of the others. Set it
-        after a checkpoint was loaded, before the first step: members of an earlier one, or of none, get the state of this one."""
-        return self._members.step - self._means.uncounted
+        """The steps that count so far, with local steps the rounds: the same on all members. A joiner has those of the others.
+        `load_state_dict` sets it. A script may set it too, before the first step."""
+        return self._members.step - (self._rounds.uncounted if self._rounds is not None else 0)
 
     @step.setter
     def step(self, step: int) -> None:
@@ -40,6 +42,18 @@ class ElasticJob:
         if self.world_size:
             raise StepStateError(f"step is set to {step}, and the members met already. Set it before the first forward.")
         self._members.step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, and the outer momenta of local steps. Save it with the model, in `global_weights()`, and the optimizers. On
+        islands each rank has its own."""
+        return {"step": self.step, "momenta": self._rounds.momenta() if self._rounds is not None else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned, before the first step. Members of an earlier checkpoint, or of none, get the state of
+        this one. Raises StepStateError after the first step, ValueError for the state of another model or plan."""
+        self.step = state["step"]
+        if self._rounds is not None:
+            self._rounds.take_momenta(state["momenta"])
 
     @property
     def rank(self) -> int:
@@ -79,7 +93,7 @@ class ElasticJob:
     def global_weights(self) -> AbstractContextManager[None]:
         """Inside, the model holds the weights that are the same on all members, to evaluate or to save them. Between two rounds
         of local steps these are not the weights that train."""
-        return self._means.shown() if isinstance(self._means, LocalRounds) else nullcontext()
+        return self._rounds.shown() if self._rounds is not None else nullcontext()
 
     def leave(self) -> None:
         """Leave the job, and the model alone. The others go on."""

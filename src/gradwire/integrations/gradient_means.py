@@ -41,8 +41,6 @@ class GradientMeans:
         self._auto, self._exposed_s, self._scale = auto, 0.0, LossScale()
         self._parameters, self.trained = dict(parameters), TrainedParameters(model)
         self._turns = OptimizerTurns(optimizers)
-        self.uncounted = 0
-        """Committed steps of the members that were no steps of this script: none."""
         self.is_paused = False
         """Whether backwards average nothing."""
         self._met: Exchange | None = None

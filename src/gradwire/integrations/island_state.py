@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gradwire.exchange import Exchange
 from gradwire.integrations.island_calls import naming_ranks
-from gradwire.integrations.member_state import form_of
+from gradwire.integrations.member_state import check_forms
 from gradwire.integrations.outer_steps import OuterSteps
 
 __all__ = ["IslandState"]
@@ -77,12 +77,7 @@ class IslandState:
         """Raises ValueError for a state of other tensors."""
         own = self._outer.momenta() if state["momenta"] else {}
         for part, expected in {"weights": self._outer.weights, "local": self._outer.local, "momenta": own}.items():
-            for name in sorted(expected.keys() | state[part].keys()):
-                if (saved := form_of(state[part].get(name))) != (has := form_of(expected.get(name))):
-                    raise ValueError(
-                        f"the {part} of the state have {saved} for {name!r}, and this rank has {has}. Load the state of the same "
-                        "model and plan, which as many ranks saved."
-                    )
+            check_forms(part, state[part], expected)
         if int(state["steps"]) < 0:
             raise ValueError(f"the state was saved after {int(state['steps'])} steps.")
 

@@ -1,6 +1,6 @@
 """The `local` schedule among members that come and go: rounds of outer gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -67,6 +67,14 @@ class LocalRounds:
 
         return MemberState(save, load)
 
+    def momenta(self) -> dict[str, torch.Tensor]:
+        """Copies of the outer momenta."""
+        return {name: each.clone() for name, each in self._outer.momenta().items()}
+
+    def take_momenta(self, momenta: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what `momenta` returned. Raises ValueError for those of other tensors."""
+        self._outer.take_momenta(momenta)
+
     def shown(self) -> AbstractContextManager[None]:
         """Inside, the model holds W."""
         return self._outer.shown()
@@ -98,21 +106,18 @@ class LocalRounds:
         assert members is not None
         while True:
             found = members.meet()
-            if not isinstance(found, Exchange):  # a round that the others made
-                self._outer.step(found)
-                members.commit()
-                if members.is_behind:
-                    continue
-                break
-            if members.parts:  # else all members begin, with the weights of one of them
+            means = {} if isinstance(found, Exchange) else found  # a round that the others made
+            if isinstance(found, Exchange) and members.parts:  # else all members begin, with the weights of one of them
                 means = self._outer.gradients(members.factor)
                 members.begin(found)
                 found.ready_all(means)
                 if not members.end(found):
                     continue
+            if not members.begins:  # nobody has trained: the weights would follow the momentum of a checkpoint
                 self._outer.step(means)
             members.commit()
-            break
+            if not members.is_behind:
+                break
         self.uncounted = 1
         self._share()
         self._outer.take_up()

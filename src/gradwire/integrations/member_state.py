@@ -12,7 +12,7 @@ from gradwire.errors import DisagreementError, PlanError
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.shards import reshard, shard_of
 
-__all__ = ["MemberState", "form_of", "state_of"]
+__all__ = ["MemberState", "check_forms", "state_of"]
 
 
 class MemberState(NamedTuple):
@@ -61,6 +61,16 @@ def state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[
             each.load_state_dict(saved)
 
     return MemberState(save, load)
+
+
+def check_forms(what: str, saved: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError where the tensors of a saved state have other names, shapes or dtypes than those of this rank."""
+    for name in sorted(expected.keys() | saved.keys()):
+        if (found := form_of(saved.get(name))) != (has := form_of(expected.get(name))):
+            raise ValueError(
+                f"the {what} of the state have {found} for {name!r}, and this rank has {has}. Load the state of the same model and "
+                "plan, which as many ranks saved."
+            )
 
 
 def form_of(tensor: torch.Tensor | None) -> str:

@@ -47,8 +47,9 @@ class Members:
         rehearse(tensors, plan, lighthouse.timeout)
         self.step = 0
         """Committed steps: the same on all members that are not behind."""
-        self.parts, self.takes_part = 0, False
-        """The members whose gradients count in this step, 0 where all join, and whether this is one of them."""
+        self.parts, self.takes_part, self.begins = 0, False, False
+        """The members whose gradients count in this step, 0 where all join; whether this is one of them; and whether all begin
+        with this step, so that none of them has trained yet."""
         self.rank, self.world_size = 0, 0
         """This member's rank among the members that met last, and their number; 0 before the first quorum."""
         self.exchange: Exchange | None = None
@@ -102,9 +103,8 @@ class Members:
                     assert self.exchange is not None
                     return self.exchange
             except (CommunicationError, LinkError, DisagreementError) as error:
-                if isinstance(error, (NoQuorumError, LostRankError)):
-                    raise
-                if isinstance(error, DisagreementError) and not self._took_part:
+                is_over = isinstance(error, (NoQuorumError, LostRankError))
+                if is_over or (isinstance(error, DisagreementError) and not self._took_part):
                     raise  # who joins with another model goes, and the others go on
                 log.info("the members of quorum %d did not meet: %s", self._quorum[0], error)
                 self._failures += 1
@@ -129,7 +129,7 @@ class Members:
 
     def commit(self) -> None:
         """The step counts and the weights hold it."""
-        self.step, self._failures = self.step + 1, 0
+        self.step, self._failures, self.begins = self.step + 1, 0, False
 
     def give_up(self) -> None:
         """Leave the group, also in the middle of a step: the others' step fails, and the next one has a new quorum."""
@@ -181,6 +181,7 @@ class Members:
         cards, got = exchange.lanes.control.submit(lambda link: hand_over(link, card, data)).result()
         self._lighthouse.end_watch()
         self.parts, self.takes_part, self._failures = sum(not each.joins for each in cards), not card.joins, 0
+        self.begins = all(each.joins for each in cards)
         behind = {joiner for each in cards for joiner in each.sends}
         if quorum.max_step and not self.parts and behind:  # all have begun anew, some of them from a checkpoint
             self.parts, self.takes_part = len(cards) - len(behind), group.rank not in behind

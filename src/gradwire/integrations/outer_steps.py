@@ -12,6 +12,7 @@ import torch
 from gradwire.core import LocalSteps
 from gradwire.engine import OuterOptimizer
 from gradwire.errors import PlanError
+from gradwire.integrations.member_state import check_forms
 
 __all__ = ["OuterSteps", "check_rounds"]
 
@@ -82,6 +83,11 @@ class OuterSteps:
         if not self._schedule.outer.momentum:
             return {}
         return {name: torch.zeros_like(self.weights[name]) for name in self._own} | self._optimizer.momenta
+
+    def take_momenta(self, momenta: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what `momenta` returned; without any, from zeros. Raises ValueError for momenta of other tensors."""
+        check_forms("outer momenta", momenta, self.momenta() if momenta else {})
+        self._optimizer.take(momenta)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
