@@ -930,7 +930,7 @@ def test_momenta_of_another_model_are_refused(monkeypatch: pytest.MonkeyPatch) -
     plan = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps.diloco(every=5))
     job = gw.elastic(*linear(), plan=plan, lighthouse="127.0.0.1:1")
     assert sorted(job.state_dict()["momenta"]) == ["bias", "weight"]
-    with pytest.raises(ValueError, match=r"momenta of the state have torch.float32 of shape \[1\] for 'bias', and .* shape \[2\]"):
+    with pytest.raises(ValueError, match=r"momenta of the state have .* of shape \[1\] for 'bias', and .* shape \[2\]"):
         job.load_state_dict({"step": 5, "momenta": {"weight": torch.ones(2, 3), "bias": torch.ones(1)}})
     job.leave()
 

@@ -25,8 +25,8 @@ def naming_ranks(group: dist.ProcessGroup) -> Iterator[None]:
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != own]
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise LostRankError(
-            f"rank {own}: one of the ranks {others} died or stalled, and this rank cannot go on without it. See the logs of these "
-            f"ranks. `torchrun --max-restarts` starts them again. (The backend said: {cause})"
+            f"rank {own}: one of the ranks {others} died or stalled, and this rank cannot go on without it. See the logs of "
+            f"these ranks. `torchrun --max-restarts` starts them again. (The backend said: {cause})"
         ).about(others) from error
 
 

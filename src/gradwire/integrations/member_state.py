@@ -68,8 +68,8 @@ def check_forms(what: str, saved: Mapping[str, torch.Tensor], expected: Mapping[
     for name in sorted(expected.keys() | saved.keys()):
         if (found := form_of(saved.get(name))) != (has := form_of(expected.get(name))):
             raise ValueError(
-                f"the {what} of the state have {found} for {name!r}, and this rank has {has}. Load the state of the same model and "
-                "plan, which as many ranks saved."
+                f"the {what} of the state have {found} for {name!r}, and this rank has {has}. Load the state of the same model "
+                "and plan, which as many ranks saved."
             )
 
 
