@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from gradwire.errors import CommunicationError
 
-__all__ = ["GroupLink", "LostRankError", "naming_ranks"]
+__all__ = ["GroupLink", "LostRankError", "gather_rows", "naming_ranks"]
 
 
 class LostRankError(CommunicationError):
@@ -30,14 +31,24 @@ def naming_ranks(group: dist.ProcessGroup) -> Iterator[None]:
         ).about(others) from error
 
 
+def gather_rows(group: dist.ProcessGroup, own: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor of every rank, in rank order. All have one size. Collective."""
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    with naming_ranks(group):
+        dist.all_gather(rows, own, group=group)
+    return rows
+
+
 class GroupLink(NamedTuple):
     """A process group of torch as a link on which ranks compare facts."""
 
     group: dist.ProcessGroup
+    device: torch.device
+    """For the tensors that are sent."""
 
     def gather(self, own: bytes) -> list[bytes]:
         """The bytes of every rank, of any length, in rank order. Collective."""
-        rows: list[Any] = [b""] * self.group.size()
-        with naming_ranks(self.group):
-            dist.all_gather_object(rows, own, group=self.group)
-        return rows
+        sizes = [int(each) for each in gather_rows(self.group, torch.tensor([len(own)], device=self.device))]
+        padded = torch.frombuffer(bytearray(own.ljust(max(sizes))), dtype=torch.uint8).to(self.device)
+        rows = gather_rows(self.group, padded)
+        return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.exchange import Exchange
-from gradwire.integrations.island_calls import naming_ranks
+from gradwire.integrations.island_calls import gather_rows
 from gradwire.integrations.member_state import check_forms
 from gradwire.integrations.outer_steps import OuterSteps
 
@@ -85,8 +85,5 @@ class IslandState:
         """The numbers of all ranks, island by island."""
         found = torch.tensor([number], device=next(iter(self._outer.weights.values())).device)
         for group in (self._inside, self._between):
-            rows = [torch.empty_like(found) for _ in range(group.size())]
-            with naming_ranks(group):
-                dist.all_gather(rows, found, group=group)
-            found = torch.cat(rows)
+            found = torch.cat(gather_rows(group, found))
         return [int(each) for each in found.tolist()]

@@ -22,7 +22,7 @@ from gradwire.core import show
 from gradwire.engine import REGISTRY, ModelHook, checksums, leave_hooks_behind, lower_second_moments
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
-from gradwire.integrations.island_calls import GroupLink, naming_ranks
+from gradwire.integrations.island_calls import GroupLink, gather_rows, naming_ranks
 from gradwire.integrations.island_state import IslandState
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
 from gradwire.integrations.shards import check_meshes, reshard, resharder, shard_of
@@ -155,7 +155,7 @@ def check_alike(group: dist.ProcessGroup, model: torch.nn.Module) -> None:
     of_parameters = [(name, each, "trains" if each.requires_grad else "frozen") for name, each in model.named_parameters()]
     tensors = [*of_parameters, *((name, each, "buffer") for name, each in model.named_buffers())]
     facts = {"tensors of the model": [[name, [*each.shape], str(each.dtype), kind] for name, each, kind in tensors]}
-    agree(GroupLink(group), facts, tuple(dist.get_process_group_ranks(group)))
+    agree(GroupLink(group, tensors[0][1].device), facts, tuple(dist.get_process_group_ranks(group)))
 
 
 def share_first(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
@@ -163,10 +163,8 @@ def share_first(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> No
     may be most of a model, often are. Collective."""
     own = [number - 2**64 if number >= 2**63 else number for number in checksums(tensors)]
     sums = torch.tensor(own, device=tensors[0].device)
-    rows = [torch.empty_like(sums) for _ in range(group.size())]
-    with naming_ranks(group):
-        dist.all_gather(rows, sums, group=group)
-    for each, differs in zip(tensors, (torch.stack(rows) != sums).any(0).tolist(), strict=True):
+    rows = torch.stack(gather_rows(group, sums))
+    for each, differs in zip(tensors, (rows != sums).any(0).tolist(), strict=True):
         if differs:
             sent = each.contiguous().reshape(-1)
             with naming_ranks(group):
