@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 import torch
 from crowd import START_S, Crowd, Member
@@ -33,8 +34,11 @@ from gradwire.engine import REGISTRY, Keeps, prepare
 from gradwire.exchange import Exchange
 from gradwire.integrations import member_state, quorum, torchft
 from gradwire.integrations.gradient_means import GradientMeans
+from gradwire.integrations.handles import from_bytes, to_bytes
+from gradwire.integrations.local_rounds import LocalRounds
 from gradwire.integrations.member_watch import LighthouseLine
-from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
+from gradwire.integrations.members import Members
+from gradwire.integrations.outer_steps import OuterSteps
 from gradwire.integrations.quorum import load_torchft
 
 MORE = [pytest.mark.slow, pytest.mark.thorough]
@@ -134,6 +138,42 @@ def test_states_of_optimizers_in_another_order_are_refused() -> None:
         member_state.state_of(model, (), both[::-1]).load(state)
     with pytest.raises(gw.DisagreementError, match="has nothing in its place"):
         member_state.state_of(model, (), both[:1]).load(state)
+
+
+def test_learning_rates_of_numpy_reach_joiners_as_numbers() -> None:
+    """Joiners unpickle nothing, and numpy's numbers are objects of numpy."""
+    model, optimizer = linear()
+    half = np.float64(0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: half)
+    state = member_state.state_of(model, (), [optimizer, scheduler])
+    of_optimizer, of_scheduler = from_bytes(to_bytes(state.save()))["others"]
+    assert [type(each) for each in (of_optimizer["param_groups"][0]["lr"], *of_scheduler["_last_lr"])] == [float, float]
+    assert of_optimizer["param_groups"][0]["lr"] == optimizer.param_groups[0]["lr"] == 0.05
+
+
+class Strange:
+    """Has a state that nobody reads without unpickling."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": [torch.ones(3), self.value]}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.ones(3), r"is array\(\[1., 1., 1.\]\), a numpy.ndarray"),
+        (Path("a"), r"is PosixPath\('a'\), a pathlib.*PosixPath"),
+        (len, "is .*, a builtins.builtin_function_or_method"),
+        (lambda: 0, "is .*, a builtins.function"),
+    ],
+)
+def test_a_state_that_no_joiner_reads_is_refused_at_the_start(value: Any, words: str) -> None:
+    """Every joiner would end, and the member that is left would wait for others."""
+    with pytest.raises(gw.PlanError, match=r"the state of Strange\['seen'\]\[1\] " + words):
+        gw.elastic(*linear(), plan=gw.Identity(), lighthouse="127.0.0.1:1", also=[Strange(value)])
 
 
 @pytest.mark.parametrize(
@@ -363,7 +403,11 @@ def test_second_moments_in_rounds_are_those_of_a_mean_over_the_members(second_mo
     optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, alone))
     means = LocalRounds(model, OuterSteps(dict(model.named_parameters()), schedule), [optimizer], schedule)
     for parts in (0, 2, 3, 3, 1):  # members that train; 0 before they have met
-        means.begin(SimpleNamespace(parts=parts, exchange=object()))  # type: ignore[arg-type]
+        members_that_met = Members.__new__(Members)
+        # all of them join in the first period: no member has a part yet
+        members_that_met.parts, members_that_met.world_size = (0 if parts == 2 else parts), parts
+        members_that_met.exchange = object()  # type: ignore[assignment]
+        means.begin(members_that_met)
         for each, own in ((model, optimizer), (alone, plain)):
             each(torch.randn(5, 3, generator=torch.Generator().manual_seed(parts))).square().sum().backward()
             own.step()
@@ -751,6 +795,46 @@ def test_a_joiner_with_another_plan_goes_and_the_others_go_on(interpreters: Inte
         crowd.close()
 
 
+def rounds_alone(address: str, batches: range, saved: bytes | None) -> tuple[list[int], bytes]:
+    """The steps of a job of one member after each local step, and its checkpoint. saved: that of the job before."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state: dict[str, Any] = from_bytes(saved) if saved is not None else {}
+    if state:
+        model.load_state_dict(state["model"])
+    plan = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=2, outer=gw.Nesterov(lr=0.7, momentum=0.9)))
+    job = gw.elastic(model, optimizer, plan=plan, min_replicas=1, lighthouse=address, patience_s=20.0)
+    if state:
+        job.load_state_dict(state["job"])
+    steps = []
+    for seed in batches:
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+        (model(inputs) - inputs[:, :4]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(job.step)
+    with job.global_weights():
+        end = to_bytes({"model": model.state_dict(), "job": job.state_dict()})
+    job.leave()
+    return steps, end
+
+
+def test_local_rounds_go_on_from_a_checkpoint_and_are_the_steps_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordination = pytest.importorskip("torchft.coordination")
+    monkeypatch.setattr(quorum, "_SETTLE_S", 0.01)
+    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=1, quorum_tick_ms=20, heartbeat_timeout_ms=300)
+    address = f"127.0.0.1:{urlsplit(lighthouse.address()).port}"
+    try:
+        steps, end = rounds_alone(address, range(8), None)
+        first, saved = rounds_alone(address, range(4), None)
+        then, resumed = rounds_alone(address, range(4, 8), saved)
+    finally:
+        lighthouse.shutdown()
+    assert steps == first + then == [0, 1, 1, 2, 2, 3, 3, 4]
+    torch.testing.assert_close(from_bytes(resumed), from_bytes(end), rtol=0.0, atol=0.0)  # with the outer momentum
+
+
 def started_lighthouse(interpreters: Interpreters, bind: str) -> tuple[Any, str]:
     """A lighthouse of the command line, and its address."""
     command = [sys.executable, "-u", "-m", "gradwire", "lighthouse", "--bind", bind]
@@ -774,12 +858,17 @@ import torch
 import gradwire as gw
 step, plan = int(sys.argv[2]), gw.Identity()
 if sys.argv[3] == "local":
-    plan = gw.Uniform(plan, schedule=gw.LocalSteps(every=5))
+    plan = gw.Uniform(plan, schedule=gw.LocalSteps.diloco(every=5))
 torch.manual_seed(step)
 model = torch.nn.Linear(20, 3)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 job = gw.elastic(model, optimizer, plan=plan, lighthouse=sys.argv[1])
-job.step, began_s, share = step, time.monotonic(), None
+momenta = {name: torch.ones_like(each) for name, each in model.named_parameters()} if step else {}
+job.load_state_dict({"step": step, "momenta": momenta})
+began_s, share, before = time.monotonic(), None, [each.detach().clone() for each in model.parameters()]
+model(torch.zeros(8, 20))  # the members meet
+with job.global_weights():
+    stayed = all(map(torch.equal, model.parameters(), before))
 while job.step < 110:
     inputs = torch.randn(8, 20)
     (own,) = torch.autograd.grad(model(inputs).square().mean(), model.weight)
@@ -788,7 +877,7 @@ while job.step < 110:
     share = share or float(model.weight.grad.norm() / own.norm())
     optimizer.zero_grad()
 with job.global_weights():
-    print(job.step, sum(weight.double().sum().item() for weight in model.parameters()), share, time.monotonic() - began_s)
+    print(job.step, sum(weight.double().sum().item() for weight in model.parameters()), share, time.monotonic() - began_s, stayed)
 job.leave()
 """
 
@@ -819,6 +908,7 @@ def test_a_job_counts_on_from_a_checkpoint(interpreters: Interpreters, plan: str
     if 0 in steps:
         trains = first if steps[0] else second
         assert float(trains[2]) == pytest.approx(1.0)
+        assert trains[4] == "True", "nobody has trained yet"
 
 
 def test_steps_are_set_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -827,10 +917,22 @@ def test_steps_are_set_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> 
     job = gw.elastic(*linear(), plan=gw.Identity(), lighthouse="127.0.0.1:1")
     with pytest.raises(gw.PlanError, match="step is -1"):
         job.step = -1
-    job.step, job.step = 4, 5
+    job.step = 4
+    job.load_state_dict({"step": 5, "momenta": {}})
+    assert job.state_dict() == {"step": 5, "momenta": {}}
     members.world_size = 2
     with pytest.raises(gw.StepStateError, match=r"step is set to 6.*met already"):
         job.step = 6
+
+
+def test_momenta_of_another_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchft, "Members", lambda *_, **__: SimpleNamespace(step=0, world_size=0, leave=lambda: None))
+    plan = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps.diloco(every=5))
+    job = gw.elastic(*linear(), plan=plan, lighthouse="127.0.0.1:1")
+    assert sorted(job.state_dict()["momenta"]) == ["bias", "weight"]
+    with pytest.raises(ValueError, match=r"momenta of the state have .* of shape \[1\] for 'bias', and .* shape \[2\]"):
+        job.load_state_dict({"step": 5, "momenta": {"weight": torch.ones(2, 3), "bias": torch.ones(1)}})
+    job.leave()
 
 
 def until_decided(crowd: Crowd, members: list[Member]) -> None:

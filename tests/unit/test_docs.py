@@ -309,6 +309,14 @@ def test_code_on_the_page_can_be_read(page: Path) -> None:
             assert all(isinstance(document, dict) for document in yaml.safe_load_all(block.text))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_kill_leaves_no_half_of_a_checkpoint_on_the_page(page: Path) -> None:
+    """`torch.save` makes the file first and fills it later: under its name only once it is whole."""
+    for block in blocks(page):
+        if block.language == "python" and re.search(r"\btorch\.save\(", block.text):
+            assert "os.replace(" in block.text or "TemporaryDirectory(" in block.text, block.text
+
+
 def test_the_pictures_are_what_their_script_draws() -> None:
     path = DOCS / "pictures" / "draw.py"
     draw = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("draw", path))

@@ -87,7 +87,7 @@ def tensor_facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: 
         "torch version": torch.__version__,
         "names, shapes and dtypes of the tensors": [[name, list(t.shape), str(t.dtype), t.device.type] for name, t in rows],
         "memory formats of the tensors": [[name, list(t.stride())] for name, t in rows],
-        "plan": f"{plan.digest()[:16]} {plan.buckets[0].main_spec!r}",
+        "plan": f"{plan.digest()[:16]} {plan.buckets[0].main_spec!r} {plan.schedule!r}",
         KERNELS: golden_digests(plan, [tensor.dtype for _, tensor in rows], rows[0][1].device),
     }
 

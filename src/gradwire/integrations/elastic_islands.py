@@ -18,8 +18,10 @@ from torch.utils import _pytree as pytree
 
 from gradwire.core import LocalSteps
 from gradwire.errors import CommunicationError, DisagreementError, PlanError
+from gradwire.integrations.island_calls import naming_ranks
 from gradwire.integrations.islands import owners_of, share_inside
-from gradwire.integrations.outer_steps import LocalRounds, OuterSteps
+from gradwire.integrations.local_rounds import LocalRounds
+from gradwire.integrations.outer_steps import OuterSteps
 from gradwire.integrations.quorum import Lighthouse, NoQuorumError
 from gradwire.integrations.shards import check_meshes, reshard, resharder, shard_of
 from gradwire.transport import LinkError
@@ -73,7 +75,8 @@ class IslandLighthouse(Lighthouse):
         return data.numpy().tobytes()
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, dist.get_global_rank(self._island, 0), group=self._island)
+        with naming_ranks(self._island):
+            dist.broadcast(tensor, dist.get_global_rank(self._island, 0), group=self._island)
 
     def all_do(self, action: Callable[[], None]) -> None:
         failed: Exception | None = None
@@ -86,7 +89,8 @@ class IslandLighthouse(Lighthouse):
 
     def all_agree(self, is_well: bool) -> bool:
         count = torch.tensor(float(is_well))
-        dist.all_reduce(count, dist.ReduceOp.MIN, group=self._island)
+        with naming_ranks(self._island):
+            dist.all_reduce(count, dist.ReduceOp.MIN, group=self._island)
         return bool(count)
 
 

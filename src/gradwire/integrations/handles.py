@@ -9,9 +9,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from gradwire.api import Handle
 from gradwire.core import make_folder, write_whole
@@ -172,9 +174,10 @@ def gather_states(handle: Handle, kept: Mapping[str, torch.Tensor] | None = None
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:
-    """The bytes of `torch.save` for a state."""
+    """The bytes of `torch.save` for a state. Numbers of numpy, such as learning rates that a scheduler computed, become Python's:
+    numpy's are not read without unpickling."""
     file = io.BytesIO()
-    torch.save(state, file)
+    torch.save(pytree.tree_map_only((np.number, np.bool_), lambda each: each.item(), state), file)
     return file.getvalue()
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.exchange import Exchange
-from gradwire.integrations.member_state import form_of
+from gradwire.integrations.island_calls import gather_rows
+from gradwire.integrations.member_state import check_forms
 from gradwire.integrations.outer_steps import OuterSteps
 
 __all__ = ["IslandState"]
@@ -76,12 +77,7 @@ class IslandState:
         """Raises ValueError for a state of other tensors."""
         own = self._outer.momenta() if state["momenta"] else {}
         for part, expected in {"weights": self._outer.weights, "local": self._outer.local, "momenta": own}.items():
-            for name in sorted(expected.keys() | state[part].keys()):
-                if (saved := form_of(state[part].get(name))) != (has := form_of(expected.get(name))):
-                    raise ValueError(
-                        f"the {part} of the state have {saved} for {name!r}, and this rank has {has}. Load the state of the same "
-                        "model and plan, which as many ranks saved."
-                    )
+            check_forms(part, state[part], expected)
         if int(state["steps"]) < 0:
             raise ValueError(f"the state was saved after {int(state['steps'])} steps.")
 
@@ -89,7 +85,5 @@ class IslandState:
         """The numbers of all ranks, island by island."""
         found = torch.tensor([number], device=next(iter(self._outer.weights.values())).device)
         for group in (self._inside, self._between):
-            rows = [torch.empty_like(found) for _ in range(group.size())]
-            dist.all_gather(rows, found, group=group)
-            found = torch.cat(rows)
+            found = torch.cat(gather_rows(group, found))
         return [int(each) for each in found.tolist()]

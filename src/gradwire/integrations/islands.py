@@ -22,10 +22,12 @@ from gradwire.core import show
 from gradwire.engine import REGISTRY, ModelHook, checksums, leave_hooks_behind, lower_second_moments
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
+from gradwire.integrations.island_calls import GroupLink, gather_rows, naming_ranks
 from gradwire.integrations.island_state import IslandState
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
 from gradwire.integrations.shards import check_meshes, reshard, resharder, shard_of
 from gradwire.integrations.trained import StepWatch, TrainedParameters
+from gradwire.transport import agree
 
 __all__ = ["Islands", "islands", "owners_of", "share_first", "share_inside"]
 
@@ -40,7 +42,7 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     where a rank died or stalled, and StepStateError where a parameter was thawed, added or replaced since.
     What it returns lives as long as the model, or until `detach()`. Raises PlanError for another mesh or schedule, for a model
     of which only a part is sharded, and for shards on other ranks than those of an island; StepStateError for a model that
-    trains on islands already.
+    trains on islands already; DisagreementError where islands have other models or plans.
 
     Example, for 2 islands of 4 ranks, inside which gradients are averaged exactly::
 
@@ -78,6 +80,7 @@ class Islands:
             whole = next(name for name in parameters if name not in sharded)
             raise PlanError(f"{whole!r} is no shard, and other parameters are. Call fully_shard on the whole model.")
         self._local = {name: shard_of(each) for name, each in parameters.items()}
+        check_alike(self._between, model)
         share_first(self._between, [*map(shard_of, model.parameters()), *map(shard_of, model.buffers())])
         self._owners = {} if sharded else owners_of(self._local, self._inside.size())
         place = self._inside.rank()
@@ -146,17 +149,26 @@ class Islands:
         self._outer.take_up()
 
 
+def check_alike(group: dist.ProcessGroup, model: torch.nn.Module) -> None:
+    """Raises DisagreementError on all ranks of a group where their models have other parameters or buffers. Collective. Shards
+    count with the shape of the whole, so that all ranks of an island find the same."""
+    of_parameters = [(name, each, "trains" if each.requires_grad else "frozen") for name, each in model.named_parameters()]
+    tensors = [*of_parameters, *((name, each, "buffer") for name, each in model.named_buffers())]
+    facts = {"tensors of the model": [[name, [*each.shape], str(each.dtype), kind] for name, each, kind in tensors]}
+    agree(GroupLink(group, tensors[0][1].device), facts, tuple(dist.get_process_group_ranks(group)))
+
+
 def share_first(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     """Give all ranks of a group the values of its first rank. Sends only tensors that are not the same on all: frozen ones, which
     may be most of a model, often are. Collective."""
     own = [number - 2**64 if number >= 2**63 else number for number in checksums(tensors)]
     sums = torch.tensor(own, device=tensors[0].device)
-    rows = [torch.empty_like(sums) for _ in range(group.size())]
-    dist.all_gather(rows, sums, group=group)
-    for each, differs in zip(tensors, (torch.stack(rows) != sums).any(0).tolist(), strict=True):
+    rows = torch.stack(gather_rows(group, sums))
+    for each, differs in zip(tensors, (rows != sums).any(0).tolist(), strict=True):
         if differs:
             sent = each.contiguous().reshape(-1)
-            dist.broadcast(sent.view(torch.uint8), dist.get_global_rank(group, 0), group=group)
+            with naming_ranks(group):
+                dist.broadcast(sent.view(torch.uint8), dist.get_global_rank(group, 0), group=group)
             each.copy_(sent.view_as(each))
 
 
@@ -165,7 +177,8 @@ def share_inside(island: dist.ProcessGroup, weights: Mapping[str, torch.Tensor],
     for owner, dtype in sorted({(owner, weights[name].dtype) for name, owner in owners.items()}, key=str):
         chosen = [weights[name] for name, other in owners.items() if (other, weights[name].dtype) == (owner, dtype)]
         flat = torch.cat([each.reshape(-1) for each in chosen])
-        dist.broadcast(flat, dist.get_global_rank(island, owner), group=island)
+        with naming_ranks(island):
+            dist.broadcast(flat, dist.get_global_rank(island, owner), group=island)
         for each, part in zip(chosen, flat.split([each.numel() for each in chosen]), strict=True):
             each.copy_(part.view_as(each))
 

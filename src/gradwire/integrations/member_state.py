@@ -5,11 +5,14 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
-from gradwire.errors import DisagreementError
+from gradwire.core import show
+from gradwire.errors import DisagreementError, PlanError
+from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.shards import reshard, shard_of
 
-__all__ = ["MemberState", "form_of", "state_of"]
+__all__ = ["MemberState", "check_forms", "state_of"]
 
 
 class MemberState(NamedTuple):
@@ -20,7 +23,10 @@ class MemberState(NamedTuple):
 
 
 def state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[Any]) -> MemberState:
-    """The state of a model, without the tensors of these names, and of other objects."""
+    """The state of a model, without the tensors of these names, and of other objects. Raises PlanError for an object with a state
+    that a joiner could not read."""
+    for each in others:
+        _check_readable(each)
 
     def tensors() -> dict[str, torch.Tensor]:
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -57,9 +63,41 @@ def state_of(model: torch.nn.Module, without: Collection[str], others: Sequence[
     return MemberState(save, load)
 
 
+def check_forms(what: str, saved: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError where the tensors of a saved state have other names, shapes or dtypes than those of this rank."""
+    for name in sorted(expected.keys() | saved.keys()):
+        if (found := form_of(saved.get(name))) != (has := form_of(expected.get(name))):
+            raise ValueError(
+                f"the {what} of the state have {found} for {name!r}, and this rank has {has}. Load the state of the same model "
+                "and plan, which as many ranks saved."
+            )
+
+
 def form_of(tensor: torch.Tensor | None) -> str:
     """The shape and dtype in words."""
     return "nothing" if tensor is None else f"{tensor.dtype} of shape {[*tensor.shape]}"
+
+
+def _check_readable(each: Any) -> None:
+    state = pytree.tree_map_only(torch.Tensor, lambda _: None, each.state_dict())  # tensors can be read, and may be large
+    if _is_readable(state):
+        return
+    leaves = pytree.tree_flatten_with_path(state)[0]
+    path, value = next(((path, leaf) for path, leaf in leaves if not _is_readable(leaf)), ((), state))
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise PlanError(
+        f"the state of {type(each).__name__}{pytree.keystr(path)} is {show(value)}, a {kind}: joiners get states from another "
+        "member, and for safety read only tensors, numbers, texts, lists and dictionaries. Let its state_dict() have no other "
+        "values, or leave the object out of `also`."
+    )
+
+
+def _is_readable(value: Any) -> bool:
+    try:
+        from_bytes(to_bytes({"value": value}))
+    except Exception:  # of pickle, torch, or the value itself
+        return False
+    return True
 
 
 def _label(each: Any, names: Mapping[int, str]) -> str:

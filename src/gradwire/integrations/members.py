@@ -23,6 +23,7 @@ from gradwire.exchange import Exchange, State, TensorMeta, is_alike
 from gradwire.integrations.catch_up import CatchUp, Means
 from gradwire.integrations.handles import from_bytes, to_bytes
 from gradwire.integrations.handover import MemberCard, StateOffer, copied, fetch, hand_over
+from gradwire.integrations.island_calls import LostRankError
 from gradwire.integrations.meetings import meeting_name, quorum_key
 from gradwire.integrations.member_state import MemberState
 from gradwire.integrations.quorum import Lighthouse, NoQuorumError
@@ -46,8 +47,9 @@ class Members:
         rehearse(tensors, plan, lighthouse.timeout)
         self.step = 0
         """Committed steps: the same on all members that are not behind."""
-        self.parts, self.takes_part = 0, False
-        """The members whose gradients count in this step, 0 where all join, and whether this is one of them."""
+        self.parts, self.takes_part, self.begins = 0, False, False
+        """The members whose gradients count in this step, 0 where all join; whether this is one of them; and whether all begin
+        with this step, so that none of them has trained yet."""
         self.rank, self.world_size = 0, 0
         """This member's rank among the members that met last, and their number; 0 before the first quorum."""
         self.exchange: Exchange | None = None
@@ -67,6 +69,11 @@ class Members:
     def factor(self) -> float:
         """The factor of gradients before they are averaged, so that those of joiners count for nothing."""
         return 1.0 if not self.parts else self.world_size / self.parts if self.takes_part else 0.0
+
+    @property
+    def taking_part(self) -> int:
+        """The members whose gradients count in this step, also where all join; 0 before the first quorum."""
+        return self.parts or self.world_size
 
     @property
     def is_behind(self) -> bool:
@@ -96,7 +103,8 @@ class Members:
                     assert self.exchange is not None
                     return self.exchange
             except (CommunicationError, LinkError, DisagreementError) as error:
-                if isinstance(error, NoQuorumError) or (isinstance(error, DisagreementError) and not self._took_part):
+                is_over = isinstance(error, (NoQuorumError, LostRankError))
+                if is_over or (isinstance(error, DisagreementError) and not self._took_part):
                     raise  # who joins with another model goes, and the others go on
                 log.info("the members of quorum %d did not meet: %s", self._quorum[0], error)
                 self._failures += 1
@@ -121,7 +129,7 @@ class Members:
 
     def commit(self) -> None:
         """The step counts and the weights hold it."""
-        self.step, self._failures = self.step + 1, 0
+        self.step, self._failures, self.begins = self.step + 1, 0, False
 
     def give_up(self) -> None:
         """Leave the group, also in the middle of a step: the others' step fails, and the next one has a new quorum."""
@@ -173,6 +181,7 @@ class Members:
         cards, got = exchange.lanes.control.submit(lambda link: hand_over(link, card, data)).result()
         self._lighthouse.end_watch()
         self.parts, self.takes_part, self._failures = sum(not each.joins for each in cards), not card.joins, 0
+        self.begins = all(each.joins for each in cards)
         behind = {joiner for each in cards for joiner in each.sends}
         if quorum.max_step and not self.parts and behind:  # all have begun anew, some of them from a checkpoint
             self.parts, self.takes_part = len(cards) - len(behind), group.rank not in behind

@@ -1,23 +1,20 @@
-"""Local steps above an exchange: the global weights W, their outer optimizer, and rounds among members that come and go.
+"""Local steps above an exchange: the global weights W and their outer optimizer.
 
-Every member trains on weights L of its own. A round makes W anew from the mean of the outer gradients W - L, and L takes up W.
+Every rank trains on weights L of its own. A round makes W anew from the mean of the outer gradients W - L, and L takes up W.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 
 from gradwire.core import LocalSteps
-from gradwire.engine import ModelHook, OuterOptimizer, leave_hooks_behind, lower_second_moments
+from gradwire.engine import OuterOptimizer
 from gradwire.errors import PlanError
-from gradwire.exchange import Exchange
-from gradwire.integrations.member_state import MemberState
-from gradwire.integrations.members import Members
-from gradwire.integrations.trained import StepWatch, TrainedParameters
+from gradwire.integrations.member_state import check_forms
 
-__all__ = ["LocalRounds", "OuterSteps", "check_rounds"]
+__all__ = ["OuterSteps", "check_rounds"]
 
 
 def check_rounds(schedule: Any) -> LocalSteps:
@@ -87,6 +84,11 @@ class OuterSteps:
             return {}
         return {name: torch.zeros_like(self.weights[name]) for name in self._own} | self._optimizer.momenta
 
+    def take_momenta(self, momenta: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what `momenta` returned; without any, from zeros. Raises ValueError for momenta of other tensors."""
+        check_forms("outer momenta", momenta, self.momenta() if momenta else {})
+        self._optimizer.take(momenta)
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Take what `state` returned; L becomes its "local", or W."""
@@ -100,101 +102,3 @@ class OuterSteps:
         self.reshard()
         for name, each in self.local.items():
             each.copy_(values[name])
-
-
-class LocalRounds:
-    """The `local` schedule among members that come and go.
-
-    A round asks for the quorum when its local steps are over. Who joins then sends zeros and counts for nothing in the mean, and
-    trains when it has the others' weights. A round whose exchange fails is made again, with the members that are left: no local
-    step is lost.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        outer: OuterSteps,
-        optimizers: Sequence[torch.optim.Optimizer],
-        schedule: LocalSteps,
-        share: Callable[[], None] = lambda: None,
-    ) -> None:
-        """share: called when this rank has the W of its own tensors, to get those of others."""
-        self.is_paused = False
-        self._members: Members | None = None
-        self._every, self._local_steps = schedule.every, 0
-        self._outer, self._share = outer, share
-        self.trained = TrainedParameters(model)
-        leave_hooks_behind(model)
-        self._hooks: list[Any] = [model.register_forward_pre_hook(ModelHook(self, LocalRounds._before_forward), prepend=True)]
-        self._hooks.append(StepWatch.of_members(self.trained, optimizers))
-        self._hooks += [each.register_step_pre_hook(ModelHook(self, LocalRounds._before_step)) for each in optimizers]
-        if schedule.second_moment == "mean":
-            lower = ModelHook(self, LocalRounds._lower_second_moments)
-            self._hooks += [each.register_step_post_hook(lower) for each in optimizers]
-        self._hooks.append(optimizers[-1].register_step_post_hook(ModelHook(self, LocalRounds._after_step)))
-
-    def begin(self, members: Members) -> None:
-        """Train among these members."""
-        self._members = members
-
-    def state(self, of_model: MemberState) -> MemberState:
-        """The state of the model, which comes without L, and W."""
-
-        def save() -> dict[str, Any]:
-            return {**of_model.save(), "outer": self._outer.state()}
-
-        def load(state: dict[str, Any]) -> None:
-            of_model.load(state)
-            self._outer.load(state["outer"])
-
-        return MemberState(save, load)
-
-    def shown(self) -> AbstractContextManager[None]:
-        """Inside, the model holds W."""
-        return self._outer.shown()
-
-    def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _before_forward(self, model: torch.nn.Module, inputs: object) -> None:
-        joins = self._members is not None and self._members.exchange is None and not self._local_steps
-        if joins and model.training and torch.is_grad_enabled():
-            self._round()
-
-    def _before_step(self, *_: object) -> None:
-        self.trained.check()
-
-    def _lower_second_moments(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        ranks = self._members.parts if self._members is not None else 1
-        lower_second_moments(optimizer, ranks, self.trained.parameters.values())
-
-    def _after_step(self, *_: object) -> None:
-        self._local_steps += 1
-        if self._local_steps >= self._every:
-            self._round()
-
-    @torch.no_grad()
-    def _round(self) -> None:
-        members = self._members
-        assert members is not None
-        while True:
-            found = members.meet()
-            if not isinstance(found, Exchange):  # a round that the others made
-                self._outer.step(found)
-                members.commit()
-                if members.is_behind:
-                    continue
-                break
-            if members.parts:  # else all members begin, with the weights of one of them
-                means = self._outer.gradients(members.factor)
-                members.begin(found)
-                found.ready_all(means)
-                if not members.end(found):
-                    continue
-                self._outer.step(means)
-            members.commit()
-            break
-        self._share()
-        self._outer.take_up()
-        self._local_steps = 0

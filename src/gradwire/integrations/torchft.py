@@ -8,31 +8,31 @@ Each member is a process of its own with a whole replica, started by a torchrun 
 | `members.py` | the exchange of each quorum, the state of joiners |
 | `catch_up.py` | steps that a joiner makes again, while the others go on |
 | `gradient_means.py` | the `backward` schedule: hooks on gradients and optimizers |
-| `outer_steps.py` | the `local` schedule: rounds of outer gradients |
+| `local_rounds.py` | the `local` schedule: rounds of outer gradients |
+| `elastic_job.py` | what `gw.elastic` returns |
 | `elastic_islands.py` | members of several ranks each |
 """
 
 import os
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradwire.auto import AutoDecision
 from gradwire.core import Backward, Plan, number, show, whole
 from gradwire.engine import REGISTRY
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import ExchangeStats, TensorMeta, embeddings_of, info_of
+from gradwire.exchange import TensorMeta, embeddings_of, info_of
 from gradwire.integrations.elastic_auto import ElasticAuto
 from gradwire.integrations.elastic_islands import IslandLighthouse, LocalState, island_rounds
+from gradwire.integrations.elastic_job import ElasticJob
 from gradwire.integrations.gradient_means import GradientMeans
+from gradwire.integrations.local_rounds import LocalRounds
 from gradwire.integrations.member_state import state_of
 from gradwire.integrations.members import Members
-from gradwire.integrations.outer_steps import LocalRounds, OuterSteps, check_rounds
+from gradwire.integrations.outer_steps import OuterSteps, check_rounds
 from gradwire.integrations.quorum import Lighthouse, lighthouse_address
 from gradwire.integrations.shards import reshard
 
@@ -51,7 +51,7 @@ def elastic(
     timeout_s: float = 60.0,
     patience_s: float = 900.0,
     island: dist.ProcessGroup | None = None,
-) -> "ElasticJob":
+) -> ElasticJob:
     """Train with members that come and go. Each is one process with a whole replica of the model.
 
     optimizer: of the model, or a list of several, which step after one backward and without closures.
@@ -129,72 +129,3 @@ def elastic(
     job = ElasticJob(model, members, means, auto)
     REGISTRY.add(model, means.trained.parameters.values(), job)
     return job
-
-
-class ElasticJob:
-    """A model in training among members that come and go, as `gw.elastic` returns it."""
-
-    def __init__(
-        self, model: torch.nn.Module, members: Members, means: GradientMeans | LocalRounds, auto: ElasticAuto | None
-    ) -> None:
-        self._model = weakref.ref(model)
-        self._members, self._means, self._auto = members, means, auto
-
-    @property
-    def step(self) -> int:
-        """The steps that count so far: the same on all members. A joiner has those of the others. Set it after a
-        checkpoint was loaded, before the first step: members of an earlier one, or of none, get the state of this one."""
-        return self._members.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        whole("step", step, "the steps of a checkpoint", error=PlanError)
-        if self.world_size:
-            raise StepStateError(f"step is set to {step}, and the members met already. Set it before the first forward.")
-        self._members.step = step
-
-    @property
-    def rank(self) -> int:
-        """This member's rank among the present members."""
-        return self._members.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of present members; 0 before the first step."""
-        return self._members.world_size
-
-    @property
-    def taking_part(self) -> int:
-        """The number of members whose gradients count in the present step: without those that join or catch up."""
-        return self._members.parts or self._members.world_size
-
-    @property
-    def decision(self) -> AutoDecision | None:
-        """The decision of plan="auto" for the present members; None before it, and for any other plan."""
-        return self._auto.decision if self._auto is not None else None
-
-    def stats(self) -> ExchangeStats:
-        """Statistics since the members changed last. Raises StepStateError where there are none."""
-        if self._members.exchange is None:
-            raise StepStateError("there are no statistics before the members met. Call stats() after a step.")
-        return self._members.exchange.stats()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside average nothing: gradients add up, until a backward outside averages their sum."""
-        before, self._means.is_paused = self._means.is_paused, True
-        try:
-            yield
-        finally:
-            self._means.is_paused = before
-
-    def global_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model holds the weights that are the same on all members, to evaluate or to save them. Between two rounds
-        of local steps these are not the weights that train."""
-        return self._means.shown() if isinstance(self._means, LocalRounds) else nullcontext()
-
-    def leave(self) -> None:
-        """Leave the job, and the model alone. The others go on."""
-        self._means.detach()
-        self._members.leave()
-        REGISTRY.forget(self._model(), self._means.trained.parameters.values())

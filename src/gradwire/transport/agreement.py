@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,7 +23,15 @@ _LARGE_BYTES = 2**16
 """A tensor of so many bytes or more is sent from where it lies. Smaller ones are copied together: a message takes longer."""
 
 
-def agree(link: Link, facts: Mapping[str, Any], global_ranks: tuple[int, ...], number: float = 0.0) -> list[float]:
+class GathersBytes(Protocol):
+    """A link on which ranks compare facts."""
+
+    def gather(self, own: bytes, /) -> list[bytes]:
+        """The bytes of every rank, of any length, in rank order. Collective."""
+        ...
+
+
+def agree(link: GathersBytes, facts: Mapping[str, Any], global_ranks: tuple[int, ...], number: float = 0.0) -> list[float]:
     """Raise DisagreementError on every rank unless all have the same facts. Facts are JSON, most telling first; collective.
 
     A rank that could not prepare puts why under "error", so that nobody waits for it. Returns the number of each rank, which may
@@ -64,7 +72,7 @@ def _told(key: str, first_rank: int, first: Any, rank: int, other: Any) -> str:
     )
 
 
-def gather_bytes(link: Link, text: bytes) -> list[bytes]:
+def gather_bytes(link: GathersBytes, text: bytes) -> list[bytes]:
     """Every rank's bytes. Collective."""
     return link.gather(text)
 
