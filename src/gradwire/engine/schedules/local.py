@@ -183,6 +183,9 @@ class LocalSchedule:
                 "model.train() before the forward, and the model itself, not its parts.",
                 stacklevel=2,
             )
+        if self._reducer.batches.is_empty:
+            for parameter in self._by_name.values():
+                parameter.grad = None  # of a batch without samples: a local step without an update
 
     def _lower_second_moments(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         lower_second_moments(optimizer, self._reducer.group.world_size, self._by_name.values())
