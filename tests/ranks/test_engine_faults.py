@@ -303,6 +303,7 @@ def test_a_fault_of_our_own_is_not_blamed_on_the_network(in_c: bool) -> None:
     assert other == "CommunicationError"
     assert "rank 0 waited for bucket 0" in waited
     assert blamed == own == (1,)
+    assert "A rank died" not in waited and "from a checkpoint. This handle cannot go on" in waited
 
 
 def different_steps() -> str:

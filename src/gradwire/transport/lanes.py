@@ -645,10 +645,10 @@ class Lanes:
             who = f"all of {_ranks(group.global_ranks)} are alive, so the link between them failed"
         if not is_known and not dead:
             who += ". The rendezvous store did not answer either, so no rank was asked whether it is alive"
+        guess = "" if told else " A rank died, stalled, or did not run the same number of backward passes; see its own log."
         error = CommunicationError(
-            f"step {step}: rank {self._own_rank} waited for {what}: {who}. A rank died, stalled, or did not run the same number "
-            "of backward passes; see its own log. This handle cannot go on: restart from a checkpoint. "
-            f"(The backend said: {str(cause).strip() or type(cause).__name__})"
+            f"step {step}: rank {self._own_rank} waited for {what}: {who.removesuffix('.')}.{guess} This handle cannot go on: "
+            f"restart from a checkpoint. (The backend said: {str(cause).strip() or type(cause).__name__})"
         )
         return self.fail(error.about(blamed, step, bucket))
 
