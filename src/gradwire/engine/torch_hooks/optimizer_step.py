@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import optimizer as torch_optimizer
 
@@ -126,6 +127,7 @@ class Stepping:
     def _stepper(self, before: Any, type_step: Any) -> Callable[..., Any]:
         reference = weakref.ref(self)
 
+        @_disable_dynamo
         def step(optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
             stand_in = before if before is not None else types.MethodType(type(optimizer).step, optimizer)
 
