@@ -428,6 +428,32 @@ def test_a_rank_that_weighs_nothing_changes_nothing(threads: Threads, plan: Any,
             torch.testing.assert_close(grad, torch.ones_like(grad))
 
 
+def without_samples_at_first(bad: float | None) -> list[torch.Tensor]:
+    """The weights after two local steps. In the first one rank 1 has no samples, and gradients of `bad`; None: no gradient."""
+    model = make_model()
+    optimizer = momentum(model.parameters())
+    plan = gw.Uniform(EXACT, schedule=gw.LocalSteps(every=2))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    for step in range(2):
+        empty = here.rank == 1 and step == 0
+        handle.weight(0 if empty else 4)
+        loss = loss_of(model, *samples(10 * here.rank + step, 4))
+        if not empty:
+            loss.backward()
+        elif bad is not None:
+            (loss * bad).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.flush()
+    handle.detach()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("bad", [math.nan, 1e9])
+def test_a_local_step_without_samples_changes_nothing(threads: Threads, bad: float) -> None:
+    assert digest(threads.run(2, without_samples_at_first, bad)[0]) == digest(threads.run(2, without_samples_at_first, None)[0])
+
+
 def test_a_step_in_which_no_rank_has_a_sample_has_zeros(threads: Threads) -> None:
     def nobody() -> list[torch.Tensor]:
         model = nn.Linear(3, 2)

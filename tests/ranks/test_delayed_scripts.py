@@ -333,6 +333,28 @@ def test_what_cannot_be_delayed_is_refused(threads: Threads, what: str, words: s
         assert words in told
 
 
+def steps_of_another(schedule: gw.Delayed, passed_first: bool) -> str:
+    model = make_model()
+    passed, other = momentum(model[0].parameters()), momentum(model[2].parameters())
+    plan = gw.Uniform(gw.Identity(), schedule=schedule)
+    handle = gw.parallelize(model, passed, plan=plan, process_group=here.group)
+    gradient(model, 0, here.rank)
+    with pytest.raises(gw.StepStateError) as caught:
+        for optimizer in (passed, other) if passed_first else (other, passed):
+            optimizer.step()
+    assert "'2.weight'" in handle.session.why_not(handle.session.plan), "plan='auto' would try it"
+    handle.detach()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", [gw.Delayed(k=3), gw.Delayed(k=None, local_update=False)], ids=["CD-SGD", "BIT-SGD"])
+@pytest.mark.parametrize("passed_first", [False, True])
+def test_a_step_of_what_the_passed_optimizer_lacks_is_refused(threads: Threads, schedule: gw.Delayed, passed_first: bool) -> None:
+    for words in threads.run(2, steps_of_another, schedule, passed_first):
+        assert words.startswith("SGD steps '2.weight', which no optimizer that was passed has: the delayed schedule counts")
+        assert "several param_groups" in words
+
+
 def test_detach_leaves_an_ordinary_model(threads: Threads) -> None:
     assert threads.run(1, detached) == [True]
 

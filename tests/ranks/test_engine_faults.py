@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from threads import Threads, here
 from worlds import Given, Outcome, World, Worlds, gradwire_threads
 
 import gradwire as gw
@@ -303,6 +304,31 @@ def test_a_fault_of_our_own_is_not_blamed_on_the_network(in_c: bool) -> None:
     assert other == "CommunicationError"
     assert "rank 0 waited for bucket 0" in waited
     assert blamed == own == (1,)
+    assert "A rank died" not in waited and "from a checkpoint. This handle cannot go on" in waited
+
+
+def codec_exits(raised: type[BaseException]) -> str:
+    """On rank 1 an encode ends its thread, which is the lane's."""
+    model = Given([300, 5], seed=0)
+    handle = gw.parallelize(model, plan=gw.QSGD(), process_group=here.group)
+    if here.rank == 1:
+
+        def leave(*_: object) -> None:
+            raise raised
+
+        handle.session.exchange._buckets[0].chunks[0].run = leave  # type: ignore[method-assign]
+    with pytest.raises(gw.GradwireError) as caught:
+        model(model.random_gradients(0)).backward()
+    here.gather(None)
+    handle.detach()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt])
+def test_a_codec_that_ends_its_thread_is_named_on_all_ranks(threads: Threads, raised: type[BaseException]) -> None:
+    other, own = threads.run(2, codec_exits, raised)
+    words = f"step 0: rank 1 could not do its part of bucket 0 (p1 .. p0), chunk 0, alltoall: {raised.__name__}. The network"
+    assert own.startswith(words) and f"rank 1 says: {words}" in other
 
 
 def different_steps() -> str:

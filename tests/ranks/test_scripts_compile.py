@@ -2,12 +2,13 @@
 
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from beside_ddp import Ends, Library, assert_as, batch, everything, normalised, plain, sgd, step_once
 from torch import nn
-from worlds import Worlds
+from worlds import Worlds, digest
 
 import gradwire as gw
 
@@ -153,6 +154,37 @@ def test_inductor(worlds: Worlds) -> None:
     (first, first_sum), (second, second_sum) = worlds.run(2, with_inductor, deadline_s=180)
     assert max(first, second) < 1e-5
     assert first_sum == second_sum
+
+
+def with_a_compiled_step(schedule: Any) -> list[str]:
+    """The weights of runs whose optimizer's step is eager, and compiled."""
+    ends = []
+    for compile_it in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = plain()
+        optimizer = sgd(model)
+        handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule))
+        step = torch.compile(optimizer.step, backend="eager") if compile_it else optimizer.step
+        for number in range(5):
+            model(batch(number)).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+        handle.flush()
+        ends.append(digest(model.parameters()))
+        handle.detach()
+    return ends
+
+
+@pytest.mark.filterwarnings("ignore:.*only its shard")
+@pytest.mark.parametrize(
+    "schedule",
+    [gw.LocalSteps(every=2), gw.Delayed(k=2), gw.Pipelined(), gw.Pipelined(shard_optimizer=True)],
+    ids=["local", "delayed", "pipelined", "sharded"],
+)
+def test_a_compiled_step_is_as_an_eager_one(worlds: Worlds, schedule: Any) -> None:
+    (eager, ours), other = worlds.run(2, with_a_compiled_step, schedule)
+    assert eager == ours and other == [eager, ours]
 
 
 def compiled_backward() -> str:

@@ -339,6 +339,7 @@ def refusals() -> dict[str, str]:
 
     attempt("use", lambda: parameters[0].grad.norm())
     attempt("clip", lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
+    attempt("another", torch.optim.SGD(parameters, lr=0.1).step)
     attempt("keep", lambda: run.optimizer.zero_grad(set_to_none=False))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
@@ -368,6 +369,7 @@ def test_what_needs_a_whole_gradient_or_state_is_refused_in_words(worlds: Worlds
     words = {
         "use": "each rank holds only its shard",
         "clip": "handle.clip_grad_norm_()",
+        "another": "an optimizer that gw.parallelize did not get steps it",
         "keep": "zero_grad(set_to_none=True)",
         "scale": "GradScaler",
         "save": "handle.optimizer_state_dict()",

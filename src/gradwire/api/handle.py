@@ -72,7 +72,8 @@ class Handle:
 
         The mean gradient is then the sum over ranks of samples times gradient, divided by the samples of all ranks: the gradient
         of one process with all samples, if each rank's loss is the mean over its own samples. Any unit will do, such as tokens. A
-        rank without a batch passes 0, or is inside `join()`. Its gradient does not count, not even NaN.
+        rank without a batch passes 0, or is inside `join()`. Its gradient does not count, not even NaN: in the `local` schedule
+        its optimizer changes nothing in such a step, and `grad` is None afterwards.
 
         Calls before the same mean add up. So call it for each batch of an accumulation, and in the `local` schedule for each
         local step: an exchange counts the samples of a rank since the last exchange.

@@ -14,6 +14,7 @@ from gradwire.engine.torch_hooks.hooks import (
     GradientHooks,
     ModelHook,
     Patch,
+    StepHook,
     in_reentrant_backward,
     leave_hooks_behind,
     tensors_in,
@@ -25,7 +26,7 @@ from gradwire.engine.witness import TrainedJob, Witness, WitnessedJob
 __all__ = [
     "REGISTRY", "SET", "ClipsGradients", "Driver", "EndsLater", "GradientHooks", "GradientWatcher", "Keeps", "LossScale",
     "ModelHook", "Observer", "Observers", "OuterOptimizer", "PassedOptimizers", "Patch", "Session", "ShardsOptimizer",
-    "TrainedJob", "ValueWatcher", "Witness", "WitnessedJob", "check_optimizers", "checksums", "compiled", "facts", "hear",
-    "hear_no_more", "in_reentrant_backward", "leave_hooks_behind", "load_state", "lower_second_moments", "prepare", "state_of",
-    "state_of_decision", "tensors_in", "told_by_all",
+    "StepHook", "TrainedJob", "ValueWatcher", "Witness", "WitnessedJob", "check_optimizers", "checksums", "compiled", "facts",
+    "hear", "hear_no_more", "in_reentrant_backward", "leave_hooks_behind", "load_state", "lower_second_moments", "prepare",
+    "state_of", "state_of_decision", "tensors_in", "told_by_all",
 ]  # fmt: skip

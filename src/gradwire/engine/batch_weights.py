@@ -49,6 +49,11 @@ class BatchWeights:
         """Whether this rank's script gives weights."""
         return max(self.running, self._batch, *self._parts) != NOT_WEIGHED
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the script said that this rank has no samples since the last step."""
+        return self._batch == 0
+
     def add(self, samples: object) -> None:
         """Add the samples of a batch. Raises StepStateError for anything but a finite number of at least 0."""
         try:

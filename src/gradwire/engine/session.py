@@ -116,11 +116,13 @@ class ScriptWatch:
         watched = bool(named) and reducer.synchronise
         if watched and torch._C._current_graph_task_id() != -1:
             raise taken_in_backward(reducer, named[0][0], type(optimizer).__name__)
-        if not reducer.schedule.traits.sends_in_backward:  # the weights of ranks differ until an exchange, which compares them
+        traits = reducer.schedule.traits
+        if not traits.sends_in_backward:  # the weights of ranks differ until an exchange, which compares them
             word = reducer.exchange.plan.schedule.word if named else ""
             counts = f"the {word} schedule counts the steps of those that gw.parallelize got"
             living = ((name, of()) for name, of in named)
-            self._passed.check(optimizer, living, counts, "call handle.detach(), and gw.parallelize again, on all ranks")
+            cure = "call handle.detach(), and gw.parallelize again, on all ranks"
+            self._passed.check(optimizer, living, counts, cure, others_train=traits.trains_alone)
         elif watched and (words := self._own_steps.step(reducer.parameters, reducer.names, reducer.step)):
             warnings.warn(words, stacklevel=4)
 

@@ -600,7 +600,7 @@ class Exchange:
             return False
         return True
 
-    def own_failure(self) -> Exception | None:
+    def own_failure(self) -> BaseException | None:
         """The error with which this rank failed to do its own part of the step; None where a link failed, or nothing."""
         failed = self._executor.failure()
         return None if failed is None or isinstance(failed.cause, LinkError) else failed.cause
@@ -775,7 +775,7 @@ class TaskTimes(NamedTuple):
 class TaskFailed(Exception):
     """Something failed on a lane; carries where."""
 
-    def __init__(self, task: PhaseTask, cause: Exception) -> None:
+    def __init__(self, task: PhaseTask, cause: BaseException) -> None:
         super().__init__(f"{task}: {cause}")
         self.task, self.cause = task, cause
 
@@ -1082,7 +1082,7 @@ class Executor:
         except (TaskFailed, Abandoned):
             progress.fail()
             raise
-        except Exception as error:  # between two tasks
+        except BaseException as error:  # between two tasks
             progress.fail()
             raise TaskFailed(self._at[lane] or PhaseTask(0, 0, 0), error) from error
 
@@ -1094,7 +1094,7 @@ class Executor:
         for (bucket, chunk), phases in planned.phases[lane].items():
             try:
                 self.buckets[bucket].chunks[chunk].post(link, self._tags[bucket, chunk], phases)
-            except Exception as error:
+            except BaseException as error:
                 raise TaskFailed(PhaseTask(bucket, chunk, phases[0]), error) from error
         for task, behind, words in planned.lists[lane]:
             for needed in (task.bucket, _OPEN) if behind else (task.bucket,):
@@ -1108,7 +1108,7 @@ class Executor:
             doing = self.lanes.flight.doing(*words)
             try:
                 self.buckets[task.bucket].chunks[task.chunk].run(task.phase, link, meter, ready)
-            except Exception as error:
+            except BaseException as error:  # a codec may call sys.exit(): ranks must learn of it too
                 raise TaskFailed(task, error) from error
             doing.done()
             ended = time.perf_counter()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from gradwire.engine import LossScale, ModelHook, in_reentrant_backward, leave_hooks_behind
+from gradwire.engine import LossScale, ModelHook, StepHook, in_reentrant_backward, leave_hooks_behind
 from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange
 from gradwire.integrations.catch_up import Means
@@ -55,8 +55,8 @@ class GradientMeans:
             arrived = ModelHook(self, lambda self, parameter, name=name: self._arrived(name, parameter))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
         self._hooks.append(StepWatch.of_members(self.trained, optimizers))
-        self._hooks += [each.register_step_pre_hook(ModelHook(self, act._before_step)) for each in optimizers]
-        self._hooks += [each.register_step_post_hook(ModelHook(self, act._after_step)) for each in optimizers]
+        self._hooks += [each.register_step_pre_hook(StepHook(self, act._before_step)) for each in optimizers]
+        self._hooks += [each.register_step_post_hook(StepHook(self, act._after_step)) for each in optimizers]
 
     def begin(self, members: Members) -> None:
         """Train among these members."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradwire.core import show
-from gradwire.engine import REGISTRY, ModelHook, checksums, leave_hooks_behind, lower_second_moments
+from gradwire.engine import REGISTRY, StepHook, checksums, leave_hooks_behind, lower_second_moments
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
 from gradwire.integrations.island_calls import GroupLink, gather_rows, naming_ranks
@@ -98,10 +98,10 @@ class Islands:
         self._model, self.trained = weakref.ref(model), TrainedParameters(model)
         counts, cure = "islands count the steps of what gw.islands got", "call detach(), and gw.islands again, on all ranks"
         self._hooks: list[Any] = [StepWatch(self.trained, [optimizer], counts, cure)]
-        self._hooks.append(optimizer.register_step_pre_hook(ModelHook(self, Islands._before_step)))
+        self._hooks.append(optimizer.register_step_pre_hook(StepHook(self, Islands._before_step)))
         if schedule.second_moment == "mean":
-            self._hooks.append(optimizer.register_step_post_hook(ModelHook(self, Islands._lower_second_moments)))
-        self._hooks.append(optimizer.register_step_post_hook(ModelHook(self, Islands._after_step)))
+            self._hooks.append(optimizer.register_step_post_hook(StepHook(self, Islands._lower_second_moments)))
+        self._hooks.append(optimizer.register_step_post_hook(StepHook(self, Islands._after_step)))
 
     def global_weights(self) -> AbstractContextManager[None]:
         """Inside, the model holds the weights that are the same on all islands, to evaluate or to save them."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gradwire.core import LocalSteps
-from gradwire.engine import ModelHook, leave_hooks_behind, lower_second_moments
+from gradwire.engine import ModelHook, StepHook, leave_hooks_behind, lower_second_moments
 from gradwire.exchange import Exchange
 from gradwire.integrations.member_state import MemberState
 from gradwire.integrations.members import Members
@@ -45,11 +45,11 @@ class LocalRounds:
         leave_hooks_behind(model)
         self._hooks: list[Any] = [model.register_forward_pre_hook(ModelHook(self, LocalRounds._before_forward), prepend=True)]
         self._hooks.append(StepWatch.of_members(self.trained, optimizers))
-        self._hooks += [each.register_step_pre_hook(ModelHook(self, LocalRounds._before_step)) for each in optimizers]
+        self._hooks += [each.register_step_pre_hook(StepHook(self, LocalRounds._before_step)) for each in optimizers]
         if schedule.second_moment == "mean":
-            lower = ModelHook(self, LocalRounds._lower_second_moments)
+            lower = StepHook(self, LocalRounds._lower_second_moments)
             self._hooks += [each.register_step_post_hook(lower) for each in optimizers]
-        self._hooks.append(optimizers[-1].register_step_post_hook(ModelHook(self, LocalRounds._after_step)))
+        self._hooks.append(optimizers[-1].register_step_post_hook(StepHook(self, LocalRounds._after_step)))
 
     def begin(self, members: Members) -> None:
         """Train among these members."""

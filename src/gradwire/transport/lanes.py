@@ -563,9 +563,10 @@ class Lanes:
         """The error to raise when this rank could not do its part. All other ranks get its words."""
         kind: type[GradwireError] = type(cause) if isinstance(cause, GradwireError) else StepStateError
         sizes = " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in str(cause) else ""
+        said = f"{type(cause).__name__}: {cause}".removesuffix(": ")
         error = kind(
-            f"step {step}: rank {self._own_rank} could not do its part of {what}: {type(cause).__name__}: {cause}. The network "
-            f"is not at fault.{sizes} All other ranks fail in this step too; restart all from a checkpoint."
+            f"step {step}: rank {self._own_rank} could not do its part of {what}: {said}. The network is not at fault.{sizes} "
+            "All other ranks fail in this step too; restart all from a checkpoint."
         )
         return self._fail_all(error.about([self._own_rank], step, bucket))
 
@@ -596,7 +597,7 @@ class Lanes:
         """For the rendezvous store."""
         return min(2.0, self.group.timeout.total_seconds() / 10)
 
-    def broken(self, what: str, cause: Exception, step: int, bucket: int | None = None) -> GradwireError:
+    def broken(self, what: str, cause: BaseException, step: int, bucket: int | None = None) -> GradwireError:
         """The error to raise when what was waited for failed. It names the ranks that were waited for."""
         if self.shared.forked_from is not None:
             return self.shared.of_another_process()
@@ -645,10 +646,10 @@ class Lanes:
             who = f"all of {_ranks(group.global_ranks)} are alive, so the link between them failed"
         if not is_known and not dead:
             who += ". The rendezvous store did not answer either, so no rank was asked whether it is alive"
+        guess = "" if told else " A rank died, stalled, or did not run the same number of backward passes; see its own log."
         error = CommunicationError(
-            f"step {step}: rank {self._own_rank} waited for {what}: {who}. A rank died, stalled, or did not run the same number "
-            "of backward passes; see its own log. This handle cannot go on: restart from a checkpoint. "
-            f"(The backend said: {str(cause).strip() or type(cause).__name__})"
+            f"step {step}: rank {self._own_rank} waited for {what}: {who.removesuffix('.')}.{guess} This handle cannot go on: "
+            f"restart from a checkpoint. (The backend said: {str(cause).strip() or type(cause).__name__})"
         )
         return self.fail(error.about(blamed, step, bucket))
 
@@ -656,7 +657,7 @@ class Lanes:
         """The ranks within the group whose machines do not answer."""
         return self._heartbeats.silent() if self._heartbeats is not None else []
 
-    def _crossed(self, cause: Exception, peer: int | None) -> GradwireError | None:
+    def _crossed(self, cause: BaseException, peer: int | None) -> GradwireError | None:
         """The error where rank `peer` sent a message of another handle."""
         tag, place = re.search(r"with tag (\d+)", str(cause)), self.place()
         other = self.shared.sender(int(tag[1])) if tag is not None else None

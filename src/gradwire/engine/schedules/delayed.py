@@ -31,7 +31,7 @@ import msgspec
 import torch
 
 from gradwire.core import Delayed, printable
-from gradwire.engine.buffers import BuffersBeside
+from gradwire.engine.buffers import BuffersBeside, shared_parameters
 from gradwire.engine.control import BackwardState, RankReports
 from gradwire.engine.prepare import Prepared, check_one_optimizer
 from gradwire.engine.reducer import Reducer, told_to_all
@@ -210,6 +210,14 @@ class DelayedSchedule:
             )
         if schedule.local_update and schedule.local_lr != 0 and schedule.local_step == "optimizer":
             check_local_updates(optimizers)
+
+    @staticmethod
+    def why_not(job: TrainingJob) -> str:
+        """See `ScheduleClass`. Steps of an optimizer that was not passed raise."""
+        has = {id(each) for optimizer in job.optimizers for group in optimizer.param_groups for each in group["params"]}
+        lacks = (name for name, each in shared_parameters(job.model) if each.requires_grad and id(each) not in has)
+        name = next(lacks, None)
+        return f"no optimizer that was passed has {name!r}" if name is not None else ""
 
     def attach(self) -> None:
         reducer = self._reducer

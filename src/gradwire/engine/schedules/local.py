@@ -34,7 +34,7 @@ from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.weights import Launched, TwoWeights, by_bucket, check_local, finish_quietly, show_for_forward
 from gradwire.engine.second_moment import lower_second_moments
-from gradwire.engine.torch_hooks.hooks import ModelHook
+from gradwire.engine.torch_hooks.hooks import ModelHook, StepHook
 from gradwire.engine.torch_hooks.optimizer_step import own_steps
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.errors import GradwireError, PlanError, StepStateError
@@ -70,10 +70,10 @@ class LocalSchedule:
         self._put_off: Callable[[], None] | None = None
         """The function that `when_idle` was given meanwhile."""
         self._guard = SettleFirst(None, (), ModelHook(self, LocalSchedule.settle))
-        before, after = ModelHook(self, LocalSchedule._before_step), ModelHook(self, LocalSchedule._after_step)
+        before, after = StepHook(self, LocalSchedule._before_step), StepHook(self, LocalSchedule._after_step)
         self._hooks = [optimizer.register_step_pre_hook(before) for optimizer in job.optimizers]
         if schedule.second_moment == "mean":
-            lower = ModelHook(self, LocalSchedule._lower_second_moments)
+            lower = StepHook(self, LocalSchedule._lower_second_moments)
             self._hooks += [optimizer.register_step_post_hook(lower) for optimizer in job.optimizers]
         # with several optimizers a local step ends with the step of the last one
         self._hooks.append(job.optimizers[-1].register_step_post_hook(after))
@@ -181,6 +181,9 @@ class LocalSchedule:
                 "model.train() before the forward, and the model itself, not its parts.",
                 stacklevel=2,
             )
+        if self._reducer.batches.is_empty:
+            for parameter in self._by_name.values():
+                parameter.grad = None  # of a batch without samples: a local step without an update
 
     def _lower_second_moments(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         lower_second_moments(optimizer, self._reducer.group.world_size, self._by_name.values())

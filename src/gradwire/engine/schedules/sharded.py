@@ -369,9 +369,10 @@ def _refusal(what: str) -> str:
 
 def _refuse_to_show_gradient(name: str) -> NoReturn:
     raise StepStateError(
-        f"the gradient of {name!r} was used, and with shard_optimizer each rank holds only its shard of the mean. Clip with "
-        "handle.clip_grad_norm_() and clear with zero_grad(set_to_none=True); a GradScaler, other clipping and whatever else "
-        "reads gradients needs gw.Pipelined() without shard_optimizer."
+        f"the gradient of {name!r} was used, and with shard_optimizer each rank holds only its shard of the mean. If an "
+        "optimizer that gw.parallelize did not get steps it, pass one optimizer with all parameters, in several param_groups. "
+        "Clip with handle.clip_grad_norm_() and clear with zero_grad(set_to_none=True); a GradScaler, other clipping and "
+        "whatever else reads gradients needs gw.Pipelined() without shard_optimizer."
     )
 
 

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
@@ -43,6 +44,14 @@ class ModelHook:
         owner = self._owner()
         if owner is not None:
             self._act(owner, *arguments)
+
+
+class StepHook(ModelHook):
+    """One on an optimizer's step. Where torch.compile has compiled the step, it calls this and does not trace it."""
+
+    @_disable_dynamo
+    def __call__(self, *arguments: Any) -> None:
+        super().__call__(*arguments)
 
 
 class Patch(ABC):

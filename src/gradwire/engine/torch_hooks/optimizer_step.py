@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import optimizer as torch_optimizer
 
@@ -69,16 +70,27 @@ class PassedOptimizers:
         named: Iterable[tuple[str, torch.nn.Parameter | None]],
         counts: str,
         cure: str,
+        others_train: bool = True,
     ) -> None:
         """It is about to step those of its parameters that have a gradient. Raises StepStateError if it is another one, and none
         of those passed steps any more. named: its parameters that the model has, as far as they live. counts: who counts their
-        steps, and where they were passed."""
+        steps, and where they were passed. Without `others_train` it also raises for a parameter that none of those passed has:
+        only a wrapper of theirs may step then."""
         if optimizer in self._passed:
             self._others.clear()
             return
-        name = next((name for name, each in named if each is not None and each.grad is not None), None)
-        if name is None:
+        steps_now = {name: each for name, each in named if each is not None and each.grad is not None}
+        if not steps_now:
             return
+        name = next(iter(steps_now))
+        if not others_train and self._passed:
+            theirs = {id(each) for passed in self._passed for group in passed.param_groups for each in group["params"]}
+            if lacking := [name for name, each in steps_now.items() if id(each) not in theirs]:
+                raise StepStateError(
+                    f"{type(optimizer).__name__} steps {lacking[0]!r}, which no optimizer that was passed has: {counts}. What "
+                    "another one writes is lost, or differs from rank to rank. Pass one optimizer with all parameters that are "
+                    "trained, in several param_groups, or use schedule='backward'."
+                )
         self._others[optimizer] = steps = self._others.get(optimizer, 0) + 1
         if steps >= self._MOST or not self._passed:
             raise StepStateError(
@@ -115,6 +127,7 @@ class Stepping:
     def _stepper(self, before: Any, type_step: Any) -> Callable[..., Any]:
         reference = weakref.ref(self)
 
+        @_disable_dynamo
         def step(optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
             stand_in = before if before is not None else types.MethodType(type(optimizer).step, optimizer)
 
