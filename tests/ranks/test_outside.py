@@ -298,6 +298,7 @@ def refused() -> list[str]:
     for plan in (
         gw.Policy(default=gw.QSGD(), schedule=Unfinished("Lacking")),
         gw.Policy(default=gw.QSGD(), schedule=Unfinished("Forgetful")),
+        gw.Policy(default=gw.QSGD(), schedule=Unfinished("RELAY")),
         gw.Uniform(Short()),
     ):
         with pytest.raises(gw.GradwireError) as caught:
@@ -310,8 +311,9 @@ def refused() -> list[str]:
 
 def test_what_its_author_has_not_finished_is_named() -> None:
     with World(1) as world:
-        lacking, forgetful, short = world.run(refused)[0]
+        lacking, forgetful, relay, short = world.run(refused)[0]
     assert "Lacking, which runs the schedule 'unfinished', has no traits, settle, detach" in lacking
+    assert "the engine of the schedule 'unfinished' is {" in relay and "it must be the class that runs its steps" in relay
     assert "on_begin of Forgetful did not call reducer.begin(exchange)" in forgetful
     assert "Does `encode` write more than `payload_bytes` of the spec declares?" in short
 

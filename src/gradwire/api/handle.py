@@ -173,7 +173,8 @@ class Handle:
         failure that cannot be recovered, such as a dead rank.
 
         Only warns if nothing failed and no training forward of the model began since the last step. So a step of a model in eval
-        mode, or of parts that are called without the model, cannot be left before its first gradient.
+        mode, or of parts that are called without the model, cannot be left before its first gradient. After backward only the
+        `local` and `delayed` schedules leave a step: in others the mean was exchanged, and the other ranks step by it.
 
         Example::
 

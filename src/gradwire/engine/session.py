@@ -431,11 +431,12 @@ class Session(Observer):
             self._buffers.due = True  # a rank that left while it accumulated did not come to the forward that others sent them in
         self._whereabouts.leave()
         self.began_s = None
-        if not left:
+        if not left and self.reducer.group.world_size > 1:
             warnings.warn(
-                "reset() found no step to leave: no training forward of the model began on this rank since its last step. If an "
-                "exception left a step here, the other ranks do not know it: ranks are one batch apart from now on, and wait for "
-                "each other at the end. Call model.train() before the forward, and the model itself, not its parts.",
+                "reset() found no step to leave. If an exception came after backward, the other ranks step by the mean of that "
+                "backward: call optimizer.step() here too, or weights differ. If it came earlier, the other ranks do not know "
+                "that this one left a batch: ranks are one batch apart from now on, and wait for each other at the end. A step "
+                "can be left where model.train() comes before the forward, and where the model itself is called, not its parts.",
                 stacklevel=4,
             )
 

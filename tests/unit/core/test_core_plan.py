@@ -161,6 +161,11 @@ def test_local_steps_follow_shares(shares: list[float], every: int, delay: int) 
     assert as_schedule(plain(schedule)) == schedule
 
 
+def test_a_class_in_place_of_a_schedule_is_told_to_be_called() -> None:
+    with pytest.raises(FormatError, match=r"Write LocalSteps\(\.\.\.\)"):
+        as_schedule(LocalSteps)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -290,6 +290,8 @@ def as_schedule(value: object) -> Schedule:
     """
     if isinstance(value, Schedule):
         return value
+    if isinstance(value, type) and issubclass(value, Schedule):
+        raise FormatError(f"schedule is the class {value.__name__}: it must be an object. Write {value.__name__}(...).")
     kind = value.get("kind") if isinstance(value, Mapping) else value
     # to list other packages takes milliseconds, in every process
     if not isinstance(kind, str) or (kind not in _BY_WORD and kind not in schedule_kinds()):

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.core import Plan, named
+from gradwire.core import Plan, named, show
 from gradwire.core import schedules as data
 from gradwire.engine.prepare import Prepared
 from gradwire.engine.reducer import Reducer
@@ -27,9 +27,15 @@ class ScheduleClass(Protocol):
 
 
 def make_schedule(reducer: Reducer, schedule: data.Schedule, job: TrainingJob) -> ScheduleEvents:
-    """Make the object that runs the steps of a plan with this schedule. Raises PlanError if it lacks a part of
-    `ScheduleEvents`."""
-    made: ScheduleEvents = named(schedule.engine)(reducer, schedule, job)
+    """Make the object that runs the steps of a plan with this schedule. Raises PlanError if its `engine` is no class, or lacks a
+    part of `ScheduleEvents`."""
+    engine = named(schedule.engine)
+    if not callable(engine):
+        raise PlanError(
+            f"the engine of the schedule {schedule.word!r} is {show(engine)}: it must be the class that runs its steps, or the "
+            "name of one as 'module:Class'."
+        )
+    made: ScheduleEvents = engine(reducer, schedule, job)
     methods = [name for name in vars(ScheduleEvents) if not name.startswith("_")]
     if missing := [name for name in ("traits", *methods) if not hasattr(made, name)]:
         raise PlanError(
