@@ -153,7 +153,7 @@ class Recording(Observer, LanesObserver):
     def __enter__(self) -> Self:
         model = self._model()
         if self._job.records and model is not None:
-            make_folder(self._path.parent)
+            self._make_folder()
             self._job.observers.add(self)
             self._ends = [
                 lambda: self._job.observers.remove(self),
@@ -374,6 +374,12 @@ class Recording(Observer, LanesObserver):
             self._codec_us = 0.0
         self._newest = self._job.step
 
+    def _make_folder(self) -> None:
+        try:
+            make_folder(self._path.parent)
+        except (OSError, ValueError) as problem:  # ValueError: a path with a NUL
+            self._warn(problem)
+
     def _save(self) -> None:
         """Write the record. A failure gives one warning and no error, because training is more important than the record."""
         try:
@@ -382,13 +388,17 @@ class Recording(Observer, LanesObserver):
             for name, document in (measured or {}).items():
                 document.save(self._path.with_name(f"{name}.json"))
         except Exception as problem:
-            if not self._warned:
-                warnings.warn(
-                    f"the record of this run was not written to {self._path}: {type(problem).__name__}: {problem} Training goes "
-                    "on. It is tried again every minute and at the end; recording.run().save(PATH) writes it elsewhere.",
-                    stacklevel=3,
-                )
+            self._warn(problem)
+
+    def _warn(self, problem: Exception) -> None:
+        """Warn once that the record cannot be written. An error would end training, and on rank 0 alone."""
+        if not self._warned:
             self._warned = True
+            warnings.warn(
+                f"the record of this run was not written to {self._path}: {type(problem).__name__}: {problem} Training goes "
+                "on. It is tried again every minute and at the end; recording.run().save(PATH) writes it elsewhere.",
+                stacklevel=4,
+            )
 
     def _go_back(self) -> bool:
         """Forget steps that the script undid by loading an earlier state. Returns whether there were any."""
