@@ -16,6 +16,7 @@ from worlds import Worlds
 import gradwire as gw
 from gradwire.api.handle import Handle
 from gradwire.core import TensorInfo
+from gradwire.errors import StepStateError
 from gradwire.record.run import Run
 from gradwire.record.tensors import MOST_ELEMENTS, MOST_POINTS, Tensors
 
@@ -139,6 +140,23 @@ def test_a_folder_that_cannot_be_made_is_one_warning_and_no_error(worlds: Worlds
     assert "file: no folder can be made there" in words and "Training goes on." in words
     assert (steps, hooks) == (3, 0)
     assert other == ([], 0, 0), "only rank 0 writes"
+
+
+def after_detach(folder: str) -> str:
+    loop = Loop()
+    loop.handle.detach()
+    try:
+        with loop.handle.record(folder):
+            loop.step()
+    except StepStateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_detached_handle_records_nothing_and_says_so(worlds: Worlds, tmp_path: Path) -> None:
+    (words,) = worlds.run(1, after_detach, str(tmp_path / "run"))
+    assert f"handle.record('{tmp_path / 'run'}')" in words and "Call gw.parallelize again" in words
+    assert not (tmp_path / "run").exists()
 
 
 def broken(folder: str) -> tuple[str, list[str]]:
