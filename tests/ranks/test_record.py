@@ -235,18 +235,25 @@ def times_of(timeline: Timeline) -> list[str]:
     return [after for before, after in pairwise(["", *words]) if before != after]
 
 
-def in_several_passes(folder: str, schedule: Schedule, batches: int) -> list[int]:
-    """4 exchanges, each after as many local steps as the schedule has, each step of so many batches."""
+def in_several_passes(folder: str, schedule: Schedule, batches: int, before: int = 0) -> list[int]:
+    """4 exchanges, each after as many local steps as the schedule has, each step of so many batches. The recording begins
+    after `before` of the steps."""
     model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.QSGD(bits=4), schedule=schedule))
+
+    def step() -> None:
+        for left in reversed(range(batches)):
+            with handle.no_sync() if left else nullcontext():
+                model(torch.randn(8, 40)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(before):
+        step()
     with handle.record(folder) as recording:
-        for _ in range(4 * schedule.begins_after(0)):
-            for left in reversed(range(batches)):
-                with handle.no_sync() if left else nullcontext():
-                    model(torch.randn(8, 40)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for _ in range(4 * schedule.begins_after(0) - before):
+            step()
             recording.log(loss=1.0)
     handle.detach()
     return [step.local_steps or 0 for step in Run.read(folder).steps] if dist.get_rank() == 0 else []
@@ -263,6 +270,15 @@ def test_a_record_of_local_steps_has_the_forwards_and_backwards_of_all_of_them(
     assert times_of(run.timeline) == ["optimizer", *["forward", "backward"] * batches] * 3
     assert 3 * run.timeline.step_us == pytest.approx(run.timeline.length_us)
     assert run.timeline.forward_us + run.timeline.backward_us < run.timeline.length_us
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_record_that_begins_between_two_exchanges_counts_the_local_steps_that_it_saw(
+    worlds: Worlds, tmp_path: Path, batches: int
+) -> None:
+    recorded, _ = worlds.run(2, in_several_passes, str(tmp_path), gw.LocalSteps(every=3), batches, 2)
+    run = Run.read(tmp_path)
+    assert recorded == [1, 3, 3, 3] and run.optimizer_steps == (0, 3, 6, 9)
 
 
 def test_a_record_of_accumulated_gradients_has_the_forwards_and_backwards_of_all_batches(worlds: Worlds, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Recording when something goes wrong, or back: the record is kept as far as it holds, and training goes on."""
 
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from worlds import Worlds
 import gradwire as gw
 from gradwire.api.handle import Handle
 from gradwire.core import TensorInfo
-from gradwire.errors import WriteError
+from gradwire.errors import StepStateError
 from gradwire.record.run import Run
 from gradwire.record.tensors import MOST_ELEMENTS, MOST_POINTS, Tensors
 
@@ -117,21 +118,45 @@ def test_only_numbers_are_losses_and_each_is_its_own(worlds: Worlds, tmp_path: P
     assert losses == [0.0, 1.0, 2.0], "a buffer that the script writes again is not kept"
 
 
-def at_a_file(path: str) -> tuple[str, int]:
+def at_a_file(path: str) -> tuple[list[str], int, int]:
+    """What the script is told, the steps that can be saved elsewhere, and the hooks that are left."""
     loop = Loop()
     before = len(loop.model._forward_pre_hooks)
-    try:
-        with loop.handle.record(path):
+    with warnings.catch_warnings(record=True) as told, loop.handle.record(path) as recording:
+        warnings.simplefilter("always")
+        for _ in range(3):
             loop.step()
-    except WriteError as error:
-        return str(error), len(loop.model._forward_pre_hooks) - before
-    return "", 0
+            recording._saved = float("-inf")  # a minute has passed
+    steps = len(recording.run().steps) if dist.get_rank() == 0 else 0
+    hooks = len(loop.model._forward_pre_hooks) - before
+    loop.handle.detach()
+    return [str(each.message) for each in told], steps, hooks
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_hooked(worlds: Worlds, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_one_warning_and_no_error(worlds: Worlds, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    ((words, hooks),) = worlds.run(1, at_a_file, str(tmp_path / "file"))
-    assert "file: no folder can be made there" in words and hooks == 0
+    (told, steps, hooks), other = worlds.run(2, at_a_file, str(tmp_path / "file"))
+    (words,) = [each for each in told if "the record of this run was not written" in each]
+    assert "file: no folder can be made there" in words and "Training goes on." in words
+    assert (steps, hooks) == (3, 0)
+    assert other == ([], 0, 0), "only rank 0 writes"
+
+
+def after_detach(folder: str) -> str:
+    loop = Loop()
+    loop.handle.detach()
+    try:
+        with loop.handle.record(folder):
+            loop.step()
+    except StepStateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_detached_handle_records_nothing_and_says_so(worlds: Worlds, tmp_path: Path) -> None:
+    (words,) = worlds.run(1, after_detach, str(tmp_path / "run"))
+    assert f"handle.record('{tmp_path / 'run'}')" in words and "Call gw.parallelize again" in words
+    assert not (tmp_path / "run").exists()
 
 
 def broken(folder: str) -> tuple[str, list[str]]:

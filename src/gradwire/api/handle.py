@@ -132,7 +132,13 @@ class Handle:
         """Record an ordinary training loop for `gradwire report`. See `gradwire.record.recording.Recording`.
 
         decision: the origin of the plan, if the caller knows more than gradwire does.
+        Raises StepStateError after `detach()`.
         """
+        if not self.attached:
+            raise StepStateError(
+                f"handle.record({os.fspath(folder)!r}) was called on a handle that is detached, or whose model is gone: it "
+                "sees no steps, so the record would be empty. Call gw.parallelize again, and record() of the new handle."
+            )
         self._recording = Recording(self.session, folder, error_steps, decision)
         return self._recording
 

@@ -66,6 +66,9 @@ class Observer:
     def begins(self) -> None:
         """The first gradient of a step came; nothing is sent yet."""
 
+    def local_step(self) -> None:
+        """A local step is over; what it exchanges or waits for comes after this."""
+
     def finished(self, exposed_s: float) -> None:
         """A step counts, at the end of its backward, where `exposed_s` seconds were waited for it. The newest observer is called
         first."""
@@ -100,6 +103,11 @@ class Observers:
         """The first gradient of a step came."""
         for observer in self:
             observer.begins()
+
+    def local_step(self) -> None:
+        """A local step is over."""
+        for observer in self:
+            observer.local_step()
 
     def finished(self, exposed_s: float) -> None:
         """A step counts, and its backward returns."""

@@ -138,6 +138,8 @@ class Recording(Observer, LanesObserver):
         """Whether the plan of this step is noted."""
         self._earlier: list[Pass] = []
         """The forwards and backwards of this step before the last forward: of local steps, or of gradients that add up."""
+        self._local_steps = 0
+        """The local steps since the step's first forward. Where gradients add up they are fewer than forwards."""
         self._last_forward = self._in_backward = 0.0
         self._ready: list[tuple[str, float]] = []
         self._resumed: dict[str, float] = {}
@@ -153,7 +155,7 @@ class Recording(Observer, LanesObserver):
     def __enter__(self) -> Self:
         model = self._model()
         if self._job.records and model is not None:
-            make_folder(self._path.parent)
+            self._make_folder()
             self._job.observers.add(self)
             self._ends = [
                 lambda: self._job.observers.remove(self),
@@ -274,7 +276,7 @@ class Recording(Observer, LanesObserver):
             self._save()
             self._saved = time.perf_counter()
         self._times_now = [] if self._cpu else None
-        self._open, self._looked, self._earlier = True, False, []
+        self._open, self._looked, self._earlier, self._local_steps = True, False, [], 0
         if self._job.running:
             self._look()
         self._begin_pass()
@@ -338,6 +340,9 @@ class Recording(Observer, LanesObserver):
     def measured(self, report: StepReport) -> None:
         self._codec_us = report.codec_s * 1e6
 
+    def local_step(self) -> None:
+        self._local_steps += 1
+
     def finished(self, exposed_s: float) -> None:
         self._finished_s = now = time.perf_counter()
         if self._open and self._forward is not None:
@@ -352,9 +357,9 @@ class Recording(Observer, LanesObserver):
         assert self._forward is not None
         step, schedule = self._job.step - 1, self._job.plan.schedule
         local_steps, rank = None, self._job.group.rank
-        if schedule.sends_weights:  # fewer forwards were seen where the recording began between two exchanges
+        if schedule.sends_weights:  # fewer were seen where the recording began between two exchanges
             made = schedule.begins_after(step, rank) - schedule.begins_after(step - 1, rank)
-            local_steps = min(made, len(self._earlier) + 1)
+            local_steps = max(1, min(made, self._local_steps))
         self._tensors.measure(step)
         if self._times_now is not None:
             ended = self._forward if self._ended is None else self._ended
@@ -374,6 +379,12 @@ class Recording(Observer, LanesObserver):
             self._codec_us = 0.0
         self._newest = self._job.step
 
+    def _make_folder(self) -> None:
+        try:
+            make_folder(self._path.parent)
+        except (OSError, ValueError) as problem:  # ValueError: a path with a NUL
+            self._warn(problem)
+
     def _save(self) -> None:
         """Write the record. A failure gives one warning and no error, because training is more important than the record."""
         try:
@@ -382,13 +393,17 @@ class Recording(Observer, LanesObserver):
             for name, document in (measured or {}).items():
                 document.save(self._path.with_name(f"{name}.json"))
         except Exception as problem:
-            if not self._warned:
-                warnings.warn(
-                    f"the record of this run was not written to {self._path}: {type(problem).__name__}: {problem} Training goes "
-                    "on. It is tried again every minute and at the end; recording.run().save(PATH) writes it elsewhere.",
-                    stacklevel=3,
-                )
+            self._warn(problem)
+
+    def _warn(self, problem: Exception) -> None:
+        """Warn once that the record cannot be written. An error would end training, and on rank 0 alone."""
+        if not self._warned:
             self._warned = True
+            warnings.warn(
+                f"the record of this run was not written to {self._path}: {type(problem).__name__}: {problem} Training goes "
+                "on. It is tried again every minute and at the end; recording.run().save(PATH) writes it elsewhere.",
+                stacklevel=4,
+            )
 
     def _go_back(self) -> bool:
         """Forget steps that the script undid by loading an earlier state. Returns whether there were any."""

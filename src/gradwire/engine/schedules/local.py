@@ -201,6 +201,7 @@ class LocalSchedule:
             self._drop_change()
         self._local_steps += 1
         self._reducer.batches.local_step()
+        self._reducer.observers.local_step()
         if self._lands_after is not None and self._local_steps >= self._lands_after:
             self._land()
         due = self._lands_after is None and self._local_steps >= self._begins_after(self._reducer.step)
