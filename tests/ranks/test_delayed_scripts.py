@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
+from gradwire.engine.torch_hooks.splitting import why_at_once
 
 EXACT = gw.Uniform(gw.Identity(), schedule=gw.Delayed(k=3))
 EVAL = [torch.randn(4, 6, generator=seeded(99))]
@@ -353,6 +354,44 @@ def test_a_step_of_what_the_passed_optimizer_lacks_is_refused(threads: Threads, 
     for words in threads.run(2, steps_of_another, schedule, passed_first):
         assert words.startswith("SGD steps '2.weight', which no optimizer that was passed has: the delayed schedule counts")
         assert "several param_groups" in words
+
+
+def past_the_schedule(taken: str) -> tuple[str, str, int]:
+    """What a step raises that was taken before the schedule began, why steps are not split then, and the steps after detach()."""
+    model = make_model()
+    optimizer = momentum(model.parameters())
+    step = optimizer.step
+    if taken == "under an earlier handle":
+        earlier = gw.parallelize(model, optimizer, plan=EXACT, process_group=here.group)
+        step = optimizer.step
+        earlier.detach()
+    if taken == "compiled":
+        step = torch.compile(optimizer.step, backend="eager")
+    handle = gw.parallelize(model, optimizer, plan=EXACT, process_group=here.group)
+    step()  # there is no gradient, and nothing to send
+    before = digest(model.state_dict().values())
+    gradient(model, 0, here.rank)
+    with pytest.raises(gw.StepStateError) as caught:
+        step()
+    assert digest(model.state_dict().values()) == before
+    why = why_at_once(optimizer)
+    handle.detach()
+    step()
+    assert digest(model.state_dict().values()) != before
+    return str(caught.value), why, len(optimizer._optimizer_step_pre_hooks)
+
+
+@pytest.mark.parametrize("taken", ["before", "under an earlier handle"])
+def test_a_step_that_was_taken_before_is_refused(threads: Threads, taken: str) -> None:
+    """Else ranks would train on, and exchange nothing."""
+    for words, *others in threads.run(2, past_the_schedule, taken):
+        assert words.startswith("SGD.step was taken or compiled before the delayed schedule began, and steps '0.weight' past")
+        assert others == ["", 0]
+
+
+def test_a_step_that_was_compiled_before_is_refused(worlds: Worlds) -> None:
+    for words, *_ in worlds.run(2, past_the_schedule, "compiled"):
+        assert "taken or compiled before the delayed schedule began" in words
 
 
 def test_detach_leaves_an_ordinary_model(threads: Threads) -> None:

@@ -4,6 +4,7 @@ import gc
 import io
 import os
 import warnings
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -30,6 +31,7 @@ __all__ = [
 
 _IN_MID_STEP, _FAILED = 0, -1
 """Sizes of states that a rank does not have."""
+_DICTS = (dict, OrderedDict, Counter)
 
 
 class NoSync(Patch):
@@ -174,11 +176,22 @@ def gather_states(handle: Handle, kept: Mapping[str, torch.Tensor] | None = None
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:
-    """The bytes of `torch.save` for a state. Numbers of numpy, such as learning rates that a scheduler computed, become Python's:
-    numpy's are not read without unpickling."""
+    """The bytes of `torch.save` for a state. Numbers of numpy, such as learning rates or milestones of a scheduler,
+    become Python's: numpy's are not read without unpickling."""
     file = io.BytesIO()
-    torch.save(pytree.tree_map_only((np.number, np.bool_), lambda each: each.item(), state), file)
+    torch.save(_with_plain_numbers(state), file)
     return file.getvalue()
+
+
+def _with_plain_numbers(state: Any) -> Any:
+    """The state with Python's numbers in place of numpy's, in keys too."""
+
+    def plain(each: Any) -> Any:
+        if type(each) in _DICTS:
+            return type(each)({plain(key): _with_plain_numbers(value) for key, value in each.items()})
+        return each.item() if isinstance(each, np.number | np.bool_) else each
+
+    return pytree.tree_map(plain, state, is_leaf=lambda each: type(each) in _DICTS)
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:

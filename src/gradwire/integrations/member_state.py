@@ -82,14 +82,28 @@ def _check_readable(each: Any) -> None:
     state = pytree.tree_map_only(torch.Tensor, lambda _: None, each.state_dict())  # tensors can be read, and may be large
     if _is_readable(state):
         return
-    leaves = pytree.tree_flatten_with_path(state)[0]
-    path, value = next(((path, leaf) for path, leaf in leaves if not _is_readable(leaf)), ((), state))
+    path, value = _unreadable_part(state)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise PlanError(
-        f"the state of {type(each).__name__}{pytree.keystr(path)} is {show(value)}, a {kind}: joiners get states from another "
+        f"the state of {type(each).__name__}{path} is {show(value)}, a {kind}: joiners get states from another "
         "member, and for safety read only tensors, numbers, texts, lists and dictionaries. Let its state_dict() have no other "
         "values, or leave the object out of `also`."
     )
+
+
+def _unreadable_part(value: Any, path: str = "") -> tuple[str, Any]:
+    """The smallest part of an unreadable value that is not readable either, and where it is."""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        parts = [(f"[{key!r}]", each) for key, each in value.items()] + [(".keys()", key) for key in value]
+    elif isinstance(value, list | tuple):
+        parts = [(f"[{index}]", each) for index, each in enumerate(value)]
+    elif isinstance(value, set | frozenset):
+        parts = [("", each) for each in value]
+    for key, part in parts:
+        if not _is_readable(part):
+            return _unreadable_part(part, path + key)
+    return path, value
 
 
 def _is_readable(value: Any) -> bool:

@@ -49,7 +49,7 @@ from gradwire.engine.schedules.weights import (
     show_for_forward,
 )
 from gradwire.engine.torch_hooks.hooks import ModelHook
-from gradwire.engine.torch_hooks.optimizer_step import Stepping, Whole, snapshot, step_later
+from gradwire.engine.torch_hooks.optimizer_step import PastStepHook, Stepping, Whole, snapshot, step_later
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_at_once
 from gradwire.errors import PlanError, StepStateError
@@ -190,6 +190,9 @@ class DelayedSchedule:
         self._corrections: Corrections | None = None
         self._guard = SettleFirst(None, (), ModelHook(self, DelayedSchedule.settle))
         self._stepping = Stepping(job.optimizers[:1], self._step)
+        past = PastStepHook(self, DelayedSchedule._refuse_past)
+        with_hooks = [optimizer for optimizer in job.optimizers[:1] if hasattr(optimizer, "_optimizer_step_pre_hooks")]
+        self._hooks = [optimizer.register_step_pre_hook(past) for optimizer in with_hooks]
 
     @staticmethod
     def check_optimizers(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -243,6 +246,8 @@ class DelayedSchedule:
 
     def detach(self) -> None:
         self._stepping.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._guard.remove()
 
     # ---- what a script sees
@@ -269,6 +274,17 @@ class DelayedSchedule:
         """Gradients are this rank's own."""
 
     # ---- a step
+
+    def _refuse_past(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Raises StepStateError for a step of the script that is not `_step`: its gradients would be sent by nobody."""
+        name = next((name for name, each in self._by_name.items() if each.grad is not None), None)
+        if name is not None:
+            kind = type(optimizer).__name__
+            raise StepStateError(
+                f"{kind}.step was taken or compiled before the delayed schedule began, and steps {name!r} past the schedule: "
+                "nothing would be exchanged. Call optimizer.step() by its name in every step, or take or compile it after "
+                "gw.parallelize. plan='auto' may begin the schedule later: give it schedules without 'delayed' then."
+            )
 
     @partial(told_to_all, script_steps=True)
     @torch.no_grad()

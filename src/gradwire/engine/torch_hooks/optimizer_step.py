@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import optimizer as torch_optimizer
 
+from gradwire.engine.torch_hooks.hooks import StepHook
 from gradwire.errors import StepStateError
 
 _HEARERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -173,6 +174,16 @@ class Stepping:
             else:
                 optimizer.step = before  # type: ignore[method-assign]
         self._ours = []
+
+
+class PastStepHook(StepHook):
+    """A step pre-hook that calls act(owner, ...) where a step passes by what `Stepping` put in its place: the script bound the
+    method, or compiled it, before. Steps of some parameters alone are as without this hook."""
+
+    @_disable_dynamo
+    def __call__(self, *arguments: Any) -> None:
+        if not getattr(_own, "inside", False):
+            super().__call__(*arguments)
 
 
 def is_of_script(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from gradwire.engine.torch_hooks.lazy_tensors import can_wait
-from gradwire.engine.torch_hooks.optimizer_step import announce, is_replaced, step_only
+from gradwire.engine.torch_hooks.optimizer_step import PastStepHook, announce, is_replaced, step_only
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _STEPS = 3
@@ -163,8 +163,8 @@ def _why_watched(optimizer: torch.optim.Optimizer, expected: str) -> str:
     """The things that may expect steps as they were, in words; '' if nothing does."""
     name = type(optimizer).__name__
     pre, post = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
-    everywhere = [hook for hook in (*pre.values(), *post.values()) if hook is not announce]
-    if everywhere or any(getattr(optimizer, hooks, None) for hooks in _HOOKS):
+    own = [hook for hooks in _HOOKS for hook in getattr(optimizer, hooks, {}).values()]
+    if any(hook is not announce and not isinstance(hook, PastStepHook) for hook in (*pre.values(), *post.values(), *own)):
         return f"{name} has step hooks, which expect that {expected}"
     if is_replaced(optimizer):
         return f"something else stands in place of {name}.step, and may expect that {expected}"
