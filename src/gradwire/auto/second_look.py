@@ -1,11 +1,12 @@
-"""Compares a chosen plan that is slower than predicted with its best rival, once after a decision. Pure: no communication.
+"""Compares a chosen plan with its best rival, once after a decision. Pure: no communication.
 
 A trial runs each plan for two or three steps, and some not at all. Where predictions are wrong, its choice may be too. So the
 chosen plan is looked at again, in parts of `PART_STEPS` steps:
 
-1. The chosen plan runs as before. The look ends if the plan takes about as long as predicted, or if no other candidate may be
-   clearly faster. A candidate that ran in the trial counts with its time there, others with their predictions. One of the same
-   kind, which differs from the chosen plan in its buckets alone, counts as slower by the same factor.
+1. The chosen plan runs as before. The look ends if no other candidate may be clearly faster. It also ends if the plan takes about
+   as long as predicted, unless the trial's budget was spent before the rival's turn. A candidate that ran in the trial counts with
+   its time there, others with their predictions. One of the same kind, which differs from the chosen plan in its buckets alone,
+   counts as slower by the same factor.
 2. The best rival runs. If it is not clearly faster, the chosen plan goes on.
 3. The chosen plan runs again. The rival replaces it only if the rival is faster than both of its parts: then a processor that
    was busy for a while, and made the chosen plan slow, changes nothing.
@@ -62,6 +63,7 @@ class SecondLook:
         """The parts so far, by candidate."""
         self._candidates, self._kinds, self._compute_us = trial.candidates, tuple(kinds), compute_us
         self._trial_us = [trial.median_us(index) for index in range(len(kinds))]
+        self._left = frozenset(trial.left)
         self._steps_us: list[float] = []
         self._computes_us: list[float] = []
         self.over = self._trial_us[chosen] is None or len(self._kinds) == 1
@@ -74,8 +76,12 @@ class SecondLook:
 
     @property
     def expected(self) -> bool:
-        """Whether the rival ran, or is likely to: the chosen plan was slower than predicted in the trial already."""
-        return self.rival is not None or self._is_slow(self._trial_us[self.before] or 0.0)
+        """Whether the rival ran, or is likely to: in the trial, the chosen plan was slower than predicted or than a candidate
+        without a turn may be."""
+        us = self._trial_us[self.before]
+        if self.rival is not None or us is None:
+            return self.rival is not None
+        return self._is_slow(us) or self._rival_of(us, self._compute_us, us) is not None
 
     def best(self, index: int) -> LookPart:
         """Return the shortest part of a plan."""
@@ -122,16 +128,23 @@ class SecondLook:
 
     def _find_rival(self, us: float, compute_us: float) -> None:
         """End the first part. The rival runs next, if there is one."""
+        rival = self._rival_of(us, compute_us, self.best(self.before).us)
+        if rival is None:
+            self.over = True
+        else:
+            self.rival = self.runs = rival
+
+    def _rival_of(self, us: float, compute_us: float, best_us: float) -> int | None:
+        """Return the candidate that may be clearly faster than the chosen plan, whose best step takes `best_us`."""
         likely_us = {
             index: self._likely_us(index, us, compute_us) * each.steps_for_one
             for index, each in enumerate(self._candidates)
-            if index != self.before
+            if index != self.before and (index in self._left or self._is_slow(us))
         }
+        if not likely_us:
+            return None
         rival = min(likely_us, key=lambda index: (likely_us[index], index))
-        if self._is_slow(us) and likely_us[rival] <= BETTER * self._to_loss_us(self.before):
-            self.rival = self.runs = rival
-        else:
-            self.over = True
+        return rival if likely_us[rival] <= BETTER * best_us * self._candidates[self.before].steps_for_one else None
 
     def _likely_us(self, index: int, us: float, compute_us: float) -> float:
         """Return how long a step of another candidate may take, where one of the chosen plan takes `us`."""

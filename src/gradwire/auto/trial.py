@@ -110,6 +110,8 @@ class Trial:
         self._shorten()
         self._waiting = [index for index in range(1, len(self.candidates)) if self.candidates[index].runs]
         """Candidates that have had no turn yet."""
+        self.left: set[int] = set()
+        """Candidates that might have been the best, and did not run because the budget was spent."""
 
     @property
     def turn(self) -> TrialTurn | None:
@@ -223,7 +225,9 @@ class Trial:
             self._shorten()
             if self._fits(self._queue[0]) or not any(self.times):
                 return
-            self._queue.pop(0)
+            index = self._queue.pop(0).candidate
+            if not self.times[index]:
+                self.left.add(index)
         if any(self.times) and self._waiting:
             self._queue, self._waiting = [self._turn(index) for index in self._waiting if self._worth(index)], []
             self._go_on()

@@ -70,6 +70,19 @@ def test_a_rival_of_the_trial_counts_with_its_time_there() -> None:
     assert runs(looked(predicted, tried | {"B": 125.0}), [{"A": 140.0, "B": 110.0}] * 4) == "A B A B"
 
 
+@pytest.mark.parametrize(("b_us", "ran"), [(300e3, "A B A B"), (340e3, "A B A")])
+def test_a_rival_that_the_budget_left_out_gets_its_turn(b_us: float, ran: str) -> None:
+    """Plain all-reduce takes 350 ms, 1.06 times its prediction, and the trial's 2 s are over before the plan that may be faster."""
+    trial = Trial([Candidate("A", 330e3, plain=True), Candidate("B", 328e3, loss=1)], steps=2, spent_us=0.9e6)
+    while (turn := trial.turn) is not None:
+        assert turn.candidate == 0
+        trial.took(350e3)
+    assert trial.left == {1}
+    look = SecondLook(trial, 0, ["plain", "4 bits"], compute_us=250e3)
+    assert look.expected
+    assert runs(look, [{"A": 350e3, "B": b_us}] * 4, compute_us=250e3) == ran and look.over
+
+
 def test_what_needs_more_steps_for_a_loss_has_to_be_faster_by_as_much() -> None:
     predicted = {"A": 100.0, "B": 60.0, "plain": 400.0}
     for b_us, ran in ((75.0, "A B A B"), (77.0, "A B A")):
