@@ -35,7 +35,8 @@ def cases() -> Iterator[tuple[str, Call]]:
     stream = torch.tensor([0, 1, 0, 0])
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(NUMEL, generator=generator) * 1e-3
-    total = torch.zeros(NUMEL)
+    total, energy = torch.zeros(NUMEL), exact.square()
+    weights = torch.full((NUMEL,), 127, dtype=torch.uint8)
     by = LocalUpdate(1e-3, 0.1, 0.9, 0.999, 0.001, 1e-8)
     for dtype, kept in itertools.product((torch.float32, torch.bfloat16, torch.float16), (False, True)):
         gradient, decoded = exact.to(dtype), torch.zeros(NUMEL, dtype=dtype)
@@ -78,6 +79,14 @@ def cases() -> Iterator[tuple[str, Call]]:
         for wire in (torch.bfloat16, torch.float16):
             yield case(f"cast to {str(wire)[6:]}", "cast_encode", gradient, left, wire, half)
             yield case(f"cast from {str(wire)[6:]}", "cast_decode", half, wire, usual, decoded)
+        for bits, levels in ((2, "uniform"), (2, "lloyd"), (3, "lloyd"), (4, "lloyd")) if usual or kept else ():
+            segments, sent = _whole(bits), _bytes(sum(qsgd_bytes([(NUMEL, bits)], block, "ls", levels)))
+            for weighed in (weights if kept else None,):
+                name = f"fitted {levels} {bits} bits{', weighted' if weighed is not None else ''}"
+                yield case(f"{name}, encode", "fitted_encode", gradient, left, segments, weighed, block, levels, sent)
+                yield case(f"{name}, decode", "fitted_decode", sent, segments, weighed, block, levels, usual and kept, decoded)
+        yield case("learn energy", "learn_energy", gradient, whole, 0.98, energy)
+        yield case("weigh elements", "weigh_elements", energy, whole, block, 0.1, weights)
         signs = _bytes(NUMEL // 8)
         yield case("signs, encode", "sign_encode", gradient, left, 0.9, whole, signs)
         yield case("signs, decode", "sign_decode", signs, whole, 0, 0, usual and kept, decoded)
@@ -88,6 +97,7 @@ def cases() -> Iterator[tuple[str, Call]]:
         ternary = _bytes(2 * (NUMEL // 1024) + NUMEL // 4)
         yield case("TwoBit, encode", "threshold_encode", gradient, left, whole, 1024, 0.0, 1.0, ternary)
         yield case("TwoBit, decode", "threshold_decode", ternary, whole, 1024, 0.0, False, decoded)
+        ternary = _bytes(sum(qsgd_bytes([(NUMEL, 2)], 1024, "max")))
         yield case("TernGrad, encode", "terngrad_encode", gradient, left, _whole(2), stream, 1024, 2.5, ternary)
         kept_of_all = kept_of(NUMEL, 0.01)
         values = gradient.element_size() * kept_of_all
