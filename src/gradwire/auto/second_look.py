@@ -76,12 +76,8 @@ class SecondLook:
 
     @property
     def expected(self) -> bool:
-        """Whether the rival ran, or is likely to: in the trial, the chosen plan was slower than predicted or than a candidate
-        without a turn may be."""
-        us = self._trial_us[self.before]
-        if self.rival is not None or us is None:
-            return self.rival is not None
-        return self._is_slow(us) or self._rival_of(us, self._compute_us, us) is not None
+        """Whether the rival ran, or may run: in the trial, the chosen plan was slower than predicted, or others had no turn."""
+        return self.rival is not None or bool(self._left) or self._is_slow(self._trial_us[self.before] or 0.0)
 
     def best(self, index: int) -> LookPart:
         """Return the shortest part of a plan."""
@@ -128,23 +124,16 @@ class SecondLook:
 
     def _find_rival(self, us: float, compute_us: float) -> None:
         """End the first part. The rival runs next, if there is one."""
-        rival = self._rival_of(us, compute_us, self.best(self.before).us)
-        if rival is None:
-            self.over = True
-        else:
-            self.rival = self.runs = rival
-
-    def _rival_of(self, us: float, compute_us: float, best_us: float) -> int | None:
-        """Return the candidate that may be clearly faster than the chosen plan, whose best step takes `best_us`."""
         likely_us = {
             index: self._likely_us(index, us, compute_us) * each.steps_for_one
             for index, each in enumerate(self._candidates)
             if index != self.before and (index in self._left or self._is_slow(us))
         }
-        if not likely_us:
-            return None
-        rival = min(likely_us, key=lambda index: (likely_us[index], index))
-        return rival if likely_us[rival] <= BETTER * best_us * self._candidates[self.before].steps_for_one else None
+        rival = min(likely_us, key=lambda index: (likely_us[index], index), default=self.before)
+        if rival != self.before and likely_us[rival] <= BETTER * self._to_loss_us(self.before):
+            self.rival = self.runs = rival
+        else:
+            self.over = True
 
     def _likely_us(self, index: int, us: float, compute_us: float) -> float:
         """Return how long a step of another candidate may take, where one of the chosen plan takes `us`."""
@@ -155,6 +144,8 @@ class SecondLook:
             return predicted_us * us / max(chosen_us, 1e-9) if trial_us is None else trial_us * us / chosen_trial_us
         if trial_us is not None:
             return trial_us
+        if index in self._left:  # the chosen plan itself may be what makes the computation longer
+            return predicted_us
         # no plan is faster than the computation, which may take longer than it did in the profile
         longer_us = max(0.0, compute_us - self._compute_us) if self._compute_us > 0 else 0.0
         return max(predicted_us + longer_us, compute_us)
