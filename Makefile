@@ -120,10 +120,10 @@ SET_UP = $(PY) setup.py --quiet build_ext --inplace & compiling=$$!; \
 	@$(PY) -c "import matplotlib.pyplot, sklearn.datasets"
 	@touch $@
 
-# and what the tests need: every SIMD level, and the tools. Python compiles what is imported of the folders that are left out, and
+# and what the tests need: every SIMD level that runs here, and the tools. Python compiles what is imported of the folders that are left out, and
 # some packages have files that are no Python 3
 .venv/.dev: EXTRAS = bench,dev,docs,transformers,accelerate,lightning,ray,elastic
-.venv/.dev: export GRADWIRE_LEVELS = all
+.venv/.dev: export GRADWIRE_LEVELS = here
 .venv/.dev: .venv/.python constraints.txt $(SOURCES)
 	@$(SET_UP)
 	@$(PY) -m compileall -qq -j 0 -x "/tests/|/transformers/models/" .venv/lib || true

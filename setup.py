@@ -7,6 +7,7 @@ run time. -ffp-contract=off and the absence of -ffast-math are part of the meani
 Environment:
     GRADWIRE_LEVELS=all         compile every SIMD level, as wheels need (`make wheel`); else only the best one for this processor
                                 and, with little optimisation, the baseline that runs on every processor
+    GRADWIRE_LEVELS=here        compile every level that runs on this processor, as tests need
     GRADWIRE_REFERENCE_ONLY=1   install without a compiler, on the plain-torch reference: about 300 times slower
     GRADWIRE_CXXFLAGS, CXX      more flags, and another compiler (a cross compiler, say)
 """
@@ -56,9 +57,9 @@ NEEDS = {
     "avx512": {"avx2", "fma", "bmi1", "bmi2", "abm", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
 }
 """What /proc/cpuinfo says of a processor that runs a level."""
-ALL_LEVELS = os.environ.get("GRADWIRE_LEVELS", "") == "all"
-if os.environ.get("GRADWIRE_LEVELS", "") not in ("", "all"):
-    raise SystemExit(f"GRADWIRE_LEVELS={os.environ['GRADWIRE_LEVELS']} is not known. Set it to `all`, or not at all.")
+WANTED = os.environ.get("GRADWIRE_LEVELS", "")
+if WANTED not in ("", "all", "here"):
+    raise SystemExit(f"GRADWIRE_LEVELS={WANTED} is not known. Set it to `all` or `here`, or not at all.")
 LINK = ["-shared", "-Wl,--as-needed", f"-Wl,--version-script={CSRC / 'exports.map'}"]
 if not MORE_FLAGS:  # which are there to look for a fault
     LINK.append("-s")
@@ -108,16 +109,18 @@ def knows(cxx: str, flags: list[str]) -> bool:
 
 
 def levels(cxx: str) -> dict[str, list[str]]:
-    """The flags of each SIMD level to compile: all, or the best one here and a baseline for other processors."""
+    """The flags of each SIMD level to compile: all, those that run here, or the best one here and a baseline for other
+    processors. Where it is not the best one, the baseline is a fallback."""
     target = subprocess.run([cxx, "-dumpmachine"], capture_output=True, text=True, check=True).stdout
     if not target.startswith("x86_64"):
         return {"baseline": []}
     known = {level: flags for level, flags in LEVELS.items() if knows(cxx, flags)}
-    if ALL_LEVELS or platform.machine() != "x86_64":
+    if WANTED == "all" or platform.machine() != "x86_64":
         return known
     words = set(Path("/proc/cpuinfo").read_text().split())
-    best = [level for level in known if NEEDS[level] <= words][-1]
-    return {"baseline": [] if best == "baseline" else ["-O1"], best: LEVELS[best]}
+    runs = [level for level in known if NEEDS[level] <= words]
+    chosen = runs if WANTED == "here" else ["baseline", runs[-1]]
+    return {level: ["-O1"] if level == "baseline" != runs[-1] else LEVELS[level] for level in chosen}
 
 
 def build_object(command: list[str], source: Path) -> Path:

@@ -25,7 +25,7 @@ def setup(arguments: list[str], **environment: str) -> subprocess.CompletedProce
 
 
 def make_wheel(folder: Path, **environment: str) -> Path:
-    """What `make wheel` makes, or with its environment `make wheel-aarch64`; the objects are those of the last build."""
+    """What `make wheel` makes, or with its environment `make wheel-aarch64`. Compiles what no build here has compiled."""
     arguments = ["build", "--build-base", str(folder / "build"), "bdist_wheel", "--dist-dir", str(folder)]
     done = setup(arguments, GRADWIRE_LEVELS="all", **environment)
     assert done.returncode == 0, done.stderr

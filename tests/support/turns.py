@@ -16,8 +16,8 @@ __all__ = ["COSTLY", "TURNS", "costly_of", "of_commit", "of_test", "turns"]
 TURNS = 5
 COSTLY = Path(__file__).parents[1] / "costly.txt"
 _ALWAYS = "test_every_page_is_read_without_a_warning_and_the_site_has_all_names"
-_TOGETHER = ("tests/scripts/test_bench_demo.py", "tests/scripts/test_bench_worker.py")
-"""Files that wait as a whole: their first test runs what all of them look at."""
+_TOGETHER = ("tests/scripts/test_bench_demo.py", "tests/scripts/test_bench_worker.py", "tests/scripts/test_build.py")
+"""Files that wait as a whole: their first test runs or compiles what all of them look at."""
 _LEAST_S = 3.0
 
 
