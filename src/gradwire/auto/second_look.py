@@ -3,10 +3,10 @@
 A trial runs each plan for two or three steps, and some not at all. Where predictions are wrong, its choice may be too. So the
 chosen plan is looked at again, in parts of `PART_STEPS` steps:
 
-1. The chosen plan runs as before. The look ends if no other candidate may be clearly faster. It also ends if the plan takes about
-   as long as predicted, unless the trial's budget was spent before the rival's turn. A candidate that ran in the trial counts with
-   its time there, others with their predictions. One of the same kind, which differs from the chosen plan in its buckets alone,
-   counts as slower by the same factor.
+1. The chosen plan runs as before. The look ends if no other candidate may be clearly faster. It also ends if the plan takes
+   about as long as predicted, unless the trial's budget was spent before the rival's turn. A candidate that ran in the trial
+   counts with its time there, others with their predictions. One of the same kind, which differs from the chosen plan in its
+   buckets alone, counts as slower by the same factor.
 2. The best rival runs. If it is not clearly faster, the chosen plan goes on.
 3. The chosen plan runs again. The rival replaces it only if the rival is faster than both of its parts: then a processor that
    was busy for a while, and made the chosen plan slow, changes nothing.

@@ -72,7 +72,7 @@ def test_a_rival_of_the_trial_counts_with_its_time_there() -> None:
 
 @pytest.mark.parametrize(("b_us", "ran"), [(300e3, "A B A B"), (340e3, "A B A")])
 def test_a_rival_that_the_budget_left_out_gets_its_turn(b_us: float, ran: str) -> None:
-    """Plain all-reduce takes 350 ms, 1.06 times its prediction, and the trial's 2 s are over before the plan that may be faster."""
+    """Plain all-reduce takes 1.06 times its prediction, and the trial's 2 s are over before the plan that may be faster."""
     trial = Trial([Candidate("A", 330e3, plain=True), Candidate("B", 328e3, loss=1)], steps=2, spent_us=0.9e6)
     while (turn := trial.turn) is not None:
         assert turn.candidate == 0
