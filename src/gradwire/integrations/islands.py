@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradwire.core import show
-from gradwire.engine import REGISTRY, StepHook, checksums, leave_hooks_behind, lower_second_moments
+from gradwire.engine import REGISTRY, CountingHook, StepHook, checksums, leave_hooks_behind, lower_second_moments
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
 from gradwire.integrations.island_calls import GroupLink, gather_rows, naming_ranks
@@ -87,7 +87,7 @@ class Islands:
         own = {name for name, each in self._local.items() if each.numel() and self._owners.get(name, place) == place}
         schedule = check_rounds(plan.schedule)
         self.every, self.steps = schedule.every, 0
-        """The steps from one exchange to the next, and the optimizer's steps so far."""
+        """The steps from one exchange to the next, and the optimizer's steps so far, with those that a GradScaler left out."""
         self._outer = OuterSteps(self._local, schedule, own, resharder(model))
         embeddings = embeddings_of(model)
         tensors = {name: TensorMeta.of(self._local[name], id(parameters[name]) in embeddings) for name in reversed(parameters)}
@@ -101,7 +101,7 @@ class Islands:
         self._hooks.append(optimizer.register_step_pre_hook(StepHook(self, Islands._before_step)))
         if schedule.second_moment == "mean":
             self._hooks.append(optimizer.register_step_post_hook(StepHook(self, Islands._lower_second_moments)))
-        self._hooks.append(optimizer.register_step_post_hook(StepHook(self, Islands._after_step)))
+        self._hooks.append(optimizer.register_step_post_hook(CountingHook(self, Islands._after_step)))
 
     def global_weights(self) -> AbstractContextManager[None]:
         """Inside, the model holds the weights that are the same on all islands, to evaluate or to save them."""
