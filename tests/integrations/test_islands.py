@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from worlds import Worlds, digest, mesh_of, seeded
 
 import gradwire as gw
 from gradwire.engine import REGISTRY, prepare
+from gradwire.integrations.island_checks import listed
 
 EVERY, STEPS = 4, 12
 
@@ -282,10 +282,9 @@ def test_a_list_of_optimizers_makes_the_steps_of_one(worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "named"), [([], "an empty list"), (None, "NoneType"), ([object()], "object")])
-def test_what_is_no_optimizer_is_refused_before_anything_is_sent(optimizer: Any, named: str) -> None:
-    mesh: Any = SimpleNamespace(ndim=2)
+def test_what_is_no_optimizer_is_refused(optimizer: Any, named: str) -> None:
     with pytest.raises(gw.PlanError, match=f"optimizer is {named}: .*step hooks"):
-        gw.islands(nn.Linear(3, 2), optimizer, mesh, gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=EVERY)))
+        listed(optimizer)
 
 
 def refused() -> list[str]:

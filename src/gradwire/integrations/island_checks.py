@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gradwire.core import show
-from gradwire.engine import REGISTRY
-from gradwire.errors import PlanError, StepStateError
+from gradwire.engine import REGISTRY, check_memory
+from gradwire.errors import DisagreementError, PlanError, StepStateError
 from gradwire.integrations.island_calls import GroupLink
 from gradwire.integrations.outer_steps import check_rounds
 from gradwire.integrations.shards import check_meshes, reshard
@@ -31,12 +31,13 @@ def listed(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def check_alone(model: torch.nn.Module, mesh: DeviceMesh, plan: Any) -> None:
-    """Raises PlanError for another schedule, and for a model of which only a part is sharded, or with shards on other ranks than
-    those of an island; StepStateError for a model that trains on islands already. Sends nothing."""
+    """Raises PlanError for another schedule, and for a model that trains nothing, has tensors without memory, or is sharded in
+    part or on other ranks than those of an island; StepStateError for one that trains on islands already. Sends nothing."""
     schedule: Any = getattr(plan, "schedule", None)
     if schedule is None or schedule.word != "local":
         raise PlanError(f"plan is {show(plan)}: islands train apart, so pass a policy with schedule=gw.LocalSteps(...).")
     check_rounds(schedule)
+    check_memory(model)
     reshard(model)
     if any(map(REGISTRY.owns, model.parameters())):
         raise StepStateError(
@@ -45,15 +46,31 @@ def check_alone(model: torch.nn.Module, mesh: DeviceMesh, plan: Any) -> None:
         )
     check_meshes(model, mesh.get_group(1), f'mesh["{(mesh.mesh_dim_names or ("between", "inside"))[1]}"]')
     trained = {name: isinstance(each, DTensor) for name, each in model.named_parameters() if each.requires_grad}
+    if not trained:
+        raise PlanError("no parameter of the model is trainable, so islands have nothing to average.")
     if len({*trained.values()}) > 1:
         whole = next(name for name, is_sharded in trained.items() if not is_sharded)
         raise PlanError(f"{whole!r} is no shard, and other parameters are. Call fully_shard on the whole model.")
 
 
-def check_alike(group: dist.ProcessGroup, model: torch.nn.Module) -> None:
-    """Raises DisagreementError on all ranks of a group where their models have other parameters or buffers. Collective. Shards
-    count with the shape of the whole, so that all ranks of an island find the same."""
+def check_alike(model: torch.nn.Module, mesh: DeviceMesh, problem: Exception | None) -> None:
+    """Raise the problem of this rank, if it has one, and on all other ranks DisagreementError with its words. Raises
+    DisagreementError on all ranks where islands have models with other parameters or buffers. Collective."""
+    device = next((each.device for each in model.parameters() if not each.is_meta), torch.device(mesh.device_type))
+    compared: dict[int, dict[str, Any]] = {1: {}, 0: _tensors_of(model) if problem is None else {}}
+    for dimension, facts in compared.items():  # the ranks of an island, then those at the same place of all islands
+        group = mesh.get_group(dimension)
+        own = facts if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
+        try:
+            agree(GroupLink(group, device), own, tuple(dist.get_process_group_ranks(group)))
+        except DisagreementError as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The facts that islands compare. Shards count with the shape of the whole: all ranks of an island find the same."""
     of_parameters = [(name, each, "trains" if each.requires_grad else "frozen") for name, each in model.named_parameters()]
     tensors = [*of_parameters, *((name, each, "buffer") for name, each in model.named_buffers())]
-    facts = {"tensors of the model": [[name, [*each.shape], str(each.dtype), kind] for name, each, kind in tensors]}
-    agree(GroupLink(group, tensors[0][1].device), facts, tuple(dist.get_process_group_ranks(group)))
+    return {"tensors of the model": [[name, [*each.shape], str(each.dtype), kind] for name, each, kind in tensors]}

@@ -47,7 +47,7 @@ def islands(
     where a rank died or stalled, and StepStateError where a parameter was thawed, added or replaced since.
     What it returns lives as long as the model, or until `detach()`. Raises PlanError for another mesh or schedule, for a model
     of which only a part is sharded, and for shards on other ranks than those of an island; StepStateError for a model that
-    trains on islands already; DisagreementError where islands have other models or plans.
+    trains on islands already; DisagreementError where islands have other models or plans, and where another rank raises.
 
     Example, for 2 islands of 4 ranks, inside which gradients are averaged exactly::
 
@@ -58,8 +58,14 @@ def islands(
     """
     if mesh.ndim != 2:
         raise PlanError(f"mesh has {mesh.ndim} dimensions: pass one of two, of which the second is inside an island.")
-    optimizers = listed(optimizer)
-    check_alone(model, mesh, plan)
+    optimizers: list[torch.optim.Optimizer] = []
+    problem: Exception | None = None
+    try:
+        optimizers = listed(optimizer)
+        check_alone(model, mesh, plan)
+    except Exception as error:  # the other ranks wait for this one
+        problem = error
+    check_alike(model, mesh, problem)
     made = Islands(model, optimizers, mesh, plan)
     leave_hooks_behind(model)
     REGISTRY.add(model, made.trained.parameters.values(), made)
@@ -74,7 +80,6 @@ class Islands:
         parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         sharded = {name for name, each in parameters.items() if isinstance(each, DTensor)}
         self._local = {name: shard_of(each) for name, each in parameters.items()}
-        check_alike(self._between, model)
         share_first(self._between, [*map(shard_of, model.parameters()), *map(shard_of, model.buffers())])
         self._owners = {} if sharded else owners_of(self._local, self._inside.size())
         place = self._inside.rank()
