@@ -71,6 +71,13 @@ def test_values_for_off_are_refused_by_name(wrong: dict[str, Any]) -> None:
         gw.elastic(*linear(), plan=gw.Identity(), lighthouse="127.0.0.1:1", **wrong)
 
 
+@pytest.mark.parametrize("accuracy", ["exact", "nonsense"])
+def test_an_accuracy_without_effect_is_refused(accuracy: str) -> None:
+    """Only auto chooses by it."""
+    with pytest.raises(gw.PlanError, match=f"accuracy.*{accuracy}"):
+        gw.elastic(*linear(), plan=gw.QSGD(bits=4), accuracy=accuracy, lighthouse="127.0.0.1:1")
+
+
 def test_without_an_address_it_says_what_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     with pytest.raises(gw.StepStateError, match="gradwire lighthouse"):

@@ -133,6 +133,28 @@ def test_auto_compresses_on_slow_links_alone(worlds: Worlds, ranks: int) -> None
     assert "uncompressed: gradient exchanges take" in exact[0][0]
 
 
+def of_a_root_without_parameters(plan: Any, parameters: gw.Spec | None) -> tuple[list[str], str]:
+    """The exchanges of a model each of whose layers is sharded by itself, and its weights after some steps."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(20, 40), nn.Linear(40, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    exchanges = fsdp2.compress(model, plan, parameters)
+    train(model, range(2))
+    names = sorted(exchanges.stats())
+    exchanges.close()
+    return names, digest([whole(model)])
+
+
+@pytest.mark.parametrize("parameters", [None, gw.QSGD(bits=8)], ids=str)
+@pytest.mark.parametrize("plan", ["auto", gw.QSGD(bits=4)], ids=str)
+def test_the_root_may_own_no_parameters(worlds: Worlds, plan: Any, parameters: gw.Spec | None) -> None:
+    first, second = worlds.run(2, of_a_root_without_parameters, plan, parameters)
+    what = ["gradients"] if parameters is None else ["gradients", "parameters"]
+    assert first == second and first[0] == [f"{each} of {layer}" for each in what for layer in (0, 1)]
+
+
 def measured(_: None) -> bool:
     model = sharded()
     exchanges = fsdp2.compress(model)

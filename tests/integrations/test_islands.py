@@ -15,6 +15,7 @@ from worlds import Worlds, digest, mesh_of, seeded
 
 import gradwire as gw
 from gradwire.engine import REGISTRY, prepare
+from gradwire.integrations.island_checks import listed
 
 EVERY, STEPS = 4, 12
 
@@ -251,6 +252,39 @@ def test_steps_of_an_optimizer_that_was_not_passed_are_refused(worlds: Worlds) -
     """Islands would train apart and never average."""
     for said in worlds.run(4, of_another_optimizer):
         assert said.startswith("0 SGD steps 'module.0.weight', and no optimizer steps that was passed") and "gw.islands" in said
+
+
+def with_two_optimizers() -> tuple[float, int]:
+    """The largest difference from the weights of one optimizer with two groups, and the steps that were counted."""
+    ends, steps = [], []
+    for count in (1, 2):
+        mesh, model = mesh_of(2, 1), network()
+        halves = [[*model[:2].parameters()], [*model[2:].parameters()]]
+        groups = [[{"params": each} for each in halves]] if count == 1 else halves
+        optimizers = [torch.optim.AdamW(each, lr=0.01) for each in groups]
+        policy = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=EVERY))
+        made = gw.islands(model, optimizers, mesh, policy)
+        for step in range(STEPS):
+            inputs, labels = batch(step)
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(whole(model))
+        steps.append(made.steps)
+        made.detach()
+    assert steps[0] == STEPS
+    return (ends[1] - ends[0]).abs().max().item(), steps[1]
+
+
+def test_a_list_of_optimizers_makes_the_steps_of_one(worlds: Worlds) -> None:
+    assert worlds.run(2, with_two_optimizers) == [(0.0, STEPS)] * 2
+
+
+@pytest.mark.parametrize(("optimizer", "named"), [([], "an empty list"), (None, "NoneType"), ([object()], "object")])
+def test_what_is_no_optimizer_is_refused(optimizer: Any, named: str) -> None:
+    with pytest.raises(gw.PlanError, match=f"optimizer is {named}: .*step hooks"):
+        listed(optimizer)
 
 
 def refused() -> list[str]:

@@ -92,6 +92,30 @@ def test_all_ranks_of_an_island_refuse_other_models(worlds: Worlds) -> None:
     assert all("[3, 3]" in said and "[4, 3]" in said for said in worlds.run(4, of_unlike_shards))
 
 
+def with_a_problem_on_rank_3(problem: str) -> tuple[str, str]:
+    """The kind of the error, and its words."""
+    mesh, model = mesh_of(2, 2), nn.Linear(3, 4)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan: Any = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=4))
+    if dist.get_rank() == 3:
+        model.register_buffer("seen", torch.zeros(2, device="meta" if problem == "memory" else "cpu"))
+        optimizer = None if problem == "optimizer" else optimizer
+        plan = gw.QSGD(bits=4) if problem == "plan" else plan
+    with pytest.raises(gw.GradwireError) as error:
+        gw.islands(model, optimizer, mesh, plan)
+    return type(error.value).__name__, str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [("memory", "'seen' has no memory yet"), ("optimizer", "optimizer is NoneType"), ("plan", "islands train apart")],
+)
+def test_a_problem_of_one_rank_is_told_on_all_ranks(worlds: Worlds, problem: str, words: str) -> None:
+    *others, (kind, said) = worlds.run(4, with_a_problem_on_rank_3, problem)
+    assert kind == "PlanError" and words in said
+    assert all(kind == "DisagreementError" and f"rank 3: PlanError: {said}" in told for kind, told in others)
+
+
 def without_rank_1(call: Callable[[Any], Any]) -> tuple[str, tuple[int, ...]]:
     group: Any = dist.group.WORLD
     if dist.get_rank() == 1:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_islands import EVERY, STEPS, built, train, whole
-from worlds import Worlds, digest
+from test_islands import EVERY, STEPS, batch, built, train, whole
+from worlds import Worlds, digest, mesh_of
 
 import gradwire as gw
 
@@ -132,3 +132,36 @@ def test_all_ranks_load_or_none(worlds: Worlds) -> None:
     assert "of shape [1, 7] for 'module.0.weight', and this rank has torch.float32 of shape [33, 7]" in shape
     assert "torch.float64" in dtype and "local of the state have nothing" in missing
     assert "the momenta of the state have torch.float32 of shape [1, " in momentum
+
+
+def with_a_step_left_out(which: int) -> tuple[int, bool, list[str]]:
+    """The steps of an island before it loads its own state, where a GradScaler leaves out one step on the last island alone;
+    whether the weights at the end are finite; and their digests at the exchanges."""
+    mesh, is_last = mesh_of(2, 1), dist.get_rank() == 1
+    model = torch.nn.Linear(7, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = gw.islands(model, optimizer, mesh, gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=EVERY)))
+    scaler, ends = torch.amp.GradScaler("cpu", init_scale=8.0), []
+
+    def train_scaled(steps: range) -> None:
+        for step in steps:
+            loss = model(batch(step)[0]).square().mean() * (torch.inf if is_last and step == which else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step % EVERY == EVERY - 1:
+                ends.append(digest(model.parameters()))
+
+    train_scaled(range(STEPS - 1))
+    state, steps = made.state_dict(), made.steps
+    made.load_state_dict(state)
+    train_scaled(range(STEPS - 1, STEPS))
+    made.detach()
+    return steps, torch.isfinite(model.weight).all().item(), ends
+
+
+@pytest.mark.parametrize("which", [2, EVERY - 1], ids=["between", "at an exchange"])
+def test_a_step_that_a_scaler_leaves_out_on_one_island_counts(worlds: Worlds, which: int) -> None:
+    first, second = worlds.run(2, with_a_step_left_out, which)
+    assert first == second == (STEPS - 1, True, first[2]) and len(set(first[2])) == STEPS // EVERY

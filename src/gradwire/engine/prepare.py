@@ -43,7 +43,8 @@ def prepare(
             "model is a TorchScript model: torch runs no hook of it, and gradwire finds the begin of a step by one. Pass the "
             "module that was scripted or traced, and use torch.compile for speed."
         )
-    _check_memory(model)
+    check_memory(model)
+    _check_frozen(model)
     parameters = {name: p for name, p in shared_parameters(model) if p.requires_grad}
     if not parameters:
         raise PlanError("no parameter of the model is trainable, so there is nothing to synchronise.")
@@ -87,13 +88,17 @@ def _check_gradients(parameters: Mapping[str, torch.nn.Parameter]) -> None:
             )
 
 
-def _check_memory(model: torch.nn.Module) -> None:
+def check_memory(model: torch.nn.Module) -> None:
+    """Raises PlanError for a parameter or a buffer whose values cannot be sent."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor) or tensor.is_meta:
             cure = "Run a batch through the model" if is_lazy(tensor) else "Load it, or call to_empty(device=...),"
-            raise PlanError(f"{name!r} has no memory yet ({type(tensor).__name__}, meta). {cure} before parallelize.")
+            raise PlanError(f"{name!r} has no memory yet ({type(tensor).__name__}, meta). {cure} first.")
         if tensor.is_quantized:
             raise PlanError(f"{name!r} is quantized, and gradwire cannot send such tensors from rank 0. Keep it outside.")
+
+
+def _check_frozen(model: torch.nn.Module) -> None:
     for name, parameter in shared_parameters(model):
         if not parameter.requires_grad and type(parameter.data) is not torch.Tensor:
             raise PlanError(

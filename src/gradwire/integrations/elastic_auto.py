@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gradwire.auto import Auto, AutoDecision, is_auto
+from gradwire.auto import Auto, AutoDecision
 from gradwire.core import TensorInfo
 from gradwire.errors import CommunicationError
 from gradwire.exchange import Exchange
@@ -20,8 +20,7 @@ class ElasticAuto:
     """The driver of the present quorum's exchange, and the job that the driver reads."""
 
     def __init__(self, model: torch.nn.Module, tensors: Sequence[TensorInfo], accuracy: str) -> None:
-        """tensors: in registration order. Raises PlanError for an unknown accuracy class."""
-        is_auto("auto", accuracy)
+        """tensors: in registration order."""
         self._model: Any = model
         self._tensors, self._accuracy = list(tensors), accuracy
         self._job: DDPJob | None = None

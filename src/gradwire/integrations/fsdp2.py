@@ -20,7 +20,7 @@ from torch.nn import Module
 from gradwire.auto import say
 from gradwire.core import Spec
 from gradwire.errors import PlanError
-from gradwire.integrations.fsdp2_comms import ModuleAllGather, ModuleReduceScatter
+from gradwire.integrations.fsdp2_comms import ModuleAllGather, ModuleReduceScatter, rounds_parameters
 from gradwire.integrations.fsdp2_exchanges import ModuleExchanges
 from gradwire.plan import Policy
 from gradwire.renames import has_renamed_keywords
@@ -67,7 +67,7 @@ def compress(
         module.set_custom_reduce_scatter(ModuleReduceScatter(exchanges.exchange_of, name, exchanges.run))
         if parameters is not None:
             module.set_custom_all_gather(ModuleAllGather(exchanges.exchange_of, name))
-        elif isinstance(module._get_fsdp_state()._fsdp_param_group._all_gather_comm, ModuleAllGather):
+        elif rounds_parameters(module):
             module.set_custom_all_gather(DefaultAllGather())  # an earlier call rounded parameters
     _begin(model, exchanges, plan)
     return exchanges

@@ -18,7 +18,7 @@ from gradwire.errors import PlanError
 from gradwire.exchange import Exchange
 from gradwire.integrations.pack_content import only_viewed
 
-__all__ = ["GRADIENTS", "PARAMETERS", "ModuleAllGather", "ModuleReduceScatter", "Turns"]
+__all__ = ["GRADIENTS", "PARAMETERS", "ModuleAllGather", "ModuleReduceScatter", "Turns", "rounds_parameters"]
 GRADIENTS, PARAMETERS = "gradients", "parameters"
 
 
@@ -106,3 +106,10 @@ class ModuleAllGather(ModuleComm):
         for name, shard in shards.items():
             exchange.ready(name, shard)
         exchange.wait()
+
+
+def rounds_parameters(module: Any) -> bool:
+    """Whether FSDP2 gathers the parameters of a module by a `ModuleAllGather`. A module without parameters of its own gathers
+    none."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return group is not None and isinstance(group._all_gather_comm, ModuleAllGather)

@@ -58,7 +58,10 @@ class IslandState:
             raise ValueError(f"this rank could not load its state, so no rank goes on: {problem}") from problem
         if _NOT_LOADED in everybody:
             raise ValueError("another rank could not load its state, so no rank goes on. See the logs of all ranks.")
-        raise ValueError(f"ranks loaded states of different steps: {everybody}. Load the states of one save.")
+        raise ValueError(
+            f"ranks loaded states of different steps: {everybody}. Load the states of one save. If these are, islands made "
+            "different numbers of optimizer steps, and would wait for each other's exchanges: all have to make the same number."
+        )
 
     def _read(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The parts of this rank's state."""

@@ -18,23 +18,28 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from gradwire.core import show
-from gradwire.engine import REGISTRY, StepHook, checksums, leave_hooks_behind, lower_second_moments
-from gradwire.errors import PlanError, StepStateError
+from gradwire.engine import REGISTRY, CountingHook, StepHook, checksums, leave_hooks_behind, lower_second_moments
+from gradwire.errors import PlanError
 from gradwire.exchange import Exchange, ExchangeStats, TensorMeta, embeddings_of
-from gradwire.integrations.island_calls import GroupLink, gather_rows, naming_ranks
+from gradwire.integrations.island_calls import gather_rows, naming_ranks
+from gradwire.integrations.island_checks import check_alike, check_alone, listed
 from gradwire.integrations.island_state import IslandState
 from gradwire.integrations.outer_steps import OuterSteps, check_rounds
-from gradwire.integrations.shards import check_meshes, reshard, resharder, shard_of
+from gradwire.integrations.shards import resharder, shard_of
 from gradwire.integrations.trained import StepWatch, TrainedParameters
-from gradwire.transport import agree
 
 __all__ = ["Islands", "islands", "owners_of", "share_first", "share_inside"]
 
 
-def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, plan: Any) -> "Islands":
+def islands(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    mesh: DeviceMesh,
+    plan: Any,
+) -> "Islands":
     """Train islands apart, and average their weights every so many steps. Call it on all ranks, after DDP or `fully_shard`.
 
+    optimizer: of the model, or a list of several, which step after one backward. The step of the last one counts.
     mesh: of two dimensions. Ranks along the second one are an island, those along the first one have the same place in theirs.
     plan: a policy whose schedule is `gw.LocalSteps(...)`, such as `gw.Uniform(spec, schedule=...)`.
 
@@ -42,7 +47,7 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     where a rank died or stalled, and StepStateError where a parameter was thawed, added or replaced since.
     What it returns lives as long as the model, or until `detach()`. Raises PlanError for another mesh or schedule, for a model
     of which only a part is sharded, and for shards on other ranks than those of an island; StepStateError for a model that
-    trains on islands already; DisagreementError where islands have other models or plans.
+    trains on islands already; DisagreementError where islands have other models or plans, and where another rank raises.
 
     Example, for 2 islands of 4 ranks, inside which gradients are averaged exactly::
 
@@ -53,17 +58,15 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     """
     if mesh.ndim != 2:
         raise PlanError(f"mesh has {mesh.ndim} dimensions: pass one of two, of which the second is inside an island.")
-    schedule: Any = getattr(plan, "schedule", None)
-    if schedule is None or schedule.word != "local":
-        raise PlanError(f"plan is {show(plan)}: islands train apart, so pass a policy with schedule=gw.LocalSteps(...).")
-    reshard(model)
-    if any(map(REGISTRY.owns, model.parameters())):
-        raise StepStateError(
-            "the model trains on islands already, in an elastic job or with a handle: its weights would be averaged twice. Keep "
-            "what the first call returned; or call its detach(), or leave() of the job, before."
-        )
-    check_meshes(model, mesh.get_group(1), f'mesh["{(mesh.mesh_dim_names or ("between", "inside"))[1]}"]')
-    made = Islands(model, optimizer, mesh, plan)
+    optimizers: list[torch.optim.Optimizer] = []
+    problem: Exception | None = None
+    try:
+        optimizers = listed(optimizer)
+        check_alone(model, mesh, plan)
+    except Exception as error:  # the other ranks wait for this one
+        problem = error
+    check_alike(model, mesh, problem)
+    made = Islands(model, optimizers, mesh, plan)
     leave_hooks_behind(model)
     REGISTRY.add(model, made.trained.parameters.values(), made)
     return made
@@ -72,22 +75,18 @@ def islands(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
 class Islands:
     """A model in training on islands, as `gw.islands` returns it."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, plan: Any) -> None:
+    def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, plan: Any) -> None:
         self._between, self._inside = mesh.get_group(0), mesh.get_group(1)
         parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         sharded = {name for name, each in parameters.items() if isinstance(each, DTensor)}
-        if sharded and sharded != parameters.keys():
-            whole = next(name for name in parameters if name not in sharded)
-            raise PlanError(f"{whole!r} is no shard, and other parameters are. Call fully_shard on the whole model.")
         self._local = {name: shard_of(each) for name, each in parameters.items()}
-        check_alike(self._between, model)
         share_first(self._between, [*map(shard_of, model.parameters()), *map(shard_of, model.buffers())])
         self._owners = {} if sharded else owners_of(self._local, self._inside.size())
         place = self._inside.rank()
         own = {name for name, each in self._local.items() if each.numel() and self._owners.get(name, place) == place}
         schedule = check_rounds(plan.schedule)
         self.every, self.steps = schedule.every, 0
-        """The steps from one exchange to the next, and the optimizer's steps so far."""
+        """The steps from one exchange to the next, and the optimizer's steps so far, with those that a GradScaler left out."""
         self._outer = OuterSteps(self._local, schedule, own, resharder(model))
         embeddings = embeddings_of(model)
         tensors = {name: TensorMeta.of(self._local[name], id(parameters[name]) in embeddings) for name in reversed(parameters)}
@@ -97,11 +96,12 @@ class Islands:
         self._state = IslandState(self._outer, self.exchange, self._inside, self._between)
         self._model, self.trained = weakref.ref(model), TrainedParameters(model)
         counts, cure = "islands count the steps of what gw.islands got", "call detach(), and gw.islands again, on all ranks"
-        self._hooks: list[Any] = [StepWatch(self.trained, [optimizer], counts, cure)]
-        self._hooks.append(optimizer.register_step_pre_hook(StepHook(self, Islands._before_step)))
+        self._hooks: list[Any] = [StepWatch(self.trained, optimizers, counts, cure)]
+        before, lower = StepHook(self, Islands._before_step), StepHook(self, Islands._lower_second_moments)
+        self._hooks += [each.register_step_pre_hook(before) for each in optimizers]
         if schedule.second_moment == "mean":
-            self._hooks.append(optimizer.register_step_post_hook(StepHook(self, Islands._lower_second_moments)))
-        self._hooks.append(optimizer.register_step_post_hook(StepHook(self, Islands._after_step)))
+            self._hooks += [each.register_step_post_hook(lower) for each in optimizers]
+        self._hooks.append(optimizers[-1].register_step_post_hook(CountingHook(self, Islands._after_step)))
 
     def global_weights(self) -> AbstractContextManager[None]:
         """Inside, the model holds the weights that are the same on all islands, to evaluate or to save them."""
@@ -147,15 +147,6 @@ class Islands:
             self._outer.step(means)
         share_inside(self._inside, self._outer.weights, self._owners)
         self._outer.take_up()
-
-
-def check_alike(group: dist.ProcessGroup, model: torch.nn.Module) -> None:
-    """Raises DisagreementError on all ranks of a group where their models have other parameters or buffers. Collective. Shards
-    count with the shape of the whole, so that all ranks of an island find the same."""
-    of_parameters = [(name, each, "trains" if each.requires_grad else "frozen") for name, each in model.named_parameters()]
-    tensors = [*of_parameters, *((name, each, "buffer") for name, each in model.named_buffers())]
-    facts = {"tensors of the model": [[name, [*each.shape], str(each.dtype), kind] for name, each, kind in tensors]}
-    agree(GroupLink(group, tensors[0][1].device), facts, tuple(dist.get_process_group_ranks(group)))
 
 
 def share_first(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:

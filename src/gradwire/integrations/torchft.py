@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.auto import is_auto
 from gradwire.core import Backward, Plan, number, show, whole
 from gradwire.engine import REGISTRY
 from gradwire.errors import PlanError, StepStateError
@@ -70,11 +71,11 @@ def elastic(
     A joiner gets weights, buffers, the optimizers' state and the step from another member, and catches up. A step whose exchange
     fails does not count: the members that are left go on with the next batch. Parameters without a gradient count as zeros.
 
-    Raises PlanError without the package torchft, for other schedules, and for a timeout of 0 or without end; StepStateError
-    without an address, and for a model that a handle or another job trains. The job lives as long as the model, or until
-    `leave()`. The training forward, or with local steps `optimizer.step()`, raises CommunicationError where members do not come
-    within `patience_s`, StepStateError where a parameter was thawed, added or replaced. Backward raises StepStateError where a
-    GradScaler scaled the loss and a spec has a magnitude of its own.
+    Raises PlanError without the package torchft, for other schedules, for a timeout of 0 or without end, and for `accuracy` with
+    a plan that is not "auto"; StepStateError without an address, and for a model that a handle or another job trains. The job
+    lives as long as the model, or until `leave()`. The training forward, or with local steps `optimizer.step()`, raises
+    CommunicationError where members do not come within `patience_s`, StepStateError where a parameter was thawed, added or
+    replaced. Backward raises StepStateError where a GradScaler scaled the loss and a spec has a magnitude of its own.
 
     Example, in a script that one torchrun on each machine starts::
 
@@ -97,7 +98,7 @@ def elastic(
     embeddings = embeddings_of(model)
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
     auto = None
-    if plan == "auto":
+    if is_auto(plan, accuracy):
         auto = ElasticAuto(model, [info_of(name, each, id(each) in embeddings) for name, each in named.items()], accuracy)
         plan = auto.plan
     elif isinstance(plan, (str, os.PathLike)):

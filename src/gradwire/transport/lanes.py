@@ -646,7 +646,8 @@ class Lanes:
             who = f"all of {_ranks(group.global_ranks)} are alive, so the link between them failed"
         if not is_known and not dead:
             who += ". The rendezvous store did not answer either, so no rank was asked whether it is alive"
-        guess = "" if told else " A rank died, stalled, or did not run the same number of backward passes; see its own log."
+        counts = "did not run the same number of backward passes, or of optimizer steps where these are local"
+        guess = "" if told else f" A rank died, stalled, or {counts}; see its own log."
         error = CommunicationError(
             f"step {step}: rank {self._own_rank} waited for {what}: {who.removesuffix('.')}.{guess} This handle cannot go on: "
             f"restart from a checkpoint. (The backend said: {str(cause).strip() or type(cause).__name__})"

@@ -1,4 +1,4 @@
-"""The scale of a backward: which backward a GradScaler scaled, as hooks and callbacks inside it see it."""
+"""The scale of a backward: which backward a GradScaler scaled, as hooks and callbacks inside it see it. And steps left out."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -9,17 +9,18 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
-from gradwire.engine import LossScale
+from gradwire.engine import CountingHook, LossScale
 from gradwire.engine.torch_hooks import loss_scale
 from gradwire.engine.torch_hooks.loss_scale import watch_scalers
 
 
 @pytest.fixture(autouse=True)
 def watched() -> Iterator[None]:
-    plain = torch.amp.GradScaler.scale, torch.amp.GradScaler.update
+    scaler = torch.amp.GradScaler
+    plain = scaler.scale, scaler.step, scaler.update
     watch_scalers()
     yield
-    torch.amp.GradScaler.scale, torch.amp.GradScaler.update = plain  # type: ignore[method-assign]
+    scaler.scale, scaler.step, scaler.update = plain  # type: ignore[method-assign]
 
 
 def scale_of_this_backward() -> float | None:
@@ -106,3 +107,33 @@ def test_a_step_that_the_scaler_left_out_is_seen_once() -> None:
         scaler.update()
         optimizer.zero_grad()
     assert [tuple(each) for each in changes] == [(1.0, False)] * 4 + [(0.5, True), (1.0, False)]
+
+
+class Counter:
+    steps = 0
+
+    def count(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self.steps += 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused", "disabled"])
+def test_a_step_that_a_scaler_leaves_out_is_counted_once_as_any_other(kind: str) -> None:
+    weight, counter = torch.nn.Parameter(torch.ones(2)), Counter()
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=kind == "fused")
+    counted = optimizer.register_step_post_hook(CountingHook(counter, Counter.count))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=kind != "disabled")
+    for step in range(3):
+        before = weight.detach().clone()
+        for _ in range(2):  # accumulated
+            scaler.scale(weight.sum() * (torch.inf if step == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        assert counter.steps == step
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert counter.steps == step + 1
+        assert kind == "disabled" or torch.equal(weight, before) == (step == 1)
+    counted.remove()
+    scaler.scale(weight.sum() * torch.inf).backward()
+    scaler.step(optimizer)
+    assert counter.steps == 3

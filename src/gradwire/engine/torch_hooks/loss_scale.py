@@ -1,4 +1,4 @@
-"""The scale of the loss that a `torch.amp.GradScaler` multiplied, and the residuals that follow it.
+"""The scale of the loss that a `torch.amp.GradScaler` multiplied, the residuals that follow it, and the steps that it leaves out.
 
 Residuals are parts of scaled gradients. When the scale changes, they must change by the same factor. When a scaler lowers it,
 gradients were not finite, and it left out their step: residuals of that step are dropped. A spec with a magnitude of its own (a
@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from gradwire.core import Spec
-from gradwire.engine.torch_hooks.hooks import in_reentrant_backward, tensors_in
+from gradwire.engine.torch_hooks.hooks import StepHook, in_reentrant_backward, tensors_in
 from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange
 from gradwire.transport import Link, MergedValues, Streams, merge_over_ranks, streams_for
@@ -103,6 +104,21 @@ def _largest(link: Link, own: tuple[float, ...], tag: int) -> Sequence[float]:
     return merge_over_ranks(link, MergedValues(most=own), tag).most
 
 
+class CountingHook(StepHook):
+    """A post-hook that counts the steps of an optimizer. It is called for those that a GradScaler leaves out, too: only some of
+    the ranks may have gradients that are not finite, and all have to count the same."""
+
+    def __init__(self, owner: Any, act: Callable[..., None]) -> None:
+        super().__init__(owner, act)
+        self.calls = 0
+        watch_scalers()
+
+    @_disable_dynamo
+    def __call__(self, *arguments: Any) -> None:
+        self.calls += 1
+        super().__call__(*arguments)
+
+
 def scale_of_this_backward() -> tuple[float, int] | None:
     """The scale of the loss that the present backward began with, and the steps that its scaler had left out until then. None
     outside of a backward, and if no scaler scaled the loss."""
@@ -110,8 +126,8 @@ def scale_of_this_backward() -> tuple[float, int] | None:
 
 
 def watch_scalers() -> None:
-    """Keep track of backwards from scaled losses from now on."""
-    plain, plain_update = torch.amp.GradScaler.scale, torch.amp.GradScaler.update
+    """Keep track of backwards from scaled losses, and of steps that scalers leave out, from now on."""
+    plain, plain_step, plain_update = torch.amp.GradScaler.scale, torch.amp.GradScaler.step, torch.amp.GradScaler.update
     if hasattr(plain, "_gradwire"):
         return
 
@@ -124,6 +140,16 @@ def watch_scalers() -> None:
                     tensor.register_hook(functools.partial(_begins, weakref.ref(self)))
         return scaled
 
+    @functools.wraps(plain_step)
+    def step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
+        hooks = getattr(optimizer, "_optimizer_step_post_hooks", {}).values()
+        counting = [(each, each.calls) for each in hooks if isinstance(each, CountingHook)]
+        result = plain_step(self, optimizer, *arguments, **named)
+        for each, before in counting:
+            if each.calls == before:  # left out
+                each(optimizer, arguments, named)
+        return result
+
     @functools.wraps(plain_update)
     def update(self: torch.amp.GradScaler, *arguments: Any, **named: Any) -> None:
         plain_update(self, *arguments, **named)
@@ -131,6 +157,7 @@ def watch_scalers() -> None:
 
     scale._gradwire = True  # type: ignore[attr-defined]
     torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+    torch.amp.GradScaler.step = step  # type: ignore[method-assign]
     torch.amp.GradScaler.update = update  # type: ignore[method-assign]
 
 
