@@ -13,6 +13,12 @@ from worlds import Worlds, gradwire_threads
 import gradwire as gw
 
 
+def no_group(value: Any) -> str:
+    with pytest.raises(gw.PlanError) as caught:
+        gw.parallelize(nn.Linear(3, 3), plan=gw.Identity(), process_group=value)
+    return str(caught.value)
+
+
 def differ(what: str, odd: int, folder: str) -> tuple[str, str, list[str], bool]:
     """Rank `odd` differs in one thing. The error, the threads left, and whether the parameters are untouched."""
     rank = dist.get_rank()
@@ -98,3 +104,9 @@ def test_a_rank_that_cannot_begin_stops_all(worlds: Worlds, what: str, odd: int,
     for _, _, threads, untouched in results:
         assert threads == []
         assert untouched
+
+
+@pytest.mark.parametrize("value", ["x", 3, [], object])
+def test_what_is_no_group_is_refused(worlds: Worlds, value: Any) -> None:
+    for words in worlds.run(2, no_group, value):
+        assert "is no group of ranks of this process. Pass what torch.distributed.new_group returned" in words
