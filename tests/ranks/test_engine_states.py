@@ -206,7 +206,9 @@ def having(**fields: Any) -> Callable[[State], State]:
     return lambda state: {key: fields.get(key.partition("/")[2], value) for key, value in state.items()}
 
 
-WRONG: dict[str, tuple[Callable[[State], State], str]] = {
+WRONG: dict[str, tuple[Callable[[State], Any], str]] = {
+    "a list": (lambda state: [], "the state is of type list"),
+    "a number": (lambda state: 5, "the state is of type int"),
     "nothing of ours": (lambda state: {"weight": torch.ones(1)}, "it holds 'weight'"),
     "saved by an older gradwire": (without("/version"), "no rank0/version"),
     "a version to come": (having(version=torch.tensor(7)), "Update gradwire"),
