@@ -107,6 +107,46 @@ def test_every_gradient_counts_once_while_schedules_change(worlds: Worlds, world
         assert left == [], "something still stands before these methods"
 
 
+BACK_AND_FORTH = [
+    gw.Uniform(gw.Identity()),
+    gw.Uniform(FEEDBACK, schedule=gw.Delayed(k=2)),
+    gw.Uniform(gw.Identity(), schedule="pipelined"),
+]
+
+
+def counted(script: str) -> tuple[list[tuple[int, str]], int, str]:
+    """The steps that count after each `optimizer.step()`, with the schedule then, and at the end; the weights."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Shuffled(SIZES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    handle = gw.parallelize(model, optimizer, plan=BACK_AND_FORTH[0])
+    handle.session.driver = InTurn(BACK_AND_FORTH)
+    steps: list[tuple[int, str]] = []
+    for number in range(20):
+        gradients = model.random_gradients(rank, number)
+        (model.forward if script in ("parts", "left out") else model)(gradients).backward()
+        if script == "clipped":
+            handle.clip_grad_norm_(1.0)
+        if script != "left out" or number != 2:  # the backward in which the schedule changes
+            optimizer.step()
+        optimizer.zero_grad()
+        steps.append((handle.session.step, handle.plan.schedule.word))
+    handle.flush()
+    end, weights = handle.session.step, digest(model.parameters())
+    handle.detach()
+    return steps, end, weights
+
+
+@pytest.mark.parametrize("script", ["model", "parts", "clipped", "left out"])
+def test_each_step_counts_once_while_schedules_change(worlds: Worlds, script: str) -> None:
+    (steps, end, weights), other = worlds.run(2, counted, script)
+    assert other == (steps, end, weights)
+    assert {word for _, word in steps} == set(ALL) and end == 20
+    for made, (count, word) in enumerate(steps, start=1):
+        assert made - (word == "delayed") <= count <= made
+
+
 def thaw(schedule: str) -> tuple[bool, bool]:
     """A handle whose policy is of `backward` runs another schedule when a parameter is thawed."""
     torch.manual_seed(0)

@@ -13,6 +13,45 @@ from worlds import Worlds, gradwire_threads
 import gradwire as gw
 
 
+class Interrupted(nn.Linear):
+    """Somebody presses Ctrl-C when its parameters are looked at for the `after`-th time."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(6, 10)
+        self.after = after
+
+    def named_parameters(self, *arguments: Any, **named: Any) -> Any:
+        self.after -= 1
+        if self.after < 0:
+            raise KeyboardInterrupt
+        return super().named_parameters(*arguments, **named)
+
+
+def alone(what: str, odd: int, others: bool) -> tuple[str, str, list[str]]:
+    """Rank `odd` alone cannot begin, and its process lives on. The error, and the threads left. others: another handle has lanes
+    that this one would share."""
+    first = gw.parallelize(nn.Linear(3, 3), plan=gw.Identity()) if others else None
+    model, arguments = nn.Linear(6, 10), dict[str, Any]()
+    if dist.get_rank() == odd:
+        if what == "silence":
+            arguments["silence_s"] = 1.0
+        elif what == "encryption":
+            arguments["tls"] = "on"
+        else:
+            model = Interrupted(int(what[-1]))
+    with pytest.raises(BaseException) as caught:
+        gw.parallelize(model, plan=gw.Identity(), **arguments)
+    if first is not None:
+        first.detach()
+    return type(caught.value).__name__, str(caught.value), gradwire_threads()
+
+
+def no_group(value: Any) -> str:
+    with pytest.raises(gw.PlanError) as caught:
+        gw.parallelize(nn.Linear(3, 3), plan=gw.Identity(), process_group=value)
+    return str(caught.value)
+
+
 def differ(what: str, odd: int, folder: str) -> tuple[str, str, list[str], bool]:
     """Rank `odd` differs in one thing. The error, the threads left, and whether the parameters are untouched."""
     rank = dist.get_rank()
@@ -98,3 +137,31 @@ def test_a_rank_that_cannot_begin_stops_all(worlds: Worlds, what: str, odd: int,
     for _, _, threads, untouched in results:
         assert threads == []
         assert untouched
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("silence", "PlanError: silence_s is 1.0: it must be"),
+        ("encryption", "PlanError: tls is 'on': it must be"),
+        ("interrupt 0", "KeyboardInterrupt"),
+        ("interrupt 1", "KeyboardInterrupt"),
+    ],
+)
+def test_nobody_waits_for_a_rank_whose_arguments_are_wrong(
+    worlds: Worlds, what: str, reason: str, odd: int, others: bool
+) -> None:
+    results = worlds.run(2, alone, what, odd, others, deadline_s=15)
+    own_kind, own_words, _ = results[odd]
+    other_kind, other_words, _ = results[1 - odd]
+    assert f"{own_kind}: {own_words}".startswith(reason)
+    assert other_kind == "DisagreementError" and f"rank {odd}: {reason}" in other_words
+    assert [threads for *_, threads in results] == [[], []]
+
+
+@pytest.mark.parametrize("value", ["x", 3, [], object])
+def test_what_is_no_group_is_refused(worlds: Worlds, value: Any) -> None:
+    for words in worlds.run(2, no_group, value):
+        assert "is no group of ranks of this process. Pass what torch.distributed.new_group returned" in words

@@ -206,7 +206,9 @@ def having(**fields: Any) -> Callable[[State], State]:
     return lambda state: {key: fields.get(key.partition("/")[2], value) for key, value in state.items()}
 
 
-WRONG: dict[str, tuple[Callable[[State], State], str]] = {
+WRONG: dict[str, tuple[Callable[[State], Any], str]] = {
+    "a list": (lambda state: [], "the state is of type list"),
+    "a number": (lambda state: 5, "the state is of type int"),
     "nothing of ours": (lambda state: {"weight": torch.ones(1)}, "it holds 'weight'"),
     "saved by an older gradwire": (without("/version"), "no rank0/version"),
     "a version to come": (having(version=torch.tensor(7)), "Update gradwire"),
@@ -228,6 +230,10 @@ WRONG: dict[str, tuple[Callable[[State], State], str]] = {
     "another group's": (having(ranks=torch.tensor([5, 6])), "rank0/ranks is (5, 6)"),
     "not a tensor": (having(**{"residual/0/p0": "text"}), "residual/0/p0 is a str"),
     "a residual too long": (having(**{"residual/0/p0": torch.zeros(701)}), "701 elements"),
+    "a model of other sizes": (
+        having(plan=torch.zeros(32, dtype=torch.uint8), **{"residual/0/p0": torch.zeros(701)}),
+        "residual/0/p0 has 701 elements where the model's tensor has 700: the state was saved with another model",
+    ),
 }
 OF_THREE = {f"rank{rank}/ranks": torch.arange(3) for rank in range(2)}
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from gradwire.api.handle import Handle
 from gradwire.auto import AdaptiveBitsDriver, Auto, CorrectionPeriods, Tuning, is_auto
 from gradwire.core import Plan, Spec, as_schedule, number, show, whole
-from gradwire.engine import REGISTRY, Driver, Session, check_optimizers, facts, prepare
-from gradwire.errors import PlanError
+from gradwire.engine import REGISTRY, Driver, Prepared, Session, check_optimizers, facts, prepare
+from gradwire.errors import GradwireError, PlanError
 from gradwire.plan import AdaptiveBits, Policy, Tuned
-from gradwire.transport import LONGEST_S, SHORTEST_S, Group, Lanes, TlsOption
+from gradwire.transport import LONGEST_S, SHORTEST_S, Group, Lanes, TlsOption, wanted_tls
 
 
 def parallelize(
@@ -67,26 +67,40 @@ def parallelize(
         torch.distributed.init_process_group("gloo")
         handle = gw.parallelize(model, optimizer, plan=gw.QSGD(bits=4))
     """
-    if silence_s is not None:
-        _check_silence(silence_s)
-    lanes = Lanes.of_handle(process_group, silence_s, tls, _device_of(model))
+    device: torch.device | None = None
     driver: Driver | None = None
+    prepared: Prepared | None = None
+    problem: BaseException | None = None
     try:
+        _check_silence(silence_s)
+        wanted_tls(tls)
+        device = _device_of(model)
+    except BaseException as error:  # other ranks wait for this one: it connects as most do, and tells them
+        problem, silence_s, tls = error, None, None
+    try:
+        lanes = Lanes.of_handle(process_group, silence_s, tls, device)
+    except GradwireError:
+        if problem is not None:
+            raise problem from None
+        raise
+    try:
+        if problem is not None:
+            raise problem
         what = "steps from one comparison of weights to the next, 0 for never"
         whole("drift_check_steps", drift_check_steps, what, error=PlanError)
         ranks, per_node = lanes.group.world_size, lanes.group.grid.ranks_per_node_if_even
         driver = _driver_of(plan, accuracy, schedules, ranks)
-        prepared, problem = prepare(model, driver.first_policy if driver else plan, ranks, per_node), None
+        prepared = prepare(model, driver.first_policy if driver else plan, ranks, per_node)
         optimizers = check_optimizers(optimizer, prepared)
         if driver is not None and prepared.plan.shards_optimizer:
             raise PlanError(
                 f"plan is {show(plan)}, which changes buckets while training, and the schedule has shard_optimizer: shards of "
                 "the optimizer's state would have to move between ranks. Pass the policy or a plan itself."
             )
-    except Exception as error:
-        prepared, problem, optimizers = None, error, []
-    settings = {"drift_check_steps": repr(drift_check_steps), "driver": repr(driver)}
-    settings |= facts(prepared, problem, driver.later_specs if driver else ())
+        settings = {"drift_check_steps": repr(drift_check_steps), "driver": repr(driver)}
+        settings |= facts(prepared, None, driver.later_specs if driver else ())
+    except BaseException as error:
+        prepared, problem, optimizers, settings = None, error, [], facts(None, error)
     try:
         lanes.open(settings, next(iter(prepared.parameters.values())).device if prepared is not None else None)
         if problem is not None:
@@ -111,7 +125,9 @@ def _device_of(model: torch.nn.Module) -> torch.device | None:
     return next((each.device for each in parameters if each.requires_grad), None)
 
 
-def _check_silence(silence_s: float) -> None:
+def _check_silence(silence_s: float | None) -> None:
+    if silence_s is None:
+        return
     what = "seconds after which a silent machine counts as dead"
     number("silence_s", silence_s, what, error=PlanError)
     if not SHORTEST_S <= silence_s <= LONGEST_S:

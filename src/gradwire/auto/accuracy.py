@@ -74,7 +74,7 @@ def most_loss(accuracy: str | float) -> float:
 
 def check_schedules(schedules: Sequence[str]) -> tuple[str, ...]:
     """Return the schedules as a tuple. Raises PlanError for an unknown schedule, and if "backward" is missing."""
-    words = (schedules,) if isinstance(schedules, str) else tuple(schedules)
+    words = tuple(schedules) if isinstance(schedules, Iterable) and not isinstance(schedules, str) else (schedules,)
     for each in words:
         word("schedules", each, SCHEDULES, error=PlanError)
     if "backward" not in words:

@@ -1,7 +1,7 @@
 """The engine: executes plans for models and decides nothing."""
 
 from gradwire.engine.control import checksums
-from gradwire.engine.prepare import check_memory, facts, prepare
+from gradwire.engine.prepare import Prepared, check_memory, facts, prepare
 from gradwire.engine.reducer import Observer, Observers
 from gradwire.engine.registry import REGISTRY, Keeps
 from gradwire.engine.saving import SET, load_state, state_of, state_of_decision, told_by_all
@@ -25,7 +25,7 @@ from gradwire.engine.witness import TrainedJob, Witness, WitnessedJob
 
 __all__ = [
     "REGISTRY", "SET", "ClipsGradients", "CountingHook", "Driver", "EndsLater", "GradientHooks", "GradientWatcher", "Keeps",
-    "LossScale", "ModelHook", "Observer", "Observers", "OuterOptimizer", "PassedOptimizers", "Patch", "Session",
+    "LossScale", "ModelHook", "Observer", "Observers", "OuterOptimizer", "PassedOptimizers", "Patch", "Prepared", "Session",
     "ShardsOptimizer", "StepHook", "TrainedJob", "ValueWatcher", "Witness", "WitnessedJob", "check_memory", "check_optimizers",
     "checksums", "compiled", "facts", "hear", "hear_no_more", "in_reentrant_backward", "leave_hooks_behind", "load_state",
     "lower_second_moments", "prepare", "state_of", "state_of_decision", "tensors_in", "told_by_all",

@@ -124,10 +124,10 @@ def _trains(parameter: torch.nn.Parameter | None) -> bool:
     return parameter is not None and parameter.requires_grad
 
 
-def facts(prepared: Prepared | None, problem: Exception | None, others: Sequence[Spec] = ()) -> dict[str, Any]:
+def facts(prepared: Prepared | None, problem: BaseException | None, others: Sequence[Spec] = ()) -> dict[str, Any]:
     """The facts that ranks compare, the most important first. `others`: specs that may follow those of the plan."""
     if prepared is None:
-        return {"error": f"{type(problem).__name__}: {problem}"}
+        return {"error": f"{type(problem).__name__}: {problem}".removesuffix(": ")}
     plan, policy, parameters = prepared.plan, prepared.policy, list(prepared.parameters.values())
     return {
         "gradwire version": __version__,

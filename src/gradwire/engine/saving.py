@@ -17,6 +17,8 @@ from gradwire.engine.schedules.factory import traits_of
 from gradwire.engine.session import Driver, Session
 from gradwire.errors import StepStateError
 from gradwire.exchange import (
+    CORRECTION,
+    SHARED,
     Exchange,
     Saved,
     added_up,
@@ -189,14 +191,29 @@ def _checked_plan(session: Session, saved: Saved) -> Plan:
             "the model once: it was saved with another model, or other parameters of it were frozen. Freeze the same ones before "
             "gw.parallelize. Or load no state on any rank, and residuals begin at zero."
         )
+    _check_sizes(session, saved)
     plan = _plan_to_resume(session, saved)
     if saved.own and saved.plan != (digest := _digest_of(session, plan)):
         raise ValueError(
             f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {digest[:16]}: shards "
-            "and residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it, and the model in "
-            "the memory format that it had."
+            "and residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it, and a model with "
+            "tensors of the same sizes, in the memory format that they had."
         )
     return plan
+
+
+def _check_sizes(session: Session, saved: Saved) -> None:
+    """Raises ValueError if the state has another number of elements of a tensor than the model."""
+    numels = {name: parameter.numel() for name, parameter in session.parameters.items()}
+    for key, value in (item for memory in saved.memory for item in memory.items()):
+        name = key.split("/", 2)[2]
+        factors = key.removeprefix(CORRECTION).startswith(f"{SHARED}/")
+        if not factors and value.numel() != numels.get(name, value.numel()):
+            raise ValueError(
+                f"{printable(key)} has {value.numel()} elements where the model's tensor has {numels[name]}: the state was saved "
+                "with another model. Make the model as the run that saved the state did. Or load no state on any rank, and "
+                "residuals begin at zero."
+            )
 
 
 def _carried(saved: Saved, plan: Plan) -> tuple[dict[str, torch.Tensor], list[str]]:

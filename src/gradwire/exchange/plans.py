@@ -28,7 +28,7 @@ def plan_for(
         raise PlanError("plan is 'auto', which measures a model in training. Use gw.parallelize, or pass a spec.")
     if isinstance(plan, type):
         raise PlanError(f"plan is the class {plan.__name__}. Pass an object of the class, such as gw.QSGD(bits=4).")
-    if isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).exists():
+    if isinstance(plan, str) and not plan.endswith(".json") and not (plan and Path(plan).exists()):
         raise PlanError(
             f"plan is {show(plan)}, and there is no such file: a text is 'auto', or the path of a plan's JSON file. For a "
             "compressor pass the object, such as plan=gw.QSGD(bits=4)."

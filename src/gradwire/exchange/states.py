@@ -119,6 +119,8 @@ def packed_samples(numbers: Iterable[float]) -> dict[str, torch.Tensor]:
 
 def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     """The part of a state that this rank takes. Raises ValueError naming the key that is missing or not as it should be."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the state is of type {type(state).__name__}: a state is a dictionary of tensors. {_CURE}")
     by_rank: dict[int, dict[str, Any]] = {}
     for key, value in state.items():
         if isinstance(key, str) and (match := _KEY.fullmatch(key)):

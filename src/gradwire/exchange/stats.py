@@ -58,7 +58,7 @@ class ExchangeStats:
     """Statistics of an exchange, for this rank."""
 
     steps: int
-    """Steps so far."""
+    """Steps so far. Each `handle.join()` ends with one in which no rank has a batch, which counts too."""
     wire_bytes: int
     """Bytes of payload this rank sends in a step, as planned. Frames and acknowledgements come on top, and a few control
     messages of a bit a parameter and some 50 bytes each."""

@@ -18,7 +18,7 @@ from gradwire.transport.rounds import merge_rounds, neighbours
 from gradwire.transport.shared_lanes import TAGS
 from gradwire.transport.slices import short_slices
 from gradwire.transport.streams import Mark, Streams, streams_for
-from gradwire.transport.tls import TlsOption
+from gradwire.transport.tls import TlsOption, wanted_tls
 from gradwire.transport.wire import DamagedError, LinkError, Wire, transfer
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "SilentLink", "Streams", "TlsOption", "Wire", "agree", "all_have", "broadcast_bytes", "bytes_of", "copy_from", "device_name",
     "gather_bytes", "gather_over_ranks", "kind_of", "long_control", "merge_over_ranks", "merge_rounds", "neighbours",
     "own_address", "short_slices", "standing_in", "start_store_thread", "streams_for", "transfer", "waits_for_store",
+    "wanted_tls",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from gradwire.core import show
 from gradwire.errors import PlanError, StepStateError
 from gradwire.kernels import crc32c
 from gradwire.transport.grid import Grid, machine_name
@@ -147,16 +148,21 @@ class Group:
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> "Group":
         """The caller's group, or all ranks. Raises StepStateError without torch.distributed, PlanError on a rank that is not in
-        the group."""
+        the group, and for what is no group of this process."""
         if not dist.is_initialized():
             raise StepStateError(
                 "torch.distributed is not initialised, so there are no ranks to synchronise. Call "
                 'torch.distributed.init_process_group("gloo") first and start the script with torchrun.'
             )
-        if isinstance(process_group, int):  # GroupMember.NON_GROUP_MEMBER
+        if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
             raise PlanError("this rank is not in the process_group it passed. Call it only on the group's ranks.")
         pg = process_group if process_group is not None else distributed_c10d._get_default_group()
-        ranks = tuple(dist.get_process_group_ranks(pg))
+        ranks = tuple(distributed_c10d._world.pg_group_ranks.get(pg, ()) if isinstance(pg, dist.ProcessGroup) else ())
+        if not ranks:
+            raise PlanError(
+                f"process_group is {show(process_group)}, which is no group of ranks of this process. Pass what "
+                "torch.distributed.new_group returned, or leave it out for all ranks."
+            )
         return Group(pg, dist.get_rank(pg), ranks, _timeout_of(pg), Grid.even(1, len(ranks), dist.get_rank(pg)))
 
     @property

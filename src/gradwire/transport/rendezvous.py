@@ -414,7 +414,7 @@ class Rendezvous(GroupMeeting):
                     raise LinkError(None, TlsError(found))
                 asks = time.monotonic() + _ASKS_S
             if time.monotonic() > until:
-                raise _in_time(missing)
+                raise _too_late(missing, self._patience_s)
 
     def _await(self, wanted: Set[Called], until: float) -> None:
         """Wait until the thread has connected as wanted. Higher ranks are asked for a call after a grace: mostly they need the
@@ -435,7 +435,7 @@ class Rendezvous(GroupMeeting):
                         raise LinkError(peer, self._errors[peer])
                 now = time.monotonic()
                 if now >= until:
-                    raise _in_time(missing)
+                    raise _too_late(missing, self._patience_s)
                 if now >= asks:
                     self._let_call(each for each in missing if each[0] > self._rank)
                     asks = until
@@ -588,9 +588,16 @@ def _check(cards: Sequence[Card]) -> None:
         ).about([0, *unlike])
 
 
-def _in_time(missing: Set[Called]) -> LinkError:
+def _too_late(missing: Set[Called], patience_s: float) -> LinkError:
     ranks = sorted({peer for peer, _ in missing})
-    return LinkError(ranks[0], TimeoutError(f"no connection with ranks {', '.join(map(str, ranks))} in time"))
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    words = (
+        f"no connection with {who} within {patience_s:.1f} s: a process or its machine stands still or is very busy, or a "
+        "firewall drops what others send. Look for the cause with `gradwire doctor`. If ranks only need longer, pass a longer "
+        f"timeout= to init_process_group: gradwire waits for a third of it, at most {_PATIENCE_S:.0f} s and {_PATIENCE_A_RANK_S} "
+        "s for each rank"
+    )
+    return LinkError(ranks[0], TimeoutError(words))
 
 
 def _with_cure(error: OSError) -> OSError:

@@ -3,6 +3,7 @@
 import json
 import math
 from statistics import geometric_mean
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,6 +33,7 @@ from gradwire.auto.trial import Candidate, Trial
 from gradwire.core import Link, Profile
 from gradwire.core.schedules import LocalSteps
 from gradwire.core.specs import QSGD, ErrorFeedback, Identity, Spec
+from gradwire.errors import PlanError
 from gradwire.plan import Uniform
 from gradwire.plan.policy import Policy
 from gradwire.sim import Simulator, rules_of
@@ -167,3 +169,9 @@ def test_local_steps_are_the_last_resort(took_us: float, exposed_us: float, step
 def test_local_steps_are_allowed_by_name_and_not_among_those_that_are_tried() -> None:
     assert check_schedules(("backward", "local")) == ("backward", "local")
     assert schedules_of("safe", ("backward", "local"), 2) == ()
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [[]]])
+def test_schedules_are_words(wrong: Any) -> None:
+    with pytest.raises(PlanError, match=r"schedules is (None|3|\[\]): it must be one of backward"):
+        check_schedules(wrong)

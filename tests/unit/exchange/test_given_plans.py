@@ -11,7 +11,7 @@ from gradwire.exchange.plans import plan_for
 TENSORS = [TensorInfo(name="weight", shape=(64, 64), dtype="float32", device="cpu")]
 
 
-@pytest.mark.parametrize("given", ["qsgd", "Auto", "QSGD(bits=4)"])
+@pytest.mark.parametrize("given", ["", "qsgd", "Auto", "QSGD(bits=4)"])
 def test_a_text_that_is_no_file(given: str) -> None:
     with pytest.raises(gw.PlanError, match=r"no such file.*plan=gw.QSGD\(bits=4\)"):
         plan_for(given, TENSORS, 2)

@@ -62,6 +62,19 @@ def test_nobody_waits_for_a_thread_that_has_ended(monkeypatch: pytest.MonkeyPatc
     assert "out of luck" in str(error)
 
 
+def test_who_does_not_connect_in_time_is_named_with_the_wait_and_the_cure() -> None:
+    store, ends = HashStore(), timedelta(seconds=0.5)
+    with ThreadPoolExecutor(2) as ranks:
+        made = list(ranks.map(lambda rank: Rendezvous("test", JobKey(bytes(32)), rank, 2, store, "here", ends), range(2)))
+    try:
+        with pytest.raises(LinkError, match=r"no connection with rank 1 within 0\.2 s: .* a longer timeout=") as error:
+            made[0].connect([rendezvous.CONTROL])
+        assert error.value.peer == 1
+    finally:
+        for each in made:
+            each.close()
+
+
 def test_the_soft_limit_of_descriptors_is_raised_where_it_is_too_low() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = len(os.listdir("/proc/self/fd"))

@@ -187,6 +187,8 @@ class DelayedSchedule:
         self._by_name: dict[str, torch.nn.Parameter] = {}
         self._watched = -1
         """Which of the reducer's parameters these are."""
+        self._means: list[torch.Tensor | None] = []
+        """The gradients of the backward at whose end this schedule began, until the next `optimizer.step()`: means already."""
         self._corrections: Corrections | None = None
         self._guard = SettleFirst(None, (), ModelHook(self, DelayedSchedule.settle))
         self._stepping = Stepping(job.optimizers[:1], self._step)
@@ -232,6 +234,8 @@ class DelayedSchedule:
     def _watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         self._by_name = parameters
         self._weights = TwoWeights(parameters)
+        if torch._C._current_graph_task_id() != -1:  # the plan changes at the end of a backward
+            self._means = [parameter.grad for parameter in parameters.values()]
         self._guard.remove()  # the model may have other modules now
         model, optimizer = self._model(), self._optimizer()
         acts = ModelHook(self, DelayedSchedule.settle), ModelHook(self, DelayedSchedule._walk)
@@ -293,6 +297,10 @@ class DelayedSchedule:
         self._reducer.lanes.check()
         check_gradients(self._by_name, optimizer)
         parameters = list(self._by_name.values())
+        if self._has_means():
+            with self._guard.passing():
+                self._weights.update({index: parameter.grad for index, parameter in enumerate(parameters)}, lambda _: whole())
+            return
         lend = has_local_update(optimizer) and not why_at_once(optimizer)
         with self._guard.passing(), self._weights.shown(lend):
             self._arrive_first()
@@ -303,6 +311,13 @@ class DelayedSchedule:
             else:
                 self._weights.local_update(local_moves(optimizer, parameters, self._data))
         self._change_now()
+
+    def _has_means(self) -> bool:
+        """Whether the gradients are still those of the backward at whose end this schedule began. The schedule before exchanged
+        and counted them; a second exchange would count twice."""
+        means, self._means = self._means, []
+        same = len(means) == len(self._by_name) and all(m is p.grad for m, p in zip(means, self._by_name.values(), strict=True))
+        return same and not self._weights.computing
 
     def correcting(self) -> tuple[Exchange | None, float]:
         """See `Corrects`."""
