@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.core import LANES, lanes_over
+from gradwire.core import LANES, error_words, lanes_over
 from gradwire.errors import CommunicationError, GradwireError, StepStateError
 from gradwire.transport.adapters import SLOW_GBPS
 from gradwire.transport.agreement import agree
@@ -562,10 +562,10 @@ class Lanes:
     def failed_here(self, what: str, cause: BaseException, step: int, bucket: int | None = None) -> GradwireError:
         """The error to raise when this rank could not do its part. All other ranks get its words."""
         kind: type[GradwireError] = type(cause) if isinstance(cause, GradwireError) else StepStateError
-        sizes = " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in str(cause) else ""
-        said = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+        words = error_words(cause)
+        sizes = " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in words else ""
         error = kind(
-            f"step {step}: rank {self._own_rank} could not do its part of {what}: {said}. The network is not at fault.{sizes} "
+            f"step {step}: rank {self._own_rank} could not do its part of {what}: {words}. The network is not at fault.{sizes} "
             "All other ranks fail in this step too; restart all from a checkpoint."
         )
         return self._fail_all(error.about([self._own_rank], step, bucket))
