@@ -110,7 +110,8 @@ class Exchange:
             if problem is not None:
                 raise problem
             assert made is not None
-            self._build(lanes, checked, made, 0, None, True)
+            with lanes.leaving_with_reason():
+                self._build(lanes, checked, made, 0, None, True)
         except BaseException as error:
             lanes.stop()
             failure = problem if problem is not None else error

@@ -570,6 +570,18 @@ class Lanes:
         )
         return self._fail_all(error.about([self._own_rank], step, bucket))
 
+    @contextmanager
+    def leaving_with_reason(self) -> Iterator[None]:
+        """Guard work of this rank before its first exchange. If it fails, the caller stops the lanes, and ranks that wait for it
+        get the words of the error."""
+        try:
+            yield
+        except BaseException as error:
+            if not self.shared.has_others(self):  # those go on, and a later failure of theirs has other words
+                with suppress(Exception):
+                    self._roll_call.sign(error_words(error), self._patience_s)
+            raise
+
     def _fail_all(self, error: GradwireError) -> GradwireError:
         """Tell all ranks this error, and end their waits."""
         if self.shared.forked_from is not None:
