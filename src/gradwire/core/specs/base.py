@@ -314,8 +314,12 @@ def _installed(name: object) -> type[Spec] | None:
 
 
 def _registered_as(name: str, cls: type[Spec]) -> None:
-    if getattr(cls, "id", None) != name:
-        raise SpecError(f"the id of its class {cls!r} differs. The entry point must have the class's `id` as its name.")
+    if not (isinstance(cls, type) and issubclass(cls, Spec)):
+        raise SpecError(f"{show(cls)} is no subclass of gradwire.Spec.")
+    if cls.id != name:
+        raise SpecError(
+            f"the id of {cls.__name__} is {show(cls.id)}, which differs. The entry point needs the class's `id` as name."
+        )
     register_spec(cls)
 
 
