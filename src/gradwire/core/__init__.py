@@ -67,6 +67,7 @@ from gradwire.core.schedules import (
     Pipelined,
     Schedule,
     as_schedule,
+    required_fields,
     schedule_class,
     schedule_kinds,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "installed_collectives", "installed_specs", "is_link_word", "kept_of", "lanes_of_pieces", "lanes_over", "launch_tasks",
     "least_ring_bytes", "make_folder", "merge_levels", "named", "native", "near", "number", "numbers", "only_version",
     "pairs_ranks", "parse", "peers_of", "primes_of", "printable", "processor_name", "qsgd_bytes", "read", "read_text",
-    "register_spec", "rows_of", "schedule_class", "schedule_kinds", "schedules", "show", "spec_from_dict", "spec_from_text",
-    "specs", "tasks_by_lane", "text", "uncompressed", "under", "unique", "waited_ns", "whole", "wholes", "word", "write_whole",
+    "register_spec", "required_fields", "rows_of", "schedule_class", "schedule_kinds", "schedules", "show", "spec_from_dict",
+    "spec_from_text", "specs", "tasks_by_lane", "text", "uncompressed", "under", "unique", "waited_ns", "whole", "wholes",
+    "word", "write_whole",
 ]  # fmt: skip

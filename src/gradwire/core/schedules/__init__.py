@@ -19,8 +19,8 @@ from gradwire.core.strict import convert
 from gradwire.errors import FormatError, PlanError
 
 __all__ = [
-    "Backward", "Delayed", "LocalSteps", "Nesterov", "Pipelined", "Schedule", "as_schedule", "schedule_class",
-    "schedule_kinds",
+    "Backward", "Delayed", "LocalSteps", "Nesterov", "Pipelined", "Schedule", "as_schedule", "required_fields",
+    "schedule_class", "schedule_kinds",
 ]  # fmt: skip
 
 
@@ -276,6 +276,11 @@ def schedule_class(kind: str) -> type[Schedule]:
     return _BY_WORD[kind]
 
 
+def required_fields(kind: str) -> list[str]:
+    """The fields of a schedule that have no default. Such a schedule cannot be made of its name alone."""
+    return [field.name for field in msgspec.structs.fields(schedule_class(kind)) if field.required]
+
+
 def _usable(made: Any, kind: str) -> type[Schedule]:
     if not (isinstance(made, type) and issubclass(made, Schedule) and made.__struct_config__.tag == kind):
         raise FormatError(f"{show(made)} is not a subclass of gradwire.core.schedules.Schedule with tag={kind!r}.")
@@ -302,6 +307,12 @@ def as_schedule(value: object) -> Schedule:
             f"{entry_points.absent(SCHEDULES, kind)}"
         )
     if isinstance(value, str):
+        if missing := required_fields(kind):
+            name = schedule_class(kind).__name__
+            raise FormatError(
+                f"schedule is {kind!r}, and {missing[0]} of {name} has no default. Write schedule={name}({missing[0]}=...), or "
+                "give each field a default in the class."
+            )
         return schedule_class(kind)()
     with under("schedule"):
         return convert(value, schedule_class(kind))
