@@ -161,3 +161,29 @@ def test_a_collective_that_raises_on_one_rank_is_named_on_all(
     other, own = threads.run(2, started, make(gw.Uniform(gw.QSGD(), scheme="allgather")))
     assert isinstance(own, ValueError) and isinstance(other, gw.CommunicationError)
     assert "rank 1 says: ValueError: no such file." in str(other)
+
+
+class ForgetfulEngine(BackwardSchedule):
+    def let_go(self) -> Any:
+        return None
+
+
+def test_a_schedule_that_returns_nothing_to_let_go_with_is_refused(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FailingSchedule, "engine", ForgetfulEngine)
+    plan = gw.Policy(default=gw.QSGD(), schedule=FailingSchedule("nowhere"))
+    (error,) = threads.run(1, started, parallelized(plan))
+    assert isinstance(error, gw.PlanError) and "let_go of ForgetfulEngine returned None: it must return the function" in str(
+        error
+    )
+
+
+class Endless(Failing, frozen=True):
+    id: ClassVar[str] = "endless"
+
+    def payload_bytes(self, runs: "list[ElementRun]", itemsize: int) -> int:
+        return 10**15
+
+
+def test_a_spec_with_payloads_larger_than_any_memory_is_named(threads: Threads) -> None:
+    (error,) = threads.run(1, started, parallelized(gw.Uniform(Endless())))
+    assert isinstance(error, gw.SpecError) and "payload_bytes of Endless() gives 1000000000000000 bytes for" in str(error)

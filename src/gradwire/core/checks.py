@@ -131,9 +131,13 @@ def freeze(owner: msgspec.Struct, *fields: str) -> None:
     """Turn list fields into tuples, so that the struct cannot change and can be hashed."""
     for field in fields:
         value = getattr(owner, field)
-        if isinstance(value, str) or not hasattr(value, "__iter__"):
+        try:
+            values = tuple(value) if not isinstance(value, str) else None
+        except TypeError:  # a tensor of one number has `__iter__`, too
+            values = None
+        if values is None:
             raise FormatError(f"{field} is {show(value)}, a {type(value).__name__}: it must be a list.")
-        msgspec.structs.force_setattr(owner, field, tuple(value))
+        msgspec.structs.force_setattr(owner, field, values)
 
 
 def freeze_pairs(owner: msgspec.Struct, field: str, what: str) -> None:

@@ -15,6 +15,7 @@ from gradwire.core.checks import flags, freeze, near, number, show, under, whole
 from gradwire.core.entry_points import SCHEDULES
 from gradwire.core.schedules.base import Schedule
 from gradwire.core.schedules.delayed import Delayed
+from gradwire.core.specs.base import check_momentum
 from gradwire.core.strict import convert
 from gradwire.errors import FormatError, PlanError
 
@@ -78,7 +79,7 @@ class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lr: float = 0.7
     """Learning rate of the outer step. 1 with no momentum: the new global weights are the mean of the local ones."""
     momentum: float = 0.9
-    """Momentum of the outer step. 0: plain SGD."""
+    """Momentum of the outer step, below 1. 0: plain SGD."""
     radius: float | None = None
     """A trust region: the most that a step ends away from the mean of the local weights, as a part of the way from the global
     weights to that mean. Less: nearer to the mean. None: as far as rate and momentum say. The length is that of all elements
@@ -86,7 +87,7 @@ class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         number("lr", self.lr, "the learning rate of the outer step", positive=True)
-        number("momentum", self.momentum, "the momentum of the outer step")
+        check_momentum(self.momentum, FormatError)
         if self.radius is not None:
             number("radius", self.radius, "the distance from the mean, as a part of the mean's own step", positive=True)
 
@@ -294,6 +295,8 @@ def as_schedule(value: object) -> Schedule:
     (Backward(), Delayed(k=2))
     """
     if isinstance(value, Schedule):
+        fewest = f"fewest_buckets of {type(value).__name__}"
+        whole(fewest, value.fewest_buckets, "the least number of buckets that the schedule needs", low=1)
         return value
     if isinstance(value, type) and issubclass(value, Schedule):
         raise FormatError(f"schedule is the class {value.__name__}: it must be an object. Write {value.__name__}(...).")

@@ -469,9 +469,9 @@ def check_ratio(field: str, ratio: object) -> None:
         raise SpecError(f"{field} is {ratio}: it is a part of the elements, at most 1. Write 0.01 for one in a hundred.")
 
 
-def check_momentum(momentum: object) -> None:
+def check_momentum(momentum: object, error: type[GradwireError] = SpecError) -> None:
     """Refuse everything but a number of at least 0 and below 1."""
-    number("momentum", momentum, "the part of the old mean that is kept", error=SpecError)
+    number("momentum", momentum, "the part of the old mean that is kept", error=error)
     assert isinstance(momentum, (int, float))
     if momentum >= 1:
-        raise SpecError(f"momentum is {momentum}: it must be below 1, or old gradients never decay. Use 0.9.")
+        raise error(f"momentum is {momentum}: it must be below 1, or old gradients never decay. Use 0.9.")
