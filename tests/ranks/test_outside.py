@@ -17,15 +17,16 @@ from worlds import Given, World, digest
 import gradwire as gw
 from gradwire.compressors import compressor_for, register_compressor
 from gradwire.compressors.base import Compressor
-from gradwire.core import TensorInfo, collectives, entry_points
+from gradwire.core import TensorInfo, collectives, entry_points, schedules
 from gradwire.core.collectives import COLLECTIVES, Collective, collective, collective_of, is_link_word, register_collective
-from gradwire.core.schedules import Schedule
-from gradwire.core.specs import ElementRun, base, registered_specs, spec_from_dict
+from gradwire.core.schedules import Schedule, as_schedule
+from gradwire.core.specs import ElementRun, base, registered_specs, spec_from_dict, spec_from_text
 from gradwire.costs.steps import steps_of
 from gradwire.engine.schedules.backward import BackwardSchedule
 from gradwire.errors import FormatError, PlanError, SpecError
 from gradwire.exchange.options import scheme_of
 from gradwire.plan.schemes import beside_tree, correction_plan
+from gradwire.planner import schedule_rows
 
 SRC = Path(gw.__file__).parents[1]
 
@@ -238,6 +239,111 @@ def test_an_entry_point_with_another_name_than_the_collective_is_refused(broken:
     entry_points._groups.cache_clear()
     with pytest.raises(PlanError, match=r"round = 'renamed:RING' .* the collective's name is 'ring'"):
         collective("round")
+
+
+def ask(group: str) -> object:
+    """Use the name `odd` of a group of entry points."""
+    if group == "compressors":
+        return compressor_for(Odd())
+    return {"specs": lambda: spec_from_dict({"id": "odd"}), "collectives": lambda: collective("odd")}.get(
+        group, lambda: as_schedule("odd")
+    )()
+
+
+class Odd(gw.Spec, frozen=True):
+    id = "odd"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("ending:ANY", "SystemExit: 9"),
+        ("not a target", 'it does not have the form "module:name"'),
+        ("oddity:", 'it does not have the form "module:name"'),
+        ("oddity", 'it does not have the form "module:name"'),
+        ("oddity:NONE", ""),
+    ],
+)
+@pytest.mark.parametrize("group", ["specs", "compressors", "collectives", "schedules"])
+def test_a_target_that_is_no_use_is_named_with_the_reason(broken: Path, group: str, target: str, why: str) -> None:
+    (broken / "oddity.py").write_text("NONE = None\n")
+    (broken / "ending.py").write_text("raise SystemExit(9)\n")
+    lay_out(broken, "odd-one", {f"gradwire.{group}": {"odd": target}})
+    reasons = {
+        "specs": "None is no subclass of gradwire.Spec",
+        "compressors": "None cannot be the compressor of Odd: it must be a subclass of Compressor",
+        "collectives": "None is a NoneType: it must be a gradwire.core.collectives.Collective",
+        "schedules": "None is not a subclass of gradwire.core.schedules.Schedule with tag='odd'",
+    }
+    with pytest.raises(gw.GradwireError) as caught:
+        ask(group)
+    assert f"{why or reasons[group]}. Repair the package, or uninstall it." in str(caught.value)
+    assert f"entry point odd = {target!r} of gradwire.{group} in package odd-one 0.1 cannot be used" in str(caught.value)
+    sys.modules.pop("oddity", None)
+
+
+def test_a_name_in_code_that_ends_python_is_an_error(broken: Path) -> None:
+    (broken / "ending.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(PlanError, match=r"'ending:Engine' cannot be loaded: SystemExit: 3\. Correct the name, or repair"):
+        entry_points.named("ending:Engine")
+
+
+CLASS = """
+import gradwire as gw
+from typing import ClassVar
+
+class {name}(gw.Spec, frozen=True):
+    id: ClassVar[str] = "{id}"
+"""
+
+
+def test_a_class_of_another_package_does_not_take_a_name(broken: Path) -> None:
+    for module, name, id in (("first", "QSGD", "odd.1"), ("second", "Rounds", "odd.2"), ("third", "Rounds", "odd.3")):
+        (broken / f"{module}.py").write_text(CLASS.format(name=name, id=id))
+        lay_out(broken, module, {"gradwire.specs": {id: f"{module}:{name}"}})
+    entry_points._groups.cache_clear()
+    try:
+        with pytest.raises(SpecError, match=r"'Rounds' is the name of a spec class in second 0.1 \(id 'odd.2'\) and third 0.1"):
+            spec_from_text("Rounds()")
+        assert spec_from_text("QSGD(bits=2)") == gw.QSGD(bits=2)
+    finally:
+        for module, id in (("first", "odd.1"), ("second", "odd.2"), ("third", "odd.3")):
+            base._REGISTRY.pop(id, None)
+            sys.modules.pop(module, None)
+
+
+NEEDY = """
+from gradwire.core.schedules import Schedule
+
+class Needy(Schedule, frozen=True, tag="needy"):
+    \"\"\"A schedule with a field that has no default.\"\"\"
+    rounds: int
+"""
+
+
+def test_a_schedule_with_a_field_without_default_is_listed(broken: Path) -> None:
+    (broken / "needy.py").write_text(NEEDY)
+    lay_out(broken, "needy", {"gradwire.schedules": {"needy": "needy:Needy"}})
+    entry_points._groups.cache_clear()
+    try:
+        row = schedule_rows()[-1]
+        assert (row["kind"], row["exchange runs"], row["package"]) == ("needy", "-", "needy 0.1")
+        with pytest.raises(
+            FormatError, match=r"schedule is 'needy', and rounds of Needy has no default\. Write .*\(rounds=\.\.\.\)"
+        ):
+            as_schedule("needy")
+        assert as_schedule({"kind": "needy", "rounds": 3}).rounds == 3  # type: ignore[attr-defined]
+    finally:
+        schedules._BY_WORD.pop("needy", None)
+        sys.modules.pop("needy", None)
+
+
+def test_a_schedule_that_needs_no_whole_number_of_buckets_is_refused() -> None:
+    class Uncountable(Schedule, frozen=True, tag="uncountable"):
+        fewest_buckets = "two"  # type: ignore[assignment]
+
+    with pytest.raises(FormatError, match=r"fewest_buckets of Uncountable is 'two', a str: it must be"):
+        gw.Policy(default=gw.QSGD(), schedule=Uncountable())
 
 
 def test_a_compressor_that_cannot_be_loaded_is_named(broken: Path) -> None:

@@ -111,7 +111,8 @@ def parallelize(
         session = Session(model, prepared, optimizers, lanes, drift_check_steps)
     except BaseException as error:
         lanes.stop()
-        raise (problem if problem is not None else error) from None
+        failure = problem if problem is not None else error
+        raise failure from failure.__cause__
     handle = Handle(session)
     session.driver = driver
     REGISTRY.add(model, prepared.parameters.values(), handle)

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from gradwire.compressors.base import KernelCompressor
-from gradwire.core import Spec, entry_points, named
+from gradwire.core import Spec, entry_points, named, show
 from gradwire.errors import SpecError
 from gradwire.kernels import Compressor
 
@@ -14,7 +14,9 @@ _OWN = "gradwire.core.specs"
 
 
 def register_compressor(spec_class: type[Spec], make: Callable[[Any], Compressor]) -> None:
-    """Register the compressor of a spec class. `make` takes the spec and returns the compressor."""
+    """Register the compressor of a spec class. `make` takes the spec and returns the compressor. Raises SpecError if not."""
+    if not callable(make):
+        raise SpecError(f"{show(make)} cannot be the compressor of {spec_class.__name__}: it must be a subclass of Compressor.")
     spec_class.compressor = make
 
 

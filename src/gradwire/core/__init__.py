@@ -4,6 +4,7 @@ from gradwire.core import entry_points, native, schedules, specs
 from gradwire.core.checks import (
     DTYPE_BYTES,
     changed,
+    error_words,
     flags,
     freeze,
     freeze_pairs,
@@ -66,6 +67,7 @@ from gradwire.core.schedules import (
     Pipelined,
     Schedule,
     as_schedule,
+    required_fields,
     schedule_class,
     schedule_kinds,
 )
@@ -114,11 +116,12 @@ __all__ = [
     "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "ProcessorNeed", "Profile", "RandomK", "Schedule",
     "Shaped", "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad", "Threshold", "TopK", "Truncate", "TwoBit",
     "as_schedule", "as_spec", "changed", "check_plain", "check_writable", "code_bytes", "coded_bytes", "codes_on_cpu",
-    "collective", "collective_of", "columns_of", "convert", "entry_points", "example_specs", "fingerprint", "flags",
-    "freeze", "freeze_pairs", "gathers_of", "goes_around", "in_base_3", "index_bytes", "index_low_bits", "innermost",
+    "collective", "collective_of", "columns_of", "convert", "entry_points", "error_words", "example_specs", "fingerprint",
+    "flags", "freeze", "freeze_pairs", "gathers_of", "goes_around", "in_base_3", "index_bytes", "index_low_bits", "innermost",
     "installed_collectives", "installed_specs", "is_link_word", "kept_of", "lanes_of_pieces", "lanes_over", "launch_tasks",
     "least_ring_bytes", "make_folder", "merge_levels", "named", "native", "near", "number", "numbers", "only_version",
     "pairs_ranks", "parse", "peers_of", "primes_of", "printable", "processor_name", "qsgd_bytes", "read", "read_text",
-    "register_spec", "rows_of", "schedule_class", "schedule_kinds", "schedules", "show", "spec_from_dict", "spec_from_text",
-    "specs", "tasks_by_lane", "text", "uncompressed", "under", "unique", "waited_ns", "whole", "wholes", "word", "write_whole",
+    "register_spec", "required_fields", "rows_of", "schedule_class", "schedule_kinds", "schedules", "show", "spec_from_dict",
+    "spec_from_text", "specs", "tasks_by_lane", "text", "uncompressed", "under", "unique", "waited_ns", "whole", "wholes",
+    "word", "write_whole",
 ]  # fmt: skip

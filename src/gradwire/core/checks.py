@@ -27,6 +27,19 @@ def show(value: object) -> str:
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
+def error_words(error: BaseException) -> str:
+    """The class and the words of an error: 'ValueError: no such file'.
+
+    >>> error_words(KeyError("x")), error_words(StopIteration())
+    ("KeyError: 'x'", 'StopIteration')
+    """
+    try:
+        words = str(error)
+    except Exception as problem:  # the class is one of a script, and what it raises there must not hide the error
+        words = f"its words are unknown, because __str__ raised {type(problem).__name__}"
+    return f"{type(error).__name__}: {words}".removesuffix(": ")
+
+
 def printable(name: str, longest: int = 80) -> str:
     """The name, if it is one short line of text; else the name as code, cut."""
     return name if name.isprintable() and 0 < len(name) <= longest else show(name)
@@ -118,9 +131,13 @@ def freeze(owner: msgspec.Struct, *fields: str) -> None:
     """Turn list fields into tuples, so that the struct cannot change and can be hashed."""
     for field in fields:
         value = getattr(owner, field)
-        if isinstance(value, str) or not hasattr(value, "__iter__"):
+        try:
+            values = tuple(value) if not isinstance(value, str) else None
+        except TypeError:  # a tensor of one number has `__iter__`, too
+            values = None
+        if values is None:
             raise FormatError(f"{field} is {show(value)}, a {type(value).__name__}: it must be a list.")
-        msgspec.structs.force_setattr(owner, field, tuple(value))
+        msgspec.structs.force_setattr(owner, field, values)
 
 
 def freeze_pairs(owner: msgspec.Struct, field: str, what: str) -> None:

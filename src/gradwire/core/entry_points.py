@@ -6,12 +6,13 @@ The pyproject.toml of a package names its additions, group by group:
     relay = "gradwire_relay:RELAY"
 """
 
+import re
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from gradwire.core.checks import show
+from gradwire.core.checks import error_words, show
 from gradwire.errors import GradwireError, PlanError
 
 SPECS = "gradwire.specs"
@@ -24,6 +25,8 @@ SCHEDULES = "gradwire.schedules"
 """Subclasses of `gradwire.core.schedules.Schedule` by kind."""
 
 T = TypeVar("T")
+
+_TARGET = re.compile(r"[\w.]+\s*:\s*[\w.]+\s*(\[.*\]\s*)?")
 
 
 @cache
@@ -58,11 +61,11 @@ def load(group: str, name: str, use: Callable[[Any], T], error: type[GradwireErr
             "Uninstall all packages but one."
         )
     try:
-        return use(points[0].load())
-    except Exception as problem:
+        return use(_object_of(points[0]))
+    except (Exception, SystemExit) as problem:
         raise error(
             f"entry point {name} = {points[0].value!r} of {group} in package {_package(points[0])} cannot be used: "
-            f"{type(problem).__name__}: {problem} Repair the package, or uninstall it."
+            f"{error_words(problem).removesuffix('.')}. Repair the package, or uninstall it."
         ) from problem
 
 
@@ -83,9 +86,17 @@ def named(reference: Any) -> Any:
     if not isinstance(reference, str):
         return reference
     try:
-        return EntryPoint("", reference, "").load()
-    except Exception as problem:
-        raise PlanError(f"{reference!r} cannot be loaded: {type(problem).__name__}: {problem}") from problem
+        return _object_of(EntryPoint("", reference, ""))
+    except (Exception, SystemExit) as problem:
+        raise PlanError(
+            f"{reference!r} cannot be loaded: {error_words(problem).removesuffix('.')}. Correct the name, or repair its module."
+        ) from problem
+
+
+def _object_of(point: EntryPoint) -> Any:
+    if not _TARGET.fullmatch(point.value):
+        raise ValueError('it does not have the form "module:name"')
+    return point.load()
 
 
 def _package(point: EntryPoint) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gradwire._version import __version__
-from gradwire.core import Plan, Spec, TensorInfo
+from gradwire.core import Plan, Spec, TensorInfo, error_words
 from gradwire.engine.buffers import ModelBuffers, shared_parameters
 from gradwire.engine.registry import REGISTRY
 from gradwire.errors import PlanError, StepStateError
@@ -127,7 +127,8 @@ def _trains(parameter: torch.nn.Parameter | None) -> bool:
 def facts(prepared: Prepared | None, problem: BaseException | None, others: Sequence[Spec] = ()) -> dict[str, Any]:
     """The facts that ranks compare, the most important first. `others`: specs that may follow those of the plan."""
     if prepared is None:
-        return {"error": f"{type(problem).__name__}: {problem}".removesuffix(": ")}
+        assert problem is not None
+        return {"error": error_words(problem)}
     plan, policy, parameters = prepared.plan, prepared.policy, list(prepared.parameters.values())
     return {
         "gradwire version": __version__,

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import Variable
 
+from gradwire.core import show
 from gradwire.engine.batch_weights import BatchWeights
 from gradwire.engine.control import BackwardState, ControlExchange, RankReports, exchange_reports
 from gradwire.engine.gradients import AnyGradient, AnyRun, gradients_of
@@ -43,7 +44,7 @@ from gradwire.engine.torch_hooks.hooks import (
     reentrant_refusal,
 )
 from gradwire.engine.torch_hooks.optimizer_step import is_of_script
-from gradwire.errors import GradwireError, StepStateError
+from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.exchange import Exchange, Slot, StepReport
 from gradwire.transport import Lanes
 
@@ -234,8 +235,13 @@ class Reducer:
         self.schedule.attach()
         if self._release is not None:
             self._release.detach()
+        if not callable(release := self.schedule.let_go()):
+            raise PlanError(
+                f"let_go of {type(self.schedule).__name__} returned {show(release)}: it must return the function that ends a "
+                "step which was left when the model is gone. Return reducer.exchange.give_up."
+            )
         # a step that was left in the middle keeps lanes waiting for gradients: when nobody can bring them, they go
-        self._release = weakref.finalize(self.schedule, self.schedule.let_go())
+        self._release = weakref.finalize(self.schedule, release)
 
     def detach(self) -> None:
         """Remove the hooks and let the lanes go."""

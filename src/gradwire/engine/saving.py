@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradwire.core import Plan, printable
+from gradwire.core import Plan, error_words, printable
 from gradwire.engine.reducer import StepState
 from gradwire.engine.schedules.base import KeepsState, ShardsOptimizer
 from gradwire.engine.schedules.factory import traits_of
@@ -120,7 +120,7 @@ def _failing_together(session: Session) -> Iterator[dict[str, Any]]:
         yield card
     except Exception as error:
         problem = error
-        card["error"] = f"{type(error).__name__}: {error}"
+        card["error"] = error_words(error)
     ranks = session.group.global_ranks
     everybody = card["everybody"] = _exchanged(session, card) if len(ranks) > 1 else [dict(card)]
     if problem is not None:

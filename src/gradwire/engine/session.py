@@ -21,7 +21,16 @@ from gradwire.engine.control import OwnSteps
 from gradwire.engine.crossing import CROSSING, Whereabouts
 from gradwire.engine.optimizer_state import OptimizerState
 from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
-from gradwire.engine.reducer import Observer, Observers, Reducer, announce_change, reset, scaled_too_far, taken_in_backward
+from gradwire.engine.reducer import (
+    Observer,
+    Observers,
+    Reducer,
+    announce_change,
+    reset,
+    scaled_too_far,
+    taken_in_backward,
+    told_to_all,
+)
 from gradwire.engine.registry import REGISTRY
 from gradwire.engine.schedules.base import CopiesWeights, Corrects, PutsOff, ShardsOptimizer, TrainingJob
 from gradwire.engine.schedules.factory import make_schedule, traits_of, why_not, why_not_weighed
@@ -268,12 +277,13 @@ class Session(Observer):
         self.witness = Witness(self)
         """Measures what encodes do to gradients."""
         self.reducer.observers.add(self.witness)
-        job = TrainingJob(model, optimizers, self._compiled_before)
-        self.schedule = make_schedule(self.reducer, prepared.plan.schedule, job)
-        self.reducer.use(self.schedule)
-        self._whereabouts = Whereabouts(self.reducer, type(model).__name__)
-        self._script = ScriptWatch(self.reducer, optimizers, drift_check_steps)
-        self._synchronise(model, prepared)
+        with lanes.leaving_with_reason():
+            job = TrainingJob(model, optimizers, self._compiled_before)
+            self.schedule = make_schedule(self.reducer, prepared.plan.schedule, job)
+            self.reducer.use(self.schedule)
+            self._whereabouts = Whereabouts(self.reducer, type(model).__name__)
+            self._script = ScriptWatch(self.reducer, optimizers, drift_check_steps)
+            self._synchronise(model, prepared)
         self._share(model, "rank 0's parameters and buffers at the start")
         leave_hooks_behind(model)
         self._module_hooks = [
@@ -494,6 +504,12 @@ class Session(Observer):
         if problem is not None:
             raise problem
         assert prepared is not None
+        self._take_in(model, prepared)
+        self._share(model, "rank 0's parameters and buffers after a change")
+
+    @told_to_all
+    def _take_in(self, model: torch.nn.Module, prepared: Prepared) -> None:
+        """Synchronise the model as it is after a change, on which ranks have agreed."""
         if self.schedule.traits.keeps_parameters:
             self._buffers = ModelBuffers(model, self.device)
         else:
@@ -506,7 +522,6 @@ class Session(Observer):
             carried = {key: value for key, value in carried.items() if key.split("/", 1)[1] in kept}
             if self.schedule.traits.trains_alone == alone:  # changes of weights and gradients have other units
                 self.exchange.residuals.take_over(self.exchange.residuals.fitting(carried))
-        self._share(model, "rank 0's parameters and buffers after a change")
 
     def _synchronise(self, model: torch.nn.Module, prepared: Prepared) -> None:
         """Synchronise these parameters from now on."""
@@ -651,10 +666,14 @@ class Session(Observer):
         """A checkpoint holds no step whose sums never arrived."""
         self.lanes.check_queued()
 
+    @told_to_all
+    def _on_forward(self, module: torch.nn.Module) -> None:
+        self.schedule.on_forward(module)
+
     def _before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module is not self._model():
             return
-        self.schedule.on_forward(module)
+        self._on_forward(module)
         if torch.is_grad_enabled() and self.reducer.may_send():
             self._check_parameters(module)  # where torch.compile stops tracing, before it comes to a clock
             CROSSING.uses()
@@ -711,7 +730,7 @@ class Session(Observer):
             return
         if module.training:
             self.attach()
-            self.schedule.on_forward(module)  # the step computes on the weights that were taken in
+            self._on_forward(module)  # the step computes on the weights that were taken in
             return
         raise StepStateError(
             f"{name} was added, thawed, converted or replaced since the model was parallelized, and the model is in eval "

@@ -110,10 +110,12 @@ class Exchange:
             if problem is not None:
                 raise problem
             assert made is not None
-            self._build(lanes, checked, made, 0, None, True)
+            with lanes.leaving_with_reason():
+                self._build(lanes, checked, made, 0, None, True)
         except BaseException as error:
             lanes.stop()
-            raise (problem if problem is not None else error) from None
+            failure = problem if problem is not None else error
+            raise failure from failure.__cause__
         self._tensors.update(checked)
         self._own_lanes()
 

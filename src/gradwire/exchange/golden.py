@@ -13,6 +13,7 @@ from gradwire.collectives import Energies, Learn, Weigh
 from gradwire.compressors import SoleRank, compressor_for
 from gradwire.core import Plan, Spec
 from gradwire.kernels import Segment, Segments, is_float, run_calls, tensor_key
+from gradwire.transport import Raised
 
 _SHAPES = ((96, 64), (300,))
 
@@ -37,8 +38,8 @@ def _digest(spec: Spec, dtype: torch.dtype, device: torch.device) -> str:
     """Digest the payloads, decoded values and states of two steps. A compressor that draws numbers of its own is not compared."""
     try:
         first, again = (_two_steps(spec, dtype, device) for _ in range(2))
-    except Exception as error:  # all ranks raise it together, by name
-        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # where all ranks raise the same, the first step tells whether it matters
+        return Raised.by(error)
     return first if first == again else "not the same twice"
 
 

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 
 from gradwire._version import __version__
-from gradwire.core import Plan, show
+from gradwire.core import Plan, error_words, show
 from gradwire.errors import PlanError, StepStateError
 from gradwire.exchange.golden import golden_digests
 from gradwire.transport import KERNELS
@@ -80,7 +80,8 @@ def checked_tensors(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
 def tensor_facts(plan: Plan | None, tensors: Mapping[str, TensorLike], problem: Exception | None) -> dict[str, Any]:
     """The facts that ranks compare, the most important first."""
     if plan is None:
-        return {"error": f"{type(problem).__name__}: {problem}"}
+        assert problem is not None
+        return {"error": error_words(problem)}
     rows = [(name, like(tensor)) for name, tensor in tensors.items()]
     return {
         "gradwire version": __version__,

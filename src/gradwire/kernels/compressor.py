@@ -24,6 +24,8 @@ stand for the name; then C++ cannot run the call."""
 
 _MOST_INDEXED = 2**31 - 1
 """kMaxGroup in csrc/sparse_layout.hpp."""
+_MOST_BYTES = 2**20
+"""The most bytes of a payload for each element. A spec that gives more is wrong."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,12 @@ def _bytes_of(spec: Spec, runs: tuple[ElementRun, ...], itemsize: int) -> int:
         raise SpecError(
             f"payload_bytes of {spec!r} gives {show(size)}, a {type(size).__name__}: a payload has a whole number of bytes, at "
             "least 0. Return an int; of n bits, -(-n // 8)."
+        )
+    numel = sum(run.numel for run in runs)
+    if found > _MOST_BYTES * (1 + numel):
+        raise SpecError(
+            f"payload_bytes of {spec!r} gives {found} bytes for {numel} elements, more than {_MOST_BYTES} for each: no machine "
+            "has memory for such payloads. Return the bytes that `encode` writes."
         )
     return found
 

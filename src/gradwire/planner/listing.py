@@ -1,7 +1,7 @@
 """Rows of options, collectives, compressors and schedules for the command line and the docs, with those of other packages."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ from gradwire.core import (
     example_specs,
     installed_collectives,
     installed_specs,
+    required_fields,
     schedule_class,
     schedule_kinds,
     word,
@@ -63,18 +64,23 @@ def schedule_rows() -> list[Row]:
     >>> [row["kind"] for row in schedule_rows()][:3]
     ['backward', 'pipelined', 'delayed']
     """
-    usual = {kind: schedule_class(kind)() for kind in schedule_kinds()}
-    return [
-        {
-            "kind": kind,
-            "exchange runs": _when(schedule),
-            "costs accuracy": "yes" if schedule.costs_accuracy else "no",
-            "needs the optimizer": "yes" if schedule.needs_optimizer else "no",
-            "about": (type(schedule).__doc__ or "").strip().partition("\n")[0],
-            "package": entry_points.origin(entry_points.SCHEDULES, kind, type(schedule).__module__),
-        }
-        for kind, schedule in usual.items()
-    ]
+    return [_schedule_row(kind, schedule_class(kind)) for kind in schedule_kinds()]
+
+
+def _schedule_row(kind: str, cls: type[Schedule]) -> Row:
+    schedule = None if required_fields(kind) else cls()
+
+    def shown(cell: Callable[[Schedule], str]) -> str:
+        return "-" if schedule is None else cell(schedule)
+
+    return {
+        "kind": kind,
+        "exchange runs": shown(_when),
+        "costs accuracy": shown(lambda usual: "yes" if usual.costs_accuracy else "no"),
+        "needs the optimizer": shown(lambda usual: "yes" if usual.needs_optimizer else "no"),
+        "about": (cls.__doc__ or "").strip().partition("\n")[0],
+        "package": entry_points.origin(entry_points.SCHEDULES, kind, cls.__module__),
+    }
 
 
 def _when(schedule: Schedule) -> str:

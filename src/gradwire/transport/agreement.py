@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gradwire.core import error_words
 from gradwire.errors import DisagreementError
 from gradwire.kernels import crc32c
 from gradwire.transport.link import Link
@@ -23,6 +24,22 @@ _LARGE_BYTES = 2**16
 """A tensor of so many bytes or more is sent from where it lies. Smaller ones are copied together: a message takes longer."""
 
 
+_RAISED = "raised "
+
+
+class Raised(str):
+    """The words of an exception that a compressor raised. They stand in KERNELS in place of a digest."""
+
+    error: Exception
+    """The exception, on the rank where it was raised."""
+
+    @classmethod
+    def by(cls, error: Exception) -> "Raised":
+        made = cls(_RAISED + error_words(error))
+        made.error = error
+        return made
+
+
 class GathersBytes(Protocol):
     """A link on which ranks compare facts."""
 
@@ -35,7 +52,7 @@ def agree(link: GathersBytes, facts: Mapping[str, Any], global_ranks: tuple[int,
     """Raise DisagreementError on every rank unless all have the same facts. Facts are JSON, most telling first; collective.
 
     A rank that could not prepare puts why under "error", so that nobody waits for it. Returns the number of each rank, which may
-    differ.
+    differ. A rank whose compressor raised, and did not on all ranks, raises that exception instead.
     """
     text = json.dumps(facts).encode()
     # facts name each tensor, and ranks may be many: only where these digests differ do all get the facts of all
@@ -46,15 +63,31 @@ def agree(link: GathersBytes, facts: Mapping[str, Any], global_ranks: tuple[int,
     others = [json.loads(each) for each in gather_bytes(link, text)]
     failed = [(rank, other["error"]) for rank, other in zip(global_ranks, others, strict=True) if other.get("error")]
     if failed:
-        raise DisagreementError(
-            "all ranks stop, because some of them failed: " + "; ".join(f"rank {rank}: {error}" for rank, error in failed)
-        ).about(rank for rank, _ in failed)
+        raise _stopped(failed)
     for rank, other in zip(global_ranks, others, strict=True):
         for key, value in others[0].items():
             if other.get(key) != value:
+                if key == KERNELS:
+                    _check_raised(facts, others, global_ranks)
                 words = _told(key, global_ranks[0], value, rank, other.get(key))
                 raise DisagreementError(words).about([global_ranks[0], rank])
     return [told for _, told in everybody]
+
+
+def _check_raised(facts: Mapping[str, Any], others: Sequence[Mapping[str, Any]], global_ranks: Sequence[int]) -> None:
+    """Raise the exception of this rank's compressor, or DisagreementError that names the ranks whose compressors raised. Does
+    nothing if none did, or all alike."""
+    for number, rows in enumerate(zip(*(other.get(KERNELS, ()) for other in others), strict=False)):
+        named = zip(global_ranks, rows, strict=True)
+        failed = [(rank, f"{name} {digest}") for rank, (name, digest) in named if digest.startswith(_RAISED)]
+        if failed and any(row != rows[0] for row in rows):
+            own = facts[KERNELS][number][1]
+            raise own.error if isinstance(own, Raised) else _stopped(failed)
+
+
+def _stopped(failed: Sequence[tuple[int, str]]) -> DisagreementError:
+    words = "; ".join(f"rank {rank}: {error}" for rank, error in failed)
+    return DisagreementError(f"all ranks stop, because some of them failed: {words}").about(rank for rank, _ in failed)
 
 
 def _told(key: str, first_rank: int, first: Any, rank: int, other: Any) -> str:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.core import LANES, lanes_over
+from gradwire.core import LANES, error_words, lanes_over
 from gradwire.errors import CommunicationError, GradwireError, StepStateError
 from gradwire.transport.adapters import SLOW_GBPS
 from gradwire.transport.agreement import agree
@@ -562,13 +562,25 @@ class Lanes:
     def failed_here(self, what: str, cause: BaseException, step: int, bucket: int | None = None) -> GradwireError:
         """The error to raise when this rank could not do its part. All other ranks get its words."""
         kind: type[GradwireError] = type(cause) if isinstance(cause, GradwireError) else StepStateError
-        sizes = " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in str(cause) else ""
-        said = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+        words = error_words(cause)
+        sizes = " Does `encode` write more than `payload_bytes` of the spec declares?" if "must match" in words else ""
         error = kind(
-            f"step {step}: rank {self._own_rank} could not do its part of {what}: {said}. The network is not at fault.{sizes} "
+            f"step {step}: rank {self._own_rank} could not do its part of {what}: {words}. The network is not at fault.{sizes} "
             "All other ranks fail in this step too; restart all from a checkpoint."
         )
         return self._fail_all(error.about([self._own_rank], step, bucket))
+
+    @contextmanager
+    def leaving_with_reason(self) -> Iterator[None]:
+        """Guard work of this rank before its first exchange. If it fails, the caller stops the lanes, and ranks that wait for it
+        get the words of the error."""
+        try:
+            yield
+        except BaseException as error:
+            if not self.shared.has_others(self):  # those go on, and a later failure of theirs has other words
+                with suppress(Exception):
+                    self._roll_call.sign(error_words(error), self._patience_s)
+            raise
 
     def _fail_all(self, error: GradwireError) -> GradwireError:
         """Tell all ranks this error, and end their waits."""

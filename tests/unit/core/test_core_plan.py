@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,6 +174,7 @@ def test_a_class_in_place_of_a_schedule_is_told_to_be_called() -> None:
         ({"steps_of_ranks": (30, 31)}, r"steps_of_ranks\[1\] is 31"),
         ({"steps_of_ranks": (20, 10)}, "the largest must be"),
         ({"steps_of_ranks": 30}, "must be a list"),
+        ({"steps_of_ranks": torch.tensor(30)}, r"steps_of_ranks is tensor\(30\), a Tensor: it must be a list"),
         ({"steps_of_ranks": (30, 3), "fragments": 4}, "fragments is 4"),
         ({"steps_of_ranks": (30, 3), "delay": 4}, "delay is 4"),
     ],
@@ -180,3 +182,9 @@ def test_a_class_in_place_of_a_schedule_is_told_to_be_called() -> None:
 def test_steps_of_ranks_that_cannot_be_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(FormatError, match=words):
         LocalSteps(**fields)
+
+
+@pytest.mark.parametrize("momentum", [1, 1.5, -0.1, float("nan")])
+def test_a_momentum_that_never_decays_is_refused(momentum: float) -> None:
+    with pytest.raises(FormatError, match=r"momentum is "):
+        Nesterov(momentum=momentum)

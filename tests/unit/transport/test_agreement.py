@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gradwire.errors import DisagreementError
-from gradwire.transport.agreement import agree
+from gradwire.transport.agreement import KERNELS, Raised, agree
 from gradwire.transport.in_process import run_ranks
 
 
@@ -61,3 +61,23 @@ def all_failed(group: Any) -> bool:
 
 def test_ranks_that_fail_alike_fail() -> None:
     assert run_ranks(3, all_failed) == [True] * 3
+
+
+def raised(group: Any, ranks: tuple[int, ...]) -> BaseException | None:
+    """What a rank raises where the compressor of some ranks raised."""
+    digest, link = Raised.by(KeyError("x")) if group.rank in ranks else "0123", Gathers(group)
+    try:
+        agree(link, {"plan": "1", KERNELS: [["Mine()", "4567"], ["Yours()", digest]]}, (4, 5, 6))
+    except Exception as error:
+        return error
+    return None
+
+
+def test_a_rank_whose_compressor_raised_raises_that_and_the_others_name_it() -> None:
+    first, *failed = run_ranks(3, raised, (1, 2))
+    words = (
+        "all ranks stop, because some of them failed: rank 5: Yours() raised KeyError: 'x'; rank 6: Yours() raised KeyError: 'x'"
+    )
+    assert isinstance(first, DisagreementError) and str(first) == words and first.ranks == (5, 6)
+    assert all(isinstance(error, KeyError) for error in failed)
+    assert run_ranks(3, raised, (0, 1, 2)) == [None] * 3, "alike on all ranks: a step tells whether it matters"

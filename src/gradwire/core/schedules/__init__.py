@@ -15,12 +15,13 @@ from gradwire.core.checks import flags, freeze, near, number, show, under, whole
 from gradwire.core.entry_points import SCHEDULES
 from gradwire.core.schedules.base import Schedule
 from gradwire.core.schedules.delayed import Delayed
+from gradwire.core.specs.base import check_momentum
 from gradwire.core.strict import convert
 from gradwire.errors import FormatError, PlanError
 
 __all__ = [
-    "Backward", "Delayed", "LocalSteps", "Nesterov", "Pipelined", "Schedule", "as_schedule", "schedule_class",
-    "schedule_kinds",
+    "Backward", "Delayed", "LocalSteps", "Nesterov", "Pipelined", "Schedule", "as_schedule", "required_fields",
+    "schedule_class", "schedule_kinds",
 ]  # fmt: skip
 
 
@@ -78,7 +79,7 @@ class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lr: float = 0.7
     """Learning rate of the outer step. 1 with no momentum: the new global weights are the mean of the local ones."""
     momentum: float = 0.9
-    """Momentum of the outer step. 0: plain SGD."""
+    """Momentum of the outer step, below 1. 0: plain SGD."""
     radius: float | None = None
     """A trust region: the most that a step ends away from the mean of the local weights, as a part of the way from the global
     weights to that mean. Less: nearer to the mean. None: as far as rate and momentum say. The length is that of all elements
@@ -86,7 +87,7 @@ class Nesterov(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         number("lr", self.lr, "the learning rate of the outer step", positive=True)
-        number("momentum", self.momentum, "the momentum of the outer step")
+        check_momentum(self.momentum, FormatError)
         if self.radius is not None:
             number("radius", self.radius, "the distance from the mean, as a part of the mean's own step", positive=True)
 
@@ -276,6 +277,11 @@ def schedule_class(kind: str) -> type[Schedule]:
     return _BY_WORD[kind]
 
 
+def required_fields(kind: str) -> list[str]:
+    """The fields of a schedule that have no default. Such a schedule cannot be made of its name alone."""
+    return [field.name for field in msgspec.structs.fields(schedule_class(kind)) if field.required]
+
+
 def _usable(made: Any, kind: str) -> type[Schedule]:
     if not (isinstance(made, type) and issubclass(made, Schedule) and made.__struct_config__.tag == kind):
         raise FormatError(f"{show(made)} is not a subclass of gradwire.core.schedules.Schedule with tag={kind!r}.")
@@ -289,6 +295,8 @@ def as_schedule(value: object) -> Schedule:
     (Backward(), Delayed(k=2))
     """
     if isinstance(value, Schedule):
+        fewest = f"fewest_buckets of {type(value).__name__}"
+        whole(fewest, value.fewest_buckets, "the least number of buckets that the schedule needs", low=1)
         return value
     if isinstance(value, type) and issubclass(value, Schedule):
         raise FormatError(f"schedule is the class {value.__name__}: it must be an object. Write {value.__name__}(...).")
@@ -302,6 +310,12 @@ def as_schedule(value: object) -> Schedule:
             f"{entry_points.absent(SCHEDULES, kind)}"
         )
     if isinstance(value, str):
+        if missing := required_fields(kind):
+            name = schedule_class(kind).__name__
+            raise FormatError(
+                f"schedule is {kind!r}, and {missing[0]} of {name} has no default. Write schedule={name}({missing[0]}=...), or "
+                "give each field a default in the class."
+            )
         return schedule_class(kind)()
     with under("schedule"):
         return convert(value, schedule_class(kind))

@@ -314,8 +314,12 @@ def _installed(name: object) -> type[Spec] | None:
 
 
 def _registered_as(name: str, cls: type[Spec]) -> None:
-    if getattr(cls, "id", None) != name:
-        raise SpecError(f"the id of its class {cls!r} differs. The entry point must have the class's `id` as its name.")
+    if not (isinstance(cls, type) and issubclass(cls, Spec)):
+        raise SpecError(f"{show(cls)} is no subclass of gradwire.Spec.")
+    if cls.id != name:
+        raise SpecError(
+            f"the id of {cls.__name__} is {show(cls.id)}, which differs. The entry point needs the class's `id` as name."
+        )
     register_spec(cls)
 
 
@@ -380,12 +384,11 @@ def _spec_of(node: ast.expr, text: str) -> Spec:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise SpecError(f"{show(text)} is no spec: write one as in Python, such as QSGD(bits=4).")
     name = call.func.id
-    by_name = {cls.__name__: cls for cls in registered_specs().values()}
-    if name not in by_name:
-        by_name = {cls.__name__: cls for cls in installed_specs().values()}
-    if name not in by_name:
-        raise SpecError(f"there is no spec {show(name)}: it must be one of {', '.join(sorted(by_name))}{near(name, by_name)}.")
-    cls, fields = by_name[name], msgspec.structs.fields(by_name[name])
+    cls = _class_of(name, registered_specs()) or _class_of(name, installed_specs())
+    if cls is None:
+        names = sorted({each.__name__ for each in registered_specs().values()})
+        raise SpecError(f"there is no spec {show(name)}: it must be one of {', '.join(names)}{near(name, names)}.")
+    fields = msgspec.structs.fields(cls)
     known = [field.name for field in fields]
     if len(call.args) > len(known):
         raise SpecError(f"{name} takes at most {len(known)} values ({', '.join(known)}), not {len(call.args)}.")
@@ -398,6 +401,23 @@ def _spec_of(node: ast.expr, text: str) -> Spec:
     if missing := [field.name for field in fields if field.required and field.name not in values]:
         raise SpecError(f"{missing[0]} is missing in {name}(...): it has no default. Write {name}({missing[0]}=...).")
     return cls(**values)
+
+
+def _class_of(name: str, classes: Mapping[str, type[Spec]]) -> type[Spec] | None:
+    """The class of this name: gradwire's own, if it has one. Raises SpecError if several packages have one."""
+    packages = {cls: _package(cls) for cls in classes.values() if cls.__name__ == name}
+    found = [cls for cls, package in packages.items() if package == "gradwire"] or [*packages]
+    if len(found) > 1:
+        owners = " and ".join(f"{package} (id {cls.id!r})" for cls, package in packages.items())
+        raise SpecError(
+            f"{show(name)} is the name of a spec class in {owners}: the text could mean either. Rename one, or write the spec as "
+            f'JSON, such as {{"id": {found[0].id!r}}}.'
+        )
+    return found[0] if found else None
+
+
+def _package(cls: type[Spec]) -> str:
+    return entry_points.origin(entry_points.SPECS, cls.id, cls.__module__)
 
 
 def _value_of(node: ast.expr, text: str, field: msgspec.structs.FieldInfo) -> Any:
@@ -449,9 +469,9 @@ def check_ratio(field: str, ratio: object) -> None:
         raise SpecError(f"{field} is {ratio}: it is a part of the elements, at most 1. Write 0.01 for one in a hundred.")
 
 
-def check_momentum(momentum: object) -> None:
+def check_momentum(momentum: object, error: type[GradwireError] = SpecError) -> None:
     """Refuse everything but a number of at least 0 and below 1."""
-    number("momentum", momentum, "the part of the old mean that is kept", error=SpecError)
+    number("momentum", momentum, "the part of the old mean that is kept", error=error)
     assert isinstance(momentum, (int, float))
     if momentum >= 1:
-        raise SpecError(f"momentum is {momentum}: it must be below 1, or old gradients never decay. Use 0.9.")
+        raise error(f"momentum is {momentum}: it must be below 1, or old gradients never decay. Use 0.9.")

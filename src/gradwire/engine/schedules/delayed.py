@@ -270,7 +270,6 @@ class DelayedSchedule:
         if not self._weights.computing:
             self.settle()
 
-    @told_to_all
     def on_forward(self, module: torch.nn.Module) -> None:
         show_for_forward(module, self._weights, self._reducer, self.settle)
 

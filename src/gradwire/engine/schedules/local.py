@@ -147,7 +147,6 @@ class LocalSchedule:
         if not self._weights.computing:
             self.settle()
 
-    @told_to_all
     def on_forward(self, module: torch.nn.Module) -> None:
         trains = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if trains and self._change_now():

@@ -147,7 +147,6 @@ class ShardedSchedule:
             )
         self._shards.forget_state(optimizer)
 
-    @told_to_all
     def on_forward(self, module: torch.nn.Module) -> None:
         if not torch.is_grad_enabled():
             self.settle()
