@@ -53,7 +53,7 @@ from gradwire.engine.torch_hooks.optimizer_step import PastStepHook, Stepping, W
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_at_once
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import CORRECTION, Exchange, Remembered, Saved, StepReport, added_up, divided, info_of, outside_inference
+from gradwire.exchange import CORRECTION, Exchange, Remembered, Saved, StepReport, added_up, divided, info_of, outside_modes
 from gradwire.plan import correction_plan, with_buckets
 
 
@@ -253,7 +253,7 @@ class DelayedSchedule:
     # ---- what a script sees
 
     @told_to_all
-    @outside_inference
+    @outside_modes
     def settle(self) -> None:
         """The parameters hold the global weights, with all updates that the script asked for. Raises if the exchange failed,
         once: then they hold those of the last one that did not."""
@@ -267,6 +267,7 @@ class DelayedSchedule:
             self.settle()
 
     @told_to_all
+    @outside_modes
     def on_forward(self, module: torch.nn.Module) -> None:
         show_for_forward(module, self._weights, self._reducer, self.settle)
 
