@@ -29,6 +29,7 @@ from functools import partial
 
 import msgspec
 import torch
+from torch._compile import _disable_dynamo
 
 from gradwire.core import Delayed, printable
 from gradwire.engine.buffers import BuffersBeside, shared_parameters
@@ -266,6 +267,7 @@ class DelayedSchedule:
         if not self._weights.computing:
             self.settle()
 
+    @_disable_dynamo  # it copies weights, and may wait
     @told_to_all
     @outside_modes
     def on_forward(self, module: torch.nn.Module) -> None:

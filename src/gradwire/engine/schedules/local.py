@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from gradwire.core import LocalSteps, Nesterov, printable
 from gradwire.engine.buffers import BuffersBeside
@@ -147,6 +148,7 @@ class LocalSchedule:
         if not self._weights.computing:
             self.settle()
 
+    @_disable_dynamo  # it copies weights, and may wait
     @told_to_all
     @outside_modes
     def on_forward(self, module: torch.nn.Module) -> None:
