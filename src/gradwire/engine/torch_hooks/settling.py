@@ -8,7 +8,6 @@ Reads without a method are not covered: `model.fc.weight`, or parameters in a li
 `handle.flush()`.
 """
 
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ _OF_MODULES = (
 )
 _OF_OPTIMIZERS = ("state_dict", "load_state_dict", "add_param_group", "__getstate__")
 
-_F = TypeVar("_F", bound=types.FunctionType)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class SettleFirst:
@@ -88,13 +87,14 @@ class SettleFirst:
         self._guards = []
 
 
-def _never_compiled(function: _F) -> _F:
-    """Let torch.compile call the function, and trace neither it nor what it calls. As torch.compiler.disable does, which adds
+def _never_compiled(method: _F) -> _F:
+    """Let torch.compile call the method, and trace neither it nor what it calls. As torch.compiler.disable does, which adds
     microseconds to each call: a forward calls guards of all modules."""
     skip = eval_frame._FrameAction.SKIP
+    function: Any = method
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+    function._torchdynamo_disable = True
+    return method
 
 
 class Guard(Patch):
@@ -109,7 +109,8 @@ class Guard(Patch):
     @property
     def __func__(self) -> Any:
         """The method's function, by which torch.compile sees whether the method is the class's own."""
-        return self._plain(self._living()).__func__
+        method: Any = self._plain(self._living())
+        return method.__func__
 
     @_never_compiled
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
