@@ -378,3 +378,35 @@ def with_a_critic(schedule: Any, frozen: bool) -> tuple[int, bool]:
 @pytest.mark.parametrize(("schedule", "steps"), [(gw.LocalSteps(every=4), 2), (gw.Delayed(), 7)], ids=["local", "delayed"])
 def test_an_optimizer_of_other_parameters_may_step_often(threads: Threads, schedule: Any, steps: int, frozen: bool) -> None:
     assert threads.run(2, with_a_critic, schedule, frozen) == [(steps, frozen)] * 2
+
+
+def with_transforms(schedule: Any, transforms: bool) -> tuple[str, bool]:
+    """The weights at the end, and whether gradients that torch.func made between steps were those of the model."""
+    model = make_model()
+    optimizer = momentum(model.parameters())
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(EXACT, schedule=schedule), process_group=here.group)
+    inputs, alike = torch.ones(4, 6), True
+
+    def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        outputs: torch.Tensor = torch.func.functional_call(model, values, (inputs,))
+        return outputs.square().mean()
+
+    for step in range(7):
+        step_on(model, optimizer, step)
+        if transforms:
+            values = dict(model.named_parameters())
+            found = torch.func.grad(loss)(values)
+            _, along = torch.func.jvp(loss, (values,), ({name: torch.ones_like(each) for name, each in values.items()},))
+            slopes = torch.autograd.grad(model(inputs).square().mean(), list(values.values()))
+            alike &= all(torch.allclose(one, other) for one, other in zip(found.values(), slopes, strict=True))
+            alike &= torch.allclose(along, torch.stack([each.sum() for each in slopes]).sum(), rtol=1e-4)
+    weights = digest(model.state_dict().values())
+    handle.detach()
+    return weights, alike
+
+
+@pytest.mark.parametrize("schedule", [gw.LocalSteps(every=3), gw.Delayed(k=2)], ids=["local", "delayed"])
+def test_transforms_of_functional_calls_see_the_models_gradients_and_change_nothing(threads: Threads, schedule: Any) -> None:
+    plain = threads.run(2, with_transforms, schedule, False)
+    assert threads.run(2, with_transforms, schedule, True) == plain
+    assert all(alike for _, alike in plain)

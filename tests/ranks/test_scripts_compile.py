@@ -187,6 +187,72 @@ def test_a_compiled_step_is_as_an_eager_one(worlds: Worlds, schedule: Any) -> No
     assert eager == ours and other == [eager, ours]
 
 
+class Penalised(nn.Module):
+    """Computes with its parameters outside of its layers too, as scripts do for penalties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = plain()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs + 0.01 * sum(parameter.square().sum() for parameter in self.parameters())
+
+
+def whole_beside_eager(order: str, schedule: Any, changed_to: Any) -> list[list[str]]:
+    """Outputs of an evaluation and the weights at the end, of an eager model and of one that is compiled as a whole."""
+    ends = []
+    for compile_it in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        run = model = Penalised()
+        step: Any = step_once
+        if compile_it and order == "compiled first":
+            run = torch.compile(model, backend=EAGER)
+        optimizer = sgd(model)
+        handle = gw.parallelize(run, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule))
+        if compile_it and order == "compiled afterwards":
+            run = torch.compile(model, backend=EAGER)
+        elif compile_it and order == "in place":
+            model.compile(backend=EAGER)
+        elif compile_it and order == "with its step":
+            step = torch.compile(step_once, backend=EAGER)
+        for number in range(7):
+            step(run, optimizer, number)
+            if number == 3:
+                run.eval()
+                with torch.no_grad():
+                    ends.append([digest([run(batch(0))])])
+                run.train()
+            elif number == 4:
+                handle.session.change_to(handle.session.plan_of(gw.Uniform(gw.Identity(), schedule=changed_to)))
+        ends[-1].append(digest(model.state_dict().values()))
+        handle.detach()
+    return ends
+
+
+LOCAL, DELAYED = gw.LocalSteps(every=3), gw.Delayed(k=2)
+
+
+@pytest.mark.parametrize(
+    ("order", "schedule", "changed_to"),
+    [
+        ("compiled first", LOCAL, DELAYED),
+        ("compiled first", DELAYED, LOCAL),
+        ("compiled first", gw.Backward(), LOCAL),
+        ("compiled afterwards", LOCAL, DELAYED),
+        ("in place", DELAYED, LOCAL),
+        ("with its step", LOCAL, LOCAL),
+        ("with its step", DELAYED, DELAYED),
+    ],
+    ids=repr,
+)
+def test_a_model_compiled_as_a_whole_trains_as_an_eager_one(worlds: Worlds, order: str, schedule: Any, changed_to: Any) -> None:
+    """Where the weights that it computes on are not those that the script sees, and where the schedule changes."""
+    for eager, ours in worlds.run(2, whole_beside_eager, order, schedule, changed_to, deadline_s=180):
+        assert eager == ours
+
+
 def compiled_backward() -> str:
     torch._dynamo.reset()
     model = plain()

@@ -643,12 +643,17 @@ def not_sent(reducer: Reducer, index: int, grad: torch.Tensor | None) -> Gradwir
 
 def taken_in_backward(reducer: Reducer, name: str, optimizer: str) -> GradwireError:
     """End the step of a backward in which a script steps an optimizer. Returns the error to raise here."""
-    words = (
-        f"{optimizer}.step() was called inside backward and takes the gradient of {name!r} before its exchange has ended: each "
-        "rank would step by its own gradient, and weights would drift apart. Step the optimizer after backward."
-    )
+    called, cure = f"{optimizer}.step() was called inside backward", "Step the optimizer after backward."
     if not reducer.schedule.traits.sends_in_backward:
-        return StepStateError(words)
+        word = reducer.exchange.plan.schedule.word
+        return StepStateError(
+            f"{called} and steps {name!r}: the {word} schedule may exchange and replace weights in optimizer.step(), and the "
+            f"rest of this backward needs the weights that it began with. {cure}"
+        )
+    words = (
+        f"{called} and takes the gradient of {name!r} before its exchange has ended: each rank would step by its own gradient, "
+        f"and weights would drift apart. {cure}"
+    )
     reducer.lanes.check()
     if not reducer.in_hand:
         reducer.begin_beside()

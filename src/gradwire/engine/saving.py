@@ -22,7 +22,7 @@ from gradwire.exchange import (
     Exchange,
     Saved,
     added_up,
-    outside_inference,
+    outside_modes,
     packed_samples,
     read_state,
     split,
@@ -35,7 +35,7 @@ SET = "saved_by"
 """The key of a file's state with the name of the job that saved it, in bytes: files of one set have the same."""
 
 
-@outside_inference
+@outside_modes
 def state_of(session: Session) -> dict[str, torch.Tensor]:
     """See `Handle.state_dict`."""
     _check_between_steps(session, "state_dict()")
@@ -46,7 +46,7 @@ def state_of(session: Session) -> dict[str, torch.Tensor]:
     return write_state(session.group, session.reducer.step, session.order, _digest_of(session, session.plan), memory)
 
 
-@outside_inference
+@outside_modes
 def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -> bool:
     """See `Handle.load_state_dict`. Collective: all ranks load, or none does. Returns whether they did.
 

@@ -41,7 +41,7 @@ from gradwire.engine.torch_hooks.optimizer_step import PassedOptimizers, hear, h
 from gradwire.engine.torch_hooks.splitting import compiled_frames
 from gradwire.engine.witness import Witness
 from gradwire.errors import GradwireError, PlanError, StepStateError
-from gradwire.exchange import Exchange, Saved, Stats, StepReport, outside_inference
+from gradwire.exchange import Exchange, Saved, Stats, StepReport, outside_modes
 from gradwire.plan import Policy
 from gradwire.transport import Lane, Lanes, LanesObserver, Link, LinkError, MergedValues, agree, all_have, broadcast_bytes
 
@@ -250,7 +250,7 @@ class Session(Observer):
     something is a method.
     """
 
-    @outside_inference
+    @outside_modes
     def __init__(
         self,
         model: torch.nn.Module,
@@ -428,13 +428,13 @@ class Session(Observer):
         if before is not None and traits_of(before).trains_alone and not self._own_states(exchange.plan):
             self._send_optimizer_state()
 
-    @outside_inference
+    @outside_modes
     def drop_residuals(self) -> None:
         """See `Handle.drop_residuals`."""
         self.settle()
         self.exchange.residuals.drop()
 
-    @outside_inference
+    @outside_modes
     def reset(self) -> None:
         """See `Handle.reset`."""
         if left := reset(self.reducer):
@@ -475,7 +475,7 @@ class Session(Observer):
 
     # ---- when the model changes
 
-    @outside_inference
+    @outside_modes
     def attach(self) -> None:
         """See `Handle.attach`."""
         model = self._model()

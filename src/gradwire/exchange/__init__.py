@@ -22,12 +22,12 @@ from gradwire.exchange.states import (
     write_state,
 )
 from gradwire.exchange.stats import BucketStats, DeviceTimes, ExchangeStats, Stats, StepReport
-from gradwire.exchange.tensors import TensorMeta, outside_inference
+from gradwire.exchange.tensors import TensorMeta, outside_modes
 
 __all__ = [
     "CORRECTION", "LOCAL", "MEASURED", "OUTER", "SHARED", "Abandoned", "BucketBuffers", "BucketStats", "DeviceTimes", "Exchange",
     "ExchangeStats", "Lent", "Remembered", "Saved", "Slot", "State", "Stats", "StepReport", "TaskTimes", "TensorMeta", "added_up",
     "by_tensor", "check_sharded", "codec_on", "divided", "embeddings_of", "followed", "golden_digests", "info_of", "is_alike",
-    "looks_up_rows", "outside_inference", "packed_samples", "plan_for", "read_state", "split", "warn_of_embeddings",
+    "looks_up_rows", "outside_modes", "packed_samples", "plan_for", "read_state", "split", "warn_of_embeddings",
     "warn_of_lost", "write_state",
 ]  # fmt: skip

@@ -41,7 +41,7 @@ from gradwire.exchange.plans import PlanLike, changing_specs, info_of, plan_for,
 from gradwire.exchange.residual_store import Remembered, State, added_up, for_other_ranks
 from gradwire.exchange.states import read_state, warn_of_lost, write_state
 from gradwire.exchange.stats import BucketStats, DeviceTimes, ExchangeStats
-from gradwire.exchange.tensors import TensorLike, checked_tensors, device_of, fitting, like, outside_inference, tensor_facts
+from gradwire.exchange.tensors import TensorLike, checked_tensors, device_of, fitting, like, outside_modes, tensor_facts
 from gradwire.kernels import Addresses, tensor_key
 from gradwire.renames import new_spelling
 from gradwire.transport import (
@@ -135,7 +135,7 @@ class Exchange:
         made._build(lanes, tensors, plan, step, flats, in_place)
         return made
 
-    @outside_inference
+    @outside_modes
     def _build(
         self,
         lanes: Lanes,

@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from gradwire._version import __version__
 from gradwire.core import Plan, error_words, show
@@ -118,14 +119,16 @@ def fitting(name: str, tensor: TensorLike | None, view: torch.Tensor, device: to
     return tensor
 
 
-def outside_inference(act: Callable[P, T]) -> Callable[P, T]:
-    """For what a script may call in inference mode: nothing could write later into what is made there."""
+def outside_modes(act: Callable[P, T]) -> Callable[P, T]:
+    """For what a script may call in inference mode or inside a transform of torch.func. Nothing could write later into what is
+    made in that mode, and torch refuses writes into the model's tensors inside a transform."""
 
     @wraps(act)
     def outside(*arguments: P.args, **named: P.kwargs) -> T:
-        if not torch.is_inference_mode_enabled():
+        if not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
             return act(*arguments, **named)
-        with torch.inference_mode(False), torch.no_grad():
+        grad_enabled = torch.is_grad_enabled()  # the end of inference mode would turn it on
+        with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled), temporarily_clear_interpreter_stack():
             return act(*arguments, **named)
 
     return outside

@@ -184,3 +184,10 @@ def test_finding_parameters_can_be_told_from_looking_at_them() -> None:
     model.state_dict()
     assert set(did) == {"walk", "settle"}
     guard.remove()
+
+
+def test_a_guard_names_the_function_that_torch_compile_looks_for() -> None:
+    model = torch.nn.Linear(2, 2)
+    guard = SettleFirst(model, [], lambda: None)
+    assert model.named_parameters.__func__ is torch.nn.Module.named_parameters  # type: ignore[attr-defined]
+    guard.remove()

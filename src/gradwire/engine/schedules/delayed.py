@@ -29,6 +29,7 @@ from functools import partial
 
 import msgspec
 import torch
+from torch._compile import _disable_dynamo
 
 from gradwire.core import Delayed, printable
 from gradwire.engine.buffers import BuffersBeside, shared_parameters
@@ -53,7 +54,7 @@ from gradwire.engine.torch_hooks.optimizer_step import PastStepHook, Stepping, W
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_at_once
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import CORRECTION, Exchange, Remembered, Saved, StepReport, added_up, divided, info_of, outside_inference
+from gradwire.exchange import CORRECTION, Exchange, Remembered, Saved, StepReport, added_up, divided, info_of, outside_modes
 from gradwire.plan import correction_plan, with_buckets
 
 
@@ -257,7 +258,7 @@ class DelayedSchedule:
     # ---- what a script sees
 
     @told_to_all
-    @outside_inference
+    @outside_modes
     def settle(self) -> None:
         """The parameters hold the global weights, with all updates that the script asked for. Raises if the exchange failed,
         once: then they hold those of the last one that did not."""
@@ -270,6 +271,8 @@ class DelayedSchedule:
         if not self._weights.computing:
             self.settle()
 
+    @_disable_dynamo  # it copies weights, and may wait
+    @outside_modes
     def on_forward(self, module: torch.nn.Module) -> None:
         show_for_forward(module, self._weights, self._reducer, self.settle)
 

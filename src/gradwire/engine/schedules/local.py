@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from gradwire.core import LocalSteps, Nesterov, printable
 from gradwire.engine.buffers import BuffersBeside
@@ -38,7 +39,7 @@ from gradwire.engine.torch_hooks.hooks import ModelHook, StepHook
 from gradwire.engine.torch_hooks.optimizer_step import own_steps
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.errors import GradwireError, PlanError, StepStateError
-from gradwire.exchange import LOCAL, OUTER, Saved, StepReport, by_tensor, outside_inference
+from gradwire.exchange import LOCAL, OUTER, Saved, StepReport, by_tensor, outside_modes
 
 
 class LocalSchedule:
@@ -133,7 +134,7 @@ class LocalSchedule:
     # ---- what a script sees
 
     @told_to_all
-    @outside_inference
+    @outside_modes
     def settle(self) -> None:
         """The parameters hold the global weights. Raises if the exchange under way failed, once."""
         with self._guard.passing():
@@ -147,6 +148,8 @@ class LocalSchedule:
         if not self._weights.computing:
             self.settle()
 
+    @_disable_dynamo  # it copies weights, and may wait
+    @outside_modes
     def on_forward(self, module: torch.nn.Module) -> None:
         trains = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if trains and self._change_now():

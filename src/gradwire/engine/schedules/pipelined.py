@@ -35,7 +35,7 @@ from gradwire.engine.torch_hooks.optimizer_step import Groups, Stepping, outermo
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_whole
 from gradwire.errors import GradwireError
-from gradwire.exchange import Exchange, StepReport, outside_inference
+from gradwire.exchange import Exchange, StepReport, outside_modes
 from gradwire.transport import Link, Mark, transfer
 
 
@@ -79,7 +79,7 @@ class Gathers:
         self.exposed_s += time.perf_counter() - start
 
     @torch.no_grad()
-    @outside_inference
+    @outside_modes
     def settle_bucket(self, bucket: int) -> None:
         """Wait for one bucket, if it is under way."""
         with self.lock:

@@ -11,9 +11,11 @@ Reads without a method are not covered: `model.fc.weight`, or parameters in a li
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
+from torch._compile import _disable_dynamo
 
 from gradwire.engine.torch_hooks.hooks import Patch, leave_hooks_behind
 
@@ -25,6 +27,8 @@ _OF_MODULES = (
     *("state_dict", "eval", "train", "apply", "_apply", "_load_from_state_dict", "load_state_dict", "zero_grad"),
 )
 _OF_OPTIMIZERS = ("state_dict", "load_state_dict", "add_param_group", "__getstate__")
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class SettleFirst:
@@ -84,6 +88,18 @@ class SettleFirst:
         self._guards = []
 
 
+def _never_compiled(method: _F) -> _F:
+    """Let torch.compile call the method, and trace neither it nor what it calls. As torch.compiler.disable does, which adds
+    microseconds to each call: a forward calls guards of all modules."""
+    if not hasattr(eval_frame, "set_code_exec_strategy"):  # torch's own, which versions may rename
+        return _disable_dynamo(method)  # type: ignore[return-value]
+    skip = eval_frame._FrameAction.SKIP
+    function: Any = method
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True
+    return method
+
+
 class Guard(Patch):
     """Stands on one instance for one of its methods."""
 
@@ -93,6 +109,13 @@ class Guard(Patch):
         """The attribute that a script had put on the instance itself."""
         owner.__dict__[name] = self
 
+    @property
+    def __func__(self) -> Any:
+        """The method's function, by which torch.compile sees whether the method is the class's own."""
+        method: Any = self._plain(self._living())
+        return method.__func__
+
+    @_never_compiled
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         plain = self._plain(self._living())
         settling = self._settling()
