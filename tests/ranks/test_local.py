@@ -256,7 +256,7 @@ def refused_state(change: str) -> str:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [("local_steps", "no local_steps"), ("local", "has 3 elements of torch.float32 in local/0/")],
+    [("local_steps", "no local_steps"), ("local", "has 3 elements where the model's tensor has 54")],
 )
 def test_a_state_that_does_not_fit_is_refused(threads: Threads, change: str, words: str) -> None:
     for told in threads.run(2, refused_state, change):

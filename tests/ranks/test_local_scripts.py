@@ -1,5 +1,6 @@
 """The local schedule under scripts that do more than a plain loop."""
 
+import threading
 import warnings
 from typing import Any
 
@@ -380,6 +381,10 @@ def test_an_optimizer_of_other_parameters_may_step_often(threads: Threads, sched
     assert threads.run(2, with_a_critic, schedule, frozen) == [(steps, frozen)] * 2
 
 
+_FORWARD_AD = threading.Lock()
+"""torch has one level of forward differentiation for all threads of a process."""
+
+
 def with_transforms(schedule: Any, transforms: bool) -> tuple[str, bool]:
     """The weights at the end, and whether gradients that torch.func made between steps were those of the model."""
     model = make_model()
@@ -396,7 +401,8 @@ def with_transforms(schedule: Any, transforms: bool) -> tuple[str, bool]:
         if transforms:
             values = dict(model.named_parameters())
             found = torch.func.grad(loss)(values)
-            _, along = torch.func.jvp(loss, (values,), ({name: torch.ones_like(each) for name, each in values.items()},))
+            with _FORWARD_AD:
+                _, along = torch.func.jvp(loss, (values,), ({name: torch.ones_like(each) for name, each in values.items()},))
             slopes = torch.autograd.grad(model(inputs).square().mean(), list(values.values()))
             alike &= all(torch.allclose(one, other) for one, other in zip(found.values(), slopes, strict=True))
             alike &= torch.allclose(along, torch.stack([each.sum() for each in slopes]).sum(), rtol=1e-4)

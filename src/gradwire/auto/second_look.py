@@ -144,8 +144,9 @@ class SecondLook:
             return predicted_us * us / max(chosen_us, 1e-9) if trial_us is None else trial_us * us / chosen_trial_us
         if trial_us is not None:
             return trial_us
-        if index in self._left:  # the chosen plan itself may be what makes the computation longer
-            return predicted_us
+        if index in self._left and compute_us <= BUSY * self._compute_us:
+            # what makes the computation a little longer may be the chosen plan
+            return max(predicted_us, min(compute_us, self._compute_us))
         # no plan is faster than the computation, which may take longer than it did in the profile
         longer_us = max(0.0, compute_us - self._compute_us) if self._compute_us > 0 else 0.0
         return max(predicted_us + longer_us, compute_us)
