@@ -1,7 +1,8 @@
 """Writes a recorded run as scalars for TensorBoard."""
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from gradwire.core import make_folder
 from gradwire.errors import GradwireError, WriteError
@@ -21,21 +22,32 @@ def export(run: Run, folder: Path) -> None:
         ) from error
     make_folder(folder)
     try:
-        _write(run, SummaryWriter(str(folder)))
+        with SummaryWriter(str(folder)) as writer:
+            for name, value, step in scalars(run):
+                writer.add_scalar(name, value, step)
     except OSError as error:
         raise WriteError(
             f"{folder}: the files for TensorBoard cannot be written: {error.strerror or error}. Choose another folder."
         ) from error
 
 
-def _write(run: Run, summary: Any) -> None:
-    with summary as writer:
-        for step, at, local_steps in zip(run.steps, run.optimizer_steps, run.local_steps, strict=True):
-            for name in ("step_us", "exposed_us", "codec_us"):
-                writer.add_scalar(name, getattr(step, name) / local_steps, round(at))
-            if step.loss is not None:
-                writer.add_scalar("loss", step.loss, round(at))
-        for tensor in run.tensors:
-            for name in ("bits", "error"):
-                for at, value in getattr(tensor, name):
-                    writer.add_scalar(f"{name}/{tensor.name}", value, at)
+def scalars(run: Run) -> Iterator[tuple[str, float, int]]:
+    """The name, the value and the optimizer step of each scalar."""
+    for step, at, local_steps in zip(run.steps, run.optimizer_steps, run.local_steps, strict=True):
+        for name in ("step_us", "exposed_us", "codec_us"):
+            yield name, getattr(step, name) / local_steps, round(at)
+        if step.loss is not None:
+            yield "loss", step.loss, round(at)
+    exchanges, last_steps, local = [step.step for step in run.steps], run.optimizer_steps, run.local_steps
+
+    def optimizer_step(exchange: int) -> int:
+        """The last optimizer step of an exchange, of which a long record may have no step."""
+        if not exchanges:
+            return exchange
+        place = min(bisect_left(exchanges, exchange), len(exchanges) - 1)
+        return round(last_steps[place] + local[place] * (exchange - exchanges[place]))
+
+    for tensor in run.tensors:
+        for name in ("bits", "error"):
+            for exchange, value in getattr(tensor, name):
+                yield f"{name}/{tensor.name}", value, optimizer_step(exchange)

@@ -25,7 +25,7 @@ from gradwire.cli import app
 from gradwire.core import LocalSteps
 from gradwire.errors import FormatError, GradwireError, WriteError
 from gradwire.record.run import Run
-from gradwire.record.tensorboard import export
+from gradwire.record.tensorboard import export, scalars
 from gradwire.record.timeline import Moments, Pass, measured_timeline
 from gradwire.report.charts import STYLES
 from gradwire.report.html import as_html
@@ -360,6 +360,19 @@ def test_tensorboard_gets_the_numbers_or_its_extra_is_named(tmp_path: Path, monk
     assert written[-1] == ("closed",)
     assert ("loss", run.steps[2].loss, 2) in written and ("exposed_us", 4100.0, 0) in written
     assert ("bits/head.weight", 32.0, 0) in written and len({name for name, *_ in written}) > 30
+
+
+@pytest.mark.parametrize("recorded_now", [True, False])
+def test_all_scalars_of_local_steps_are_at_optimizer_steps(recorded_now: bool) -> None:
+    """Exchange 50 is behind the last step, and a long record has every second step alone."""
+    run = local_run(recorded_now)
+    for shown in (run, replace(run, steps=run.steps[::2])):
+        at = {name: [step for each, _, step in scalars(shown) if each == name] for name, _, _ in scalars(shown)}
+        assert at["loss"] == [5 * step.step + 4 for step in shown.steps]
+        assert at["bits/blocks.1.linear.weight"] == [4, 254] and at["error/blocks.1.linear.weight"] == [4]
+    moved = tuple(replace(tensor, bits=((7, 4.0), (12, 3.0)), error=()) for tensor in run.tensors)
+    few = replace(run, tensors=moved, steps=run.steps[::4])
+    assert [step for name, _, step in scalars(few) if name == "bits/head.weight"] == [39, 64]
 
 
 def test_tensorboard_reads_what_was_exported(tmp_path: Path) -> None:
