@@ -440,7 +440,10 @@ class TestRules:
             ({"codec_on": "own"}, "codec_on is 'own'"),
             ({"decode": "later"}, "decode is 'later'"),
             ({"lanes": -1}, "lanes is -1"),
+            ({"lanes": 10**8}, "lanes is 100000000: .* from 0 to 1024"),
+            ({"lanes": 1, "offload_lanes": 1025}, "offload_lanes is 1025"),
             ({"cpu_workers": 0}, "cpu_workers is 0"),
+            ({"cpu_workers": 1025}, "cpu_workers is 1025"),
             ({"lanes": 2, "decode": "after backward"}, "stand still until backward ends"),
         ],
     )
