@@ -56,8 +56,8 @@ gradwire import-cluster
 gradwire import-profile
   SOURCE
   --out
-  --batch = 32
-  --device = V100
+  --batch
+  --device
 gradwire lighthouse
   --bind = 0.0.0.0:29510
   --min-replicas = 1
