@@ -396,11 +396,13 @@ def report(
     """Write one HTML page about a recorded run: decisions, savings, one step, loss, bytes, errors, memory."""
     from gradwire.report.page import write_report
 
-    if tensorboard is not None:
-        from gradwire.record import Run
-        from gradwire.record.tensorboard import export
+    if tensorboard is None:
+        typer.echo(write_report(run, out))
+        return
+    from gradwire.record import Run
+    from gradwire.record.tensorboard import export, folder_for
 
+    with folder_for(tensorboard):
+        typer.echo(write_report(run, out))
         export(Run.read(run), tensorboard)
-    typer.echo(write_report(run, out))
-    if tensorboard is not None:
-        typer.echo(f"TensorBoard: {tensorboard}")
+    typer.echo(f"TensorBoard: {tensorboard}")
