@@ -65,7 +65,10 @@ if not MORE_FLAGS:  # which are there to look for a fault
     LINK.append("-s")
 UNUSED_DAYS = 3
 """So long objects that no build used are kept."""
-REFERENCE_ONLY = os.environ.get("GRADWIRE_REFERENCE_ONLY") == "1"
+REFERENCE_WANTED = os.environ.get("GRADWIRE_REFERENCE_ONLY", "")
+if REFERENCE_WANTED not in ("", "0", "1", "on", "off"):
+    raise SystemExit(f"GRADWIRE_REFERENCE_ONLY={REFERENCE_WANTED} is neither on nor off. Set it to 1 or 0, or not at all.")
+REFERENCE_ONLY = REFERENCE_WANTED in ("1", "on")
 NO_COMPILER = """
 gradwire's C++ kernels cannot be built: there is no C++ compiler (g++ or c++) on the PATH. Do one of these:
 

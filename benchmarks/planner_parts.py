@@ -56,7 +56,7 @@ def _planned(tensors: int, nodes: int) -> float:
 def cases(data: Path) -> Iterator[dict[str, Any]]:
     """The joint plan over its lower bound for published profiles on 8 nodes of 8 ranks, with all codecs that were published with
     them, every tensor allowed, by both readings of their decode times (`--decode-calls`)."""
-    costs = import_file(data / OVERHEADS, 32, "V100")
+    costs = import_file(data / OVERHEADS)
     assert isinstance(costs, Costs)
     for calls, (intra, inter), model in product(("each", "one"), ((400.0, 100.0), (100.0, 25.0)), PROFILES):
         profile = import_file(data / "profiles" / f"{model}.json", 32, "V100")

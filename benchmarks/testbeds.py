@@ -52,7 +52,7 @@ class Papers:
 
     def __init__(self, data: Path) -> None:
         self.data = data
-        costs = import_file(data / "v100-compressor-overheads.json", 32, "V100")
+        costs = import_file(data / "v100-compressor-overheads.json")
         assert isinstance(costs, Costs)
         self.costs = costs
         free = [msgspec.structs.replace(codec, encode=FREE, decode=FREE) for codec in costs.codecs]

@@ -11,8 +11,8 @@ from flips import FlippingBackend, FlippingWire
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
+from gradwire.core import SHARED_MEMORY
 from gradwire.transport import rendezvous
-from gradwire.transport.sharing import SWITCH
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,13 @@ def worlds() -> Iterator[Worlds]:
 def step_with_a_flip(plan: Any, phase: int, wired: bool, at_step: int) -> tuple[str, str, int, bool]:
     """Rank 0's message of this phase to rank 1 is changed. The error, digest of the weights, its step, and whether they are those
     from before the step."""
-    able, os.environ[SWITCH] = rendezvous.why_no_wires, "off"
+    able, os.environ[SHARED_MEMORY] = rendezvous.why_no_wires, "off"
     if not wired:
         rendezvous.why_no_wires = lambda: "the test wants none"
     model = Given([3000, 20, 500])
     handle = gw.parallelize(model, plan=plan)
     rendezvous.why_no_wires = able
-    del os.environ[SWITCH]
+    del os.environ[SHARED_MEMORY]
     link = handle.session.lanes.data[0].link
     assert (link.wire is not None) == wired
     sends = dist.get_rank() == 0

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from worlds import World, Worlds, digest, seeded
 
 import gradwire as gw
-from gradwire.transport.sharing import SWITCH
+from gradwire.core import SHARED_MEMORY
 
 STEPS = 20
 TIMEOUT_S, ALLOWANCE_S = 15.0, 10.0
@@ -146,9 +146,9 @@ def training(spec: gw.Spec, schedule: gw.LocalSteps) -> Any:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     plan = gw.Uniform(spec, schedule=schedule, bucket_bytes=6000, edge_bytes=6000)
-    os.environ[SWITCH] = "off"  # bytes are counted where they go out by TCP
+    os.environ[SHARED_MEMORY] = "off"  # bytes are counted where they go out by TCP
     handle = gw.parallelize(model, optimizer, plan=plan)
-    del os.environ[SWITCH]
+    del os.environ[SHARED_MEMORY]
     return model, optimizer, handle
 
 

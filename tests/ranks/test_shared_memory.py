@@ -22,9 +22,9 @@ import torch.distributed as dist
 from worlds import Given, Outcome, World, Worlds, digest
 
 import gradwire as gw
+from gradwire.core import SHARED_MEMORY
 from gradwire.transport import sharing
 from gradwire.transport.rings import Handles, Rings, memory_bytes, ring_bytes
-from gradwire.transport.sharing import SWITCH
 
 TIMEOUT_S = 20.0
 COMPRESSED = gw.ErrorFeedback(gw.QSGD(bits=4))
@@ -80,7 +80,7 @@ def train(plan: Any, sizes: list[int], switch: str = "on", nodes: str = "") -> t
     node = {"GROUP_RANK": nodes[rank], "LOCAL_WORLD_SIZE": "2"} if nodes else {}
     torch.manual_seed(0)
     model = Given(sizes)
-    with told() as heard, environment(**{SWITCH: switch}, **node):
+    with told() as heard, environment(**{SHARED_MEMORY: switch}, **node):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         handle = gw.parallelize(model, optimizer, plan=plan)
     for step in range(4):
@@ -106,7 +106,7 @@ def test_the_bits_are_those_of_tcp(worlds: Worlds, world_size: int, plan: str) -
     assert all(shares == [[], []] for _, shares, _ in by_tcp)
     assert [len(heard) for *_, heard in by_tcp] == [1, *[0] * (world_size - 1)]
     (words,) = by_tcp[0][2]
-    assert words.startswith("INFO: ranks") and f"rank 1: {SWITCH} is off" in words
+    assert words.startswith("INFO: ranks") and f"rank 1: {SHARED_MEMORY} is off" in words
 
 
 def summed(dtype: torch.dtype) -> tuple[str, bool]:
@@ -134,6 +134,17 @@ def test_ranks_share_memory_inside_their_node_alone(worlds: Worlds) -> None:
     assert [shares for _, shares, _ in mixed] == [[[2], [2]], [[3], [3]], [[0], [0]], [[1], [1]]]
     by_tcp = worlds.run(4, train, COMPRESSED, [3000, 20], "off", "0101")
     assert [weights for weights, *_ in mixed] == [weights for weights, *_ in by_tcp]
+
+
+def refused(word: str) -> str:
+    with environment(**{SHARED_MEMORY: word if dist.get_rank() == 1 else "on"}), pytest.raises(gw.CommunicationError) as error:
+        gw.parallelize(Given([3000]), plan=COMPRESSED)
+    return str(error.value)
+
+
+def test_a_word_that_is_neither_on_nor_off_is_told_on_all_ranks(worlds: Worlds) -> None:
+    for words in worlds.run(2, refused, "OFF"):
+        assert f"no rank begins, since rank 1 says: {SHARED_MEMORY} is 'OFF', which is neither on nor off" in words
 
 
 def test_nobody_changes_the_size_of_the_memory() -> None:
@@ -211,7 +222,7 @@ def test_a_node_without_memory_uses_tcp_and_says_why(worlds: Worlds, how: str, r
     assert [left for *_, left in ends] == [0, 0, 0, 0]
     (words,) = ends[2][2]
     told = f"WARNING: ranks 2, 3 share a machine and no memory, so their messages go by TCP: rank {refuser}: "
-    assert words.startswith(told) and words.endswith(f". TCP takes longer. {SWITCH}=off keeps this quiet."), words
+    assert words.startswith(told) and words.endswith(f". TCP takes longer. {SHARED_MEMORY}=off keeps this quiet."), words
     if how == "another network":
         assert "Connection refused by the Unix socket of rank 2. Ranks share memory inside one network namespace" in words
     if how == "another user":

@@ -15,9 +15,9 @@ from stream_double import Device
 from worlds import Given, World, Worlds, digest
 
 import gradwire as gw
+from gradwire.core import SHARED_MEMORY
 from gradwire.kernels import cpu, kernels_for
 from gradwire.transport import Group, rendezvous
-from gradwire.transport.sharing import SWITCH
 
 COMPRESSED, PLAIN = gw.QSGD(bits=4), gw.Uniform(gw.Identity())
 STEP = 2
@@ -40,7 +40,7 @@ def tensors_on_the_double(wired: bool, shared: bool) -> Iterator[None]:
         if not wired:
             patch.setattr(rendezvous, "why_no_wires", lambda: "the test wants none")
         if not shared:
-            patch.setenv(SWITCH, "off")
+            patch.setenv(SHARED_MEMORY, "off")
         kernels_for.cache_clear()
         with Device().used(patch):
             yield

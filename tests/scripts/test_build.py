@@ -136,7 +136,9 @@ def test_whoever_asks_for_the_reference_alone_gets_a_pure_wheel(tmp_path: Path) 
         assert not [name for name in archive.namelist() if name.endswith(".so")]
 
 
-@pytest.mark.parametrize(("name", "value"), [("CXX", "no-such-compiler"), ("GRADWIRE_LEVELS", "avx2")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("CXX", "no-such-compiler"), ("GRADWIRE_LEVELS", "avx2"), ("GRADWIRE_REFERENCE_ONLY", "yes")]
+)
 def test_settings_that_mean_nothing_are_refused_by_name(tmp_path: Path, name: str, value: str) -> None:
     done = setup(["build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)], **{name: value})
     assert done.returncode != 0 and f"{name}={value}" in done.stderr

@@ -29,6 +29,7 @@ from gradwire.record.run import (
     StepRecord,
     TensorRecord,
 )
+from gradwire.sim import RESOURCES
 from gradwire.sim.timeline import Bubble, Event, Resource, Timeline
 
 __all__ = ["DOCUMENTS", "broken_bytes", "broken_fields", "fuzzed"]
@@ -52,6 +53,7 @@ policies = st.builds(
     chunk_bytes=st.integers(0, 2**40),
 )
 words, numbers, counts = st.text(min_size=1, max_size=8), st.floats(0, 1e9), st.integers(0, 2**40)
+later = st.floats(1e9, 2e9)
 intervals = st.builds(Interval, ratio=numbers, low=numbers, high=numbers)
 points = st.dictionaries(st.integers(0, 9999), numbers, max_size=3).map(lambda d: tuple(sorted(d.items())))
 timelines = st.builds(
@@ -61,10 +63,10 @@ timelines = st.builds(
     steps=st.integers(1, 9),
     simulated_steps=counts,
     steady=st.booleans(),
-    resources=st.lists(st.builds(Resource, words, numbers, numbers), max_size=2).map(tuple),
-    bubbles=st.lists(st.builds(Bubble, numbers, numbers, st.lists(counts, max_size=2).map(tuple)), max_size=1).map(tuple),
+    resources=st.lists(st.builds(Resource, st.sampled_from(RESOURCES), numbers, numbers), max_size=2).map(tuple),
+    bubbles=st.lists(st.builds(Bubble, numbers, later, st.lists(counts, max_size=2).map(tuple)), max_size=1).map(tuple),
     events=st.lists(
-        st.builds(Event, words, st.sampled_from(["compute", "inter link"]), numbers, numbers, st.integers(-1, 9)),
+        st.builds(Event, words, st.sampled_from(RESOURCES), st.floats(-1e9, 1e9), later, st.integers(-1, 9)),
         max_size=3,
     ).map(tuple),
 )

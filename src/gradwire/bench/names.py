@@ -89,7 +89,10 @@ class GivenModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Return the model of --model, --config and --input; None without them. Raises `FormatError` for a wrong text."""
         if model is None:
             if config is not None or shape is not None:
-                raise FormatError(f"--config {config} and --input {shape} describe a model. Name the model by --model.")
+                named = " and ".join(
+                    f"--{name} {text}" for name, text in (("config", config), ("input", shape)) if text is not None
+                )
+                raise FormatError(f"{named} without --model: there is no model to describe. Name it by --model.")
             return None
         if shape is None:
             raise FormatError(

@@ -212,6 +212,8 @@ def doctor(
 
         if not (flight and files):
             raise FormatError("the doctor reads files only as `gradwire doctor --flight FILES...`, of all ranks.")
+        if json:
+            raise FormatError("--json has no effect with --flight, whose answer is text. Leave out --json.")
         typer.echo("\n".join(behind([FlightRecord.load(path) for path in files])))
         raise typer.Exit(0)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the doctor reports errors of torch's sockets itself

@@ -350,8 +350,10 @@ def plan_once(inputs: PlanInputs, method: str, out: Path | None, json: bool) -> 
 def import_profile(
     source: Annotated[Path, typer.Argument(help="A profile or codec times as published with ByteComp, or codec times as .csv.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="profile.json or costs.json to write.")],
-    batch: Annotated[int, typer.Option(help="Samples per rank and step. The source does not tell.")] = 32,
-    device: Annotated[str, typer.Option(help="The device of the measurement. The source does not tell.")] = "V100",
+    batch: Annotated[
+        int | None, typer.Option(help="Samples per rank and step of a profile. The source does not tell. Default: 32.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="The device of a profile. The source does not tell. Default: V100.")] = None,
 ) -> None:
     """Turn ByteComp's published profiles and codec times, or codec times in CSV, into profile.json and costs.json.
 
@@ -394,11 +396,13 @@ def report(
     """Write one HTML page about a recorded run: decisions, savings, one step, loss, bytes, errors, memory."""
     from gradwire.report.page import write_report
 
-    if tensorboard is not None:
-        from gradwire.record import Run
-        from gradwire.record.tensorboard import export
+    if tensorboard is None:
+        typer.echo(write_report(run, out))
+        return
+    from gradwire.record import Run
+    from gradwire.record.tensorboard import export, folder_for
 
+    with folder_for(tensorboard):
+        typer.echo(write_report(run, out))
         export(Run.read(run), tensorboard)
-    typer.echo(write_report(run, out))
-    if tensorboard is not None:
-        typer.echo(f"TensorBoard: {tensorboard}")
+    typer.echo(f"TensorBoard: {tensorboard}")

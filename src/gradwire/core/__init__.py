@@ -106,22 +106,23 @@ from gradwire.core.specs import (
 )
 from gradwire.core.strict import Document, check_plain, convert, parse, read
 from gradwire.core.sums import AT_ONCE, columns_of, goes_around, least_ring_bytes, merge_levels, peers_of, primes_of, rows_of
+from gradwire.core.switches import SHARED_MEMORY, SWITCH_WORDS, check_switches, switch
 from gradwire.core.tensors import Shaped, TensorInfo, fingerprint
 
 __all__ = [
     "ALL_REDUCE", "AT_ONCE", "CODEC_TASKS", "COLLECTIVES", "DGC", "DTYPE_BYTES", "FAR_US", "FIRST_K", "FP8", "LANES", "LIBRARY",
-    "LINKS", "LINK_TASKS", "MOST_RANKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "ROUTINES", "SIGN_UNIT", "Backward", "BlockTopK",
-    "Bucket", "Cast", "Cluster", "CodecCosts", "Collective", "Costs", "Delayed", "Document", "EFSignSGD", "ElementRun",
-    "ElementWeights", "ErrorFeedback", "Identity", "Int8", "Link", "LocalSteps", "Made", "MemoryRecord", "Natural", "Nesterov",
-    "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "ProcessorNeed", "Profile", "RandomK", "Schedule",
-    "Shaped", "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad", "Threshold", "TopK", "Truncate", "TwoBit",
-    "as_schedule", "as_spec", "changed", "check_plain", "check_writable", "code_bytes", "coded_bytes", "codes_on_cpu",
-    "collective", "collective_of", "columns_of", "convert", "entry_points", "error_words", "example_specs", "fingerprint",
-    "flags", "freeze", "freeze_pairs", "gathers_of", "goes_around", "in_base_3", "index_bytes", "index_low_bits", "innermost",
-    "installed_collectives", "installed_specs", "is_link_word", "kept_of", "lanes_of_pieces", "lanes_over", "launch_tasks",
-    "least_ring_bytes", "make_folder", "merge_levels", "named", "native", "near", "number", "numbers", "only_version",
-    "pairs_ranks", "parse", "peers_of", "primes_of", "printable", "processor_name", "qsgd_bytes", "read", "read_text",
-    "register_spec", "required_fields", "rows_of", "schedule_class", "schedule_kinds", "schedules", "show", "spec_from_dict",
-    "spec_from_text", "specs", "tasks_by_lane", "text", "uncompressed", "under", "unique", "waited_ns", "whole", "wholes",
-    "word", "write_whole",
+    "LINKS", "LINK_TASKS", "MOST_RANKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "ROUTINES", "SHARED_MEMORY", "SIGN_UNIT",
+    "SWITCH_WORDS", "Backward", "BlockTopK", "Bucket", "Cast", "Cluster", "CodecCosts", "Collective", "Costs", "Delayed",
+    "Document", "EFSignSGD", "ElementRun", "ElementWeights", "ErrorFeedback", "Identity", "Int8", "Link", "LocalSteps", "Made",
+    "MemoryRecord", "Natural", "Nesterov", "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "ProcessorNeed",
+    "Profile", "RandomK", "Schedule", "Shaped", "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad",
+    "Threshold", "TopK", "Truncate", "TwoBit", "as_schedule", "as_spec", "changed", "check_plain", "check_switches",
+    "check_writable", "code_bytes", "coded_bytes", "codes_on_cpu", "collective", "collective_of", "columns_of", "convert",
+    "entry_points", "error_words", "example_specs", "fingerprint", "flags", "freeze", "freeze_pairs", "gathers_of", "goes_around",
+    "in_base_3", "index_bytes", "index_low_bits", "innermost", "installed_collectives", "installed_specs", "is_link_word",
+    "kept_of", "lanes_of_pieces", "lanes_over", "launch_tasks", "least_ring_bytes", "make_folder", "merge_levels", "named",
+    "native", "near", "number", "numbers", "only_version", "pairs_ranks", "parse", "peers_of", "primes_of", "printable",
+    "processor_name", "qsgd_bytes", "read", "read_text", "register_spec", "required_fields", "rows_of", "schedule_class",
+    "schedule_kinds", "schedules", "show", "spec_from_dict", "spec_from_text", "specs", "switch", "tasks_by_lane", "text",
+    "uncompressed", "under", "unique", "waited_ns", "whole", "wholes", "word", "write_whole",
 ]  # fmt: skip

@@ -60,16 +60,24 @@ def _saying_why(name: str, target: Path, stream: str | None) -> Iterator[None]:
     except WriteError:
         raise
     except OSError as error:
-        why, cure = error.strerror or error, "The old file is unchanged. Make room, or choose another folder."
-        if stream is not None:
-            cure = "Name a regular file."
-        elif isinstance(error, FileNotFoundError) and not target.parent.exists():
-            why, cure = f"there is no folder {printable(str(target.parent))}", "Make it."
-        elif isinstance(error, FileNotFoundError):
-            why, cure = f"{printable(str(target.parent))} takes no new files", "Choose another folder."
+        why, cure = _why(error, target) if stream is None else (error.strerror or error, "Name a regular file.")
         raise WriteError(f"{name}: cannot be written: {why}. {cure}") from error
 
 
+def _why(error: OSError, target: Path) -> tuple[object, str]:
+    """Why the file cannot be written, and the cure."""
+    folder, why = printable(str(target.parent)), error.strerror or error
+    if isinstance(error, FileNotFoundError) and not target.parent.exists():
+        return f"there is no folder {folder}", "Make it."
+    if isinstance(error, FileNotFoundError):
+        return f"{folder} takes no new files", "Choose another folder."
+    if isinstance(error, IsADirectoryError):
+        return why, "Name a file in it."
+    unchanged = "The old file is unchanged. " if target.is_file() else ""
+    return why, f"{unchanged}{'Make room, or choose' if error.errno in _NO_ROOM else 'Choose'} another folder."
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OPEN_FILE = re.compile(r"/proc/(\d+)(?:/task/\d+)?/fd/(\d+)")
 """The path of a file that a process has open, such as that of `/dev/stdout`: the number of the process, and the file's."""
 _MOST_LINKS = 40

@@ -1,7 +1,6 @@
 """The provenance of the numbers in a file."""
 
 import datetime
-import os
 import platform
 import re
 import shlex
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+
+from gradwire.core.switches import RECORD_ARGUMENTS, switch
 
 _SECRET = re.compile(r"token|secret|passw|pwd|credential|api.?key|access.?key|private.?key|auth|^-*key$", re.IGNORECASE)
 _USER = re.compile(r"(\w+://)[^/@\s]*@")
@@ -36,9 +37,10 @@ class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Record this host, this time and the command of this process.
 
         Absolute paths are cut to their last part. Of a script's command only the script's name is kept, since files travel and
-        arguments may be secrets; with `GRADWIRE_RECORD_ARGUMENTS=1` its arguments too, without values that look like secrets.
+        arguments may be secrets; with `GRADWIRE_RECORD_ARGUMENTS=on` its arguments too, without values that look like secrets.
+        Raises FormatError where that variable is neither on nor off.
         """
-        words = without_secrets(sys.orig_argv, all_words=os.environ.get("GRADWIRE_RECORD_ARGUMENTS") == "1")
+        words = without_secrets(sys.orig_argv, all_words=switch(RECORD_ARGUMENTS))
         words = [Path(word).name if word.startswith("/") else word for word in words]
         words = [word.encode("utf-8", "backslashreplace").decode() for word in words]  # bytes that are no text
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

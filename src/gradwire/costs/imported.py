@@ -156,20 +156,34 @@ _CONSTANT_BYTES = 4 * 2**20
 _FORM = "gradwire.costs.imported describes the form. You can also write profile.json and costs.json by hand."
 
 
-def import_file(path: str | os.PathLike[str], batch: int, device: str) -> Profile | Costs:
-    """Read a profile or codec times from a file. The file has no batch and no device: `batch` and `device` are the profile's.
+def import_file(path: str | os.PathLike[str], batch: int | None = None, device: str | None = None) -> Profile | Costs:
+    """Read a profile or codec times from a file. The file of a profile has no batch and no device: `batch` and `device` are the
+    profile's, by default 32 samples on a V100.
 
-    Raises FormatError that names the file.
+    Raises FormatError that names the file, also where codec times are given a batch or a device.
     """
     if os.fspath(path).lower().endswith(".csv"):
         source = printable(os.fspath(path), longest=4096)
         with under(f"{source}:"):
+            _refuse_of_profile(batch=batch, device=device)
             return costs_from_csv(read_text(path), source)
     data, source = read(path)
     with under(f"{source}:"):
         if not isinstance(data, Mapping):
             raise FormatError(f"it holds {show(data)}, but it must hold an object with tensors or codec times. {_FORM}")
-        return profile_from(data, batch, device) if "tensors" in data else costs_from(data)
+        if "tensors" in data:
+            return profile_from(data, 32 if batch is None else batch, "V100" if device is None else device)
+        _refuse_of_profile(batch=batch, device=device)
+        return costs_from(data)
+
+
+def _refuse_of_profile(**given: object) -> None:
+    """Raises FormatError if a property of a profile is given for codec times."""
+    for name, value in given.items():
+        if value is not None:
+            raise FormatError(
+                f"it holds codec times, and {name} (--{name}) is {show(value)}, which only a profile has. Leave out {name}."
+            )
 
 
 def profile_from(data: Mapping[str, object], batch: int, device: str) -> Profile:

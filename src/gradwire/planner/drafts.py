@@ -117,6 +117,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         word("schedule", self.schedule, PLANNED_SCHEDULES, error=PlanError)
         flags(self, "exempt_vectors")
+        if self.devices is not None and not self.devices:
+            raise PlanError(
+                "devices (--devices) is an empty list, so nothing could encode. Name gpu, cpu or both, or leave it out for all "
+                "devices that were measured."
+            )
         if self.restrict is not None:
             word("restrict", self.restrict, (*RESTRICTED, "myopic"), error=PlanError)
 
@@ -186,7 +191,7 @@ class PlanningJob:
         codecs = self.simulator.prices.codecs
         measured = [device for device in DEVICES if all((spec, device) in codecs for spec in self.specs)]
         restrict = self.limits.restrict
-        devices = (restrict,) if restrict in DEVICES else self.limits.devices or tuple(measured)
+        devices = (restrict,) if restrict in DEVICES else tuple(measured) if self.limits.devices is None else self.limits.devices
         if own == "cpu" and options is None and "gpu" in devices:
             devices = tuple(device for device in devices if device == own)
             if not devices and self.specs:

@@ -8,6 +8,8 @@ from gradwire.core import LANES, Cluster, Profile, lanes_over, whole, word
 from gradwire.costs import DECODE_CALLS, ROUTINGS
 from gradwire.errors import PlanError
 
+MOST_LANES = 1024
+"""The most lanes of simulated ranks, and workers of their CPU pool. Each takes memory in each simulated step."""
 _SHORT = 0.15
 """The processors of a rank are measured a little short: that much is added before whole ones are counted."""
 _PART_OF_A_PROCESSOR = 0.5
@@ -51,14 +53,17 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         word("decode", self.decode, ("at once", "after backward", "with encode", "none"), error=PlanError)
         word("decode_calls", self.decode_calls, DECODE_CALLS, error=PlanError)
         word("routing", self.routing, ROUTINGS, error=PlanError)
-        whole("lanes", self.lanes, "how many lanes a rank has, 0 for launch order without lanes", error=PlanError)
-        whole("offload_lanes", self.offload_lanes, "lanes for buckets with codecs on CPUs", error=PlanError)
+        for field, what, least in (
+            ("lanes", "how many lanes a rank has, 0 for launch order without lanes", 0),
+            ("offload_lanes", "lanes for buckets with codecs on CPUs", 0),
+            ("cpu_workers", "codec tasks that run at once", 1),
+        ):
+            whole(field, getattr(self, field), what, low=least, high=MOST_LANES, error=PlanError)
         if self.offload_lanes and not (self.lanes and self.device == "gpu"):
             raise PlanError(
                 f"offload_lanes is {self.offload_lanes} with lanes {self.lanes} and device {self.device!r}: they are "
                 "further lanes of a GPU's gradients. Use lanes=1 or more and device='gpu', or offload_lanes=0."
             )
-        whole("cpu_workers", self.cpu_workers, "codec tasks that run at once", low=1, error=PlanError)
         if self.lanes and self.decode == "after backward":
             raise PlanError(
                 f"decode is 'after backward' with lanes {self.lanes}: a lane decodes before its next task, so it would stand "

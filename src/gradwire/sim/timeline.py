@@ -19,7 +19,24 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from gradwire.core import CODEC_TASKS, Cluster, Costs, Document, Plan, Profile
+from gradwire.core import (
+    CODEC_TASKS,
+    Cluster,
+    Costs,
+    Document,
+    Plan,
+    Profile,
+    flags,
+    freeze,
+    number,
+    numbers,
+    only_version,
+    show,
+    text,
+    whole,
+    word,
+)
+from gradwire.errors import FormatError
 from gradwire.sim.events import RESOURCES, Span
 from gradwire.sim.rules import Rules, device_of, rules_of
 from gradwire.sim.simulator import FS_PER_US, SimulatedSteps, Simulator
@@ -100,6 +117,18 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int = 0
     """The event's step: 0 for the first one of the timeline, -1 for the step before, with gathers that still run."""
 
+    def problem(self) -> str:
+        """The field whose value no event has, in words; '' for none. Timelines ask, since they have thousands of events."""
+        if not self.what:
+            return "what is '': it must be the word of a task."
+        if self.resource not in RESOURCES:
+            return f"resource is {show(self.resource)}: it must be one of {', '.join(RESOURCES)}."
+        if not self.start_us <= self.end_us:
+            return f"end_us is {show(self.end_us)}, before start_us, {show(self.start_us)}. Correct one of them."
+        if min(self.bucket, self.chunk, self.index) < -1:
+            return f"bucket, chunk and index are {self.bucket}, {self.chunk} and {self.index}: each is a place, or -1 for none."
+        return ""
+
 
 class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Use of one resource over the timeline."""
@@ -109,6 +138,10 @@ class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exposed_us: float
     """Busy time without computation (optimizer, forward, backward) at the same time."""
 
+    def __post_init__(self) -> None:
+        word("name", self.name, RESOURCES)
+        numbers(self, "a time in microseconds", "busy_us", "exposed_us")
+
 
 class Bubble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An interval between the exchanges of two buckets in which all links idle. Compressing buckets sent before gains nothing."""
@@ -117,6 +150,11 @@ class Bubble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end_us: float
     before: tuple[int, ...]
     """Buckets whose exchange was over when the bubble began."""
+
+    def __post_init__(self) -> None:
+        number("start_us", self.start_us, "a time in microseconds")
+        if not self.start_us <= self.end_us:
+            raise FormatError(f"end_us is {show(self.end_us)}, before start_us, {show(self.start_us)}. Correct one of them.")
 
 
 class Timeline(Document, frozen=True, kw_only=True):
@@ -162,6 +200,20 @@ class Timeline(Document, frozen=True, kw_only=True):
     bubbles: tuple[Bubble, ...]
     events: tuple[Event, ...]
     """Events that begin in the timeline, by start, then resource. The last ones may end in the next step."""
+
+    def __post_init__(self) -> None:
+        only_version(self.version)
+        text("schedule", self.schedule, "a schedule")
+        whole("steps", self.steps, "the steps of the timeline", low=1)
+        whole("simulated_steps", self.simulated_steps, "the simulated steps, 0 for a measured timeline")
+        flags(self, "steady")
+        names = self.__struct_fields__
+        numbers(self, "a time in microseconds", *(name for name in names if name.endswith("_us")))
+        numbers(self, "a number of bytes", *(name for name in names if name.endswith("_bytes")))
+        freeze(self, "resources", "bubbles", "events")
+        for index, event in enumerate(self.events):
+            if problem := event.problem():
+                raise FormatError(f"events[{index}].{problem}")
 
     @property
     def length_us(self) -> float:

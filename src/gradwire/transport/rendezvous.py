@@ -30,8 +30,8 @@ from typing import Any
 import msgspec
 
 from gradwire._version import __version__
-from gradwire.core import AT_ONCE, peers_of, rows_of
-from gradwire.errors import CommunicationError, DisagreementError
+from gradwire.core import AT_ONCE, check_switches, peers_of, rows_of
+from gradwire.errors import CommunicationError, DisagreementError, FormatError
 from gradwire.kernels.cpu import available
 from gradwire.transport.adapters import adapter_gbps
 from gradwire.transport.addresses import own_address, why_too_few
@@ -208,13 +208,14 @@ class Rendezvous(GroupMeeting):
         card.gbps, card.no_wires, card.site = adapter_gbps(), why_no_wires(), site_name()
         if world_size > 1:
             try:
+                check_switches()
                 self._listener = _listen(own_address(store))
                 card.host, card.port = self._listener.getsockname()[:2]
                 self._tls = tls_of(tls, key)
                 self.encrypts = self._tls is not None
                 card.tls = self._tls.facts if self._tls is not None else OFF
-            except OSError as error:
-                card.problem = str(error)
+            except (OSError, FormatError) as error:
+                card.problem = str(error).removesuffix(".")
             card.problem = card.problem or self.why_too_few(meshes)
         try:
             self._cards = self._exchange(card, store) if world_size > 1 else [card]

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from gradwire.core import SHARED_MEMORY, switch
 from gradwire.transport.agreement import gather_bytes
 from gradwire.transport.grid import Grid
 from gradwire.transport.link import Link
@@ -23,8 +24,6 @@ from gradwire.transport.wire import Wire
 
 log = logging.getLogger(__name__)
 
-SWITCH = "GRADWIRE_SHARED_MEMORY"
-"""Ranks of a machine use TCP where this variable is `off` for one of them."""
 _HELLO = struct.Struct("<16sI")
 """A token of the listener, and the rank."""
 _CREDENTIALS = struct.Struct("3i")
@@ -119,8 +118,8 @@ class MemoryOffer:
 
     def make(self) -> None:
         """Listen, under a name that is in no folder, and make the memory."""
-        if os.environ.get(SWITCH) == "off":
-            raise OSError(f"{SWITCH} is off")
+        if not switch(SHARED_MEMORY):
+            raise OSError(f"{SHARED_MEMORY} is off")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(self.address)
         self._listener.listen(len(self._mates))
@@ -250,7 +249,7 @@ def _tell(grid: Grid, problems: Sequence[str]) -> None:
         words = (
             f"ranks {', '.join(map(str, mates))} share a machine and no memory, so their messages go by TCP: {'; '.join(found)}."
         )
-        if all(SWITCH in each for each in found):
+        if all(SHARED_MEMORY in each for each in found):
             log.info("%s", words)
         else:
-            log.warning("%s TCP takes longer. %s=off keeps this quiet.", words, SWITCH)
+            log.warning("%s TCP takes longer. %s=off keeps this quiet.", words, SHARED_MEMORY)

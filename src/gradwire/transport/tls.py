@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from gradwire.core import SWITCH_WORDS
 from gradwire.errors import PlanError
 from gradwire.transport.keys import JobKey
 
@@ -140,8 +141,8 @@ def _by_environment() -> TlsOption:
     if not words and os.environ.get(_GLOO) == "TCP_TLS":  # what encrypts gloo encrypts gradwire too
         certificate, key, authorities = (os.environ.get(each, "") for each in _GLOO_FILES)
         return certificate, key, authorities
-    if words in ("", "off", "on"):
-        return words == "on"
+    if words in ("", *SWITCH_WORDS):
+        return SWITCH_WORDS.get(words, False)
     paths = words.split(":")
     if len(paths) == 3:
         return paths[0], paths[1], paths[2]

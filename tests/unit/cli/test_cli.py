@@ -56,8 +56,8 @@ gradwire import-cluster
 gradwire import-profile
   SOURCE
   --out
-  --batch = 32
-  --device = V100
+  --batch
+  --device
 gradwire lighthouse
   --bind = 0.0.0.0:29510
   --min-replicas = 1
@@ -198,6 +198,7 @@ def test_version(gradwire):
         (["plan", "profile.json"], "there is no cluster to plan for. Pass --cluster"),
         (["import-profile", "no-such-file.json", "-o", "out.json"], "no-such-file.json"),
         (["import-profile", "no-such-file.csv", "-o", "out.json"], "no-such-file.csv: cannot be read"),
+        (["doctor", "--flight", "no-such-file.json", "--json"], "--json has no effect with --flight"),
         (["import-cluster", "no-such-file.txt", "-o", "out.json"], "no-such-file.txt: cannot be read"),
     ],
 )

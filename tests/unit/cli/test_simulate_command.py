@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from gradwire.cli import app
 from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Identity, Link, Profile, TensorProfile
-from gradwire.errors import PlanError
+from gradwire.errors import FormatError, PlanError
 from gradwire.plan import Uniform
 
 PAGE = Path(__file__).parents[3] / "docs" / "simulator.md"
@@ -94,6 +94,16 @@ def test_imported_files_can_be_simulated(tmp_path, files):
     done = CliRunner().invoke(app, ["import-profile", str(tmp_path / "times.json"), "-o", str(out)])
     assert done.output == f"costs written to {out}.\n"
     assert len(Costs.load(out).codecs) == 2
+
+
+@pytest.mark.parametrize("name", ["times.csv", "times.json"])
+def test_codec_times_have_no_batch_and_no_device(tmp_path, name):
+    source, out = tmp_path / name, tmp_path / "costs.json"
+    source.write_text('{"dgc_comp_overhead": [[0, 26, 390, 1400], [0, 22, 34, 100], [10]]}')
+    for option, value in (("--batch", "-5"), ("--device", "")):
+        refused = CliRunner().invoke(app, ["import-profile", str(source), "-o", str(out), option, value])
+        assert isinstance(refused.exception, FormatError) and f"({option}) is " in str(refused.exception)
+    assert not out.exists()
 
 
 def test_simulating_does_not_load_torch(files):

@@ -39,9 +39,9 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"old.json": b"old"}
     with pytest.raises(WriteError, match=r"no folder .*none.*Make it"):
         check_writable(tmp_path / "none" / "new.json")
-    with pytest.raises(WriteError, match="cannot be written: Is a directory"):
+    with pytest.raises(WriteError, match=r"cannot be written: Is a directory\. Name a file in it\.$"):
         check_writable(tmp_path)
-    with pytest.raises(WriteError, match="cannot be written: Not a directory"):
+    with pytest.raises(WriteError, match=r"cannot be written: Not a directory\. Choose another folder\.$"):
         check_writable(tmp_path / "old.json" / "new.json")
 
 
@@ -74,6 +74,8 @@ def test_a_full_disk_leaves_the_old_file(small_disk: Path) -> None:
     old = contents(small_disk)
     with pytest.raises(WriteError, match=r"cluster\.json: cannot be written: No space left on device\..*unchanged"):
         write_whole(path, b"b" * 2**20)
+    with pytest.raises(WriteError, match=r"No space left on device\. Make room, or choose another folder\.$"):
+        write_whole(small_disk / "new.json", b"b" * 2**20)
     assert contents(small_disk) == old
     (small_disk / "other").write_bytes(b"c" * (2**16 - 4096))
     with pytest.raises(WriteError, match="No space left"):

@@ -512,7 +512,7 @@ class TestImport:
         path = tmp_path / "wrong.json"
         path.write_text(json.dumps(data))
         with pytest.raises(FormatError, match=said) as refused:
-            import_file(path, 32, "V100")
+            import_file(path)
         assert "wrong.json" in str(refused.value)
 
     def test_plans_can_be_made_from_them(self):

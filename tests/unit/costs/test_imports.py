@@ -203,5 +203,5 @@ def test_csv_that_cannot_be_meant_is_refused_by_line(text, said, tmp_path):
     path = tmp_path / "times.csv"
     path.write_text(text)
     with pytest.raises(GradwireError, match=said) as refused:
-        import_file(path, 32, "V100")
+        import_file(path)
     assert str(refused.value).startswith(f"{path}: ")

@@ -93,6 +93,12 @@ def test_restrict_on_the_command_line(files):  # noqa: F811
     assert "'fast'" in str(plan(files, "--restrict", "fast").exception)
 
 
+@pytest.mark.parametrize("devices", ["", ","])
+def test_no_device_at_all_is_refused(files, devices):  # noqa: F811
+    told = plan(files, "--devices", devices).exception
+    assert isinstance(told, PlanError) and "devices (--devices) is an empty list" in str(told)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_no_plan_is_below_the_bound(seed):
     job = job_of(seed, 9, gbps=[1.0, 10.0, 1000.0][seed % 3], limits=Limits(exempt_vectors=seed % 2 == 0))

@@ -1,6 +1,8 @@
 """The page of a run says what is in its record, whatever is in it, and fits a phone."""
 
+import errno
 import html
+import os
 import re
 import shutil
 import subprocess
@@ -9,8 +11,6 @@ from collections.abc import Sequence
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from fuzz import DOCUMENTS
@@ -25,7 +25,7 @@ from gradwire.cli import app
 from gradwire.core import LocalSteps
 from gradwire.errors import FormatError, GradwireError, WriteError
 from gradwire.record.run import Run
-from gradwire.record.tensorboard import export
+from gradwire.record.tensorboard import export, scalars
 from gradwire.record.timeline import Moments, Pass, measured_timeline
 from gradwire.report.charts import STYLES
 from gradwire.report.html import as_html
@@ -334,32 +334,27 @@ def test_methods_of_other_names_have_other_folders() -> None:
 
 
 def test_tensorboard_gets_the_numbers_or_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(GradwireError, match=r"pip install tensorboard"):
-        export(made_up_run(), tmp_path)
-    written: list[tuple[Any, ...]] = []
-
-    class SummaryWriter:
-        def __init__(self, folder: str) -> None:
-            assert folder == str(tmp_path)
-
-        def __enter__(self) -> "SummaryWriter":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            written.append(("closed",))
-
-        def add_scalar(self, *arguments: Any) -> None:
-            written.append(arguments)
-
-    fake = ModuleType("torch.utils.tensorboard")
-    fake.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
     run = made_up_run(3)
-    export(run, tmp_path)
-    assert written[-1] == ("closed",)
-    assert ("loss", run.steps[2].loss, 2) in written and ("exposed_us", 4100.0, 0) in written
-    assert ("bits/head.weight", 32.0, 0) in written and len({name for name, *_ in written}) > 30
+    found = [*scalars(run)]
+    assert ("loss", run.steps[2].loss, 2) in found and ("exposed_us", 4100.0, 0) in found
+    assert ("bits/head.weight", 32.0, 0) in found and len({name for name, *_ in found}) > 30
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(GradwireError, match=r"pip install tensorboard"):
+        export(run, tmp_path / "logs")
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("recorded_now", [True, False])
+def test_all_scalars_of_local_steps_are_at_optimizer_steps(recorded_now: bool) -> None:
+    """Exchange 50 is behind the last step, and a long record has every second step alone."""
+    run = local_run(recorded_now)
+    for shown in (run, replace(run, steps=run.steps[::2])):
+        at = {name: [step for each, _, step in scalars(shown) if each == name] for name, _, _ in scalars(shown)}
+        assert at["loss"] == [5 * step.step + 4 for step in shown.steps]
+        assert at["bits/blocks.1.linear.weight"] == [4, 254] and at["error/blocks.1.linear.weight"] == [4]
+    moved = tuple(replace(tensor, bits=((7, 4.0), (12, 3.0)), error=()) for tensor in run.tensors)
+    few = replace(run, tensors=moved, steps=run.steps[::4])
+    assert [step for name, _, step in scalars(few) if name == "bits/head.weight"] == [39, 64]
 
 
 def test_tensorboard_reads_what_was_exported(tmp_path: Path) -> None:
@@ -382,6 +377,29 @@ def test_a_folder_for_tensorboard_that_cannot_be_made_is_named_before_anything_i
     result = CliRunner().invoke(app, ["report", str(tmp_path), "--tensorboard", str(tmp_path / place)])
     assert isinstance(result.exception, WriteError) and f"{place}: no folder can be made there" in str(result.exception)
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_full_disk_leaves_the_page_and_no_part_of_the_files_for_tensorboard(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: its absence is the error")
+    made_up_run(3).save(tmp_path / "run.json")
+    logs = tmp_path / "new" / "logs"
+    if there:
+        logs.mkdir(parents=True)
+    sync = os.fsync
+
+    def full(number: int) -> None:
+        if "tfevents" in os.readlink(f"/proc/self/fd/{number}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--tensorboard", str(logs)])
+    assert isinstance(result.exception, WriteError) and "No space left on device. Make room" in str(result.exception)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [*["new"] * there, "report.html", "run.json"]
+    assert not there or not [*logs.iterdir()]
 
 
 MEASURE = """

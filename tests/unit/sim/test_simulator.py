@@ -21,7 +21,7 @@ from gradwire.core import (
     Truncate,
 )
 from gradwire.core.launch import launch_tasks, tasks_by_lane
-from gradwire.errors import PlanError
+from gradwire.errors import FormatError, PlanError
 from gradwire.sim.events import COMPUTE, INTER, INTRA, POOL, RESOURCES
 from gradwire.sim.rules import Rules, changed_rules, device_of, rules_of
 from gradwire.sim.simulator import Simulator
@@ -440,7 +440,10 @@ class TestRules:
             ({"codec_on": "own"}, "codec_on is 'own'"),
             ({"decode": "later"}, "decode is 'later'"),
             ({"lanes": -1}, "lanes is -1"),
+            ({"lanes": 10**8}, "lanes is 100000000: .* from 0 to 1024"),
+            ({"lanes": 1, "offload_lanes": 1025}, "offload_lanes is 1025"),
             ({"cpu_workers": 0}, "cpu_workers is 0"),
+            ({"cpu_workers": 1025}, "cpu_workers is 1025"),
             ({"lanes": 2, "decode": "after backward"}, "stand still until backward ends"),
         ],
     )
@@ -454,6 +457,32 @@ def test_a_timeline_can_be_saved_and_read():
     timeline = simulate(plan_of(model, [PLAIN, PLAIN]), model, cluster(), Costs(codecs=()))
     assert timeline.bubbles
     assert Timeline.from_json(timeline.to_json()) == Timeline.from_json(timeline.to_json(indent=2)) == timeline
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("version", 7, "version is 7"),
+        ("steps", 0, "steps is 0"),
+        ("step_us", -1.0, "step_us is -1.0"),
+        ("sent_bytes", -5, "sent_bytes is -5"),
+        ("schedule", "", "schedule is ''"),
+        ("resources", [{"name": "compute", "busy_us": -1.0, "exposed_us": 0.0}], "busy_us is -1.0"),
+        ("resources", [{"name": "gpu", "busy_us": 1.0, "exposed_us": 0.0}], "name is 'gpu'"),
+        ("bubbles", [{"start_us": 2.0, "end_us": 1.0, "before": [0]}], "end_us is 1.0, before start_us, 2.0"),
+        (
+            "events",
+            [{"what": "comp", "resource": "compute", "start_us": 2.0, "end_us": 1.0}],
+            r"events\[0\].end_us is 1.0, before",
+        ),
+        ("events", [{"what": "comp", "resource": "gpu", "start_us": 0.0, "end_us": 1.0}], r"events\[0\].resource is 'gpu'"),
+    ],
+)
+def test_a_timeline_with_impossible_values_is_refused(field, value, said):
+    model = profile((40, 10.0), (20, 100.0))
+    written = simulate(plan_of(model, [PLAIN, PLAIN]), model, cluster(), Costs(codecs=())).to_dict()
+    with pytest.raises(FormatError, match=said):
+        Timeline.from_dict(written | {field: value})
 
 
 class TestRefusals:
