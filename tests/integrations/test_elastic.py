@@ -235,7 +235,7 @@ class RefusingMembers:
     factor = 1.0
 
     def __init__(self, names: list[str]) -> None:
-        self.committed, self.begun, self._exchange = 0, 0, RefusedExchange(names)
+        self.committed, self.begun, self.lost, self._exchange = 0, 0, 0, RefusedExchange(names)
 
     def meet(self) -> Exchange:
         return self._exchange
@@ -264,7 +264,7 @@ def test_a_grad_scaler_goes_on_after_a_step_that_does_not_count() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert all(torch.equal(each, before[name]) for name, each in named.items())
-    assert members.committed == 0 and scaler.get_scale() == 64.0
+    assert members.committed == 0 and members.lost == 1 and scaler.get_scale() == 64.0
     means.detach()
 
 
