@@ -28,6 +28,7 @@ from interpreters import Interpreters
 from local_steps import lower_plainly
 from loss_scales import scaled_steps, unscaled
 from threads import Threads, built, here
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from worlds import Given, digest
 
 import gradwire as gw
@@ -455,6 +456,16 @@ def test_an_optimizer_of_other_parameters_may_step_often() -> None:
 def two() -> tuple[torch.nn.Sequential, list[torch.optim.Optimizer]]:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
     return model, [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+
+
+def test_the_step_by_which_torch_makes_a_state_is_none_of_the_job() -> None:
+    model, optimizer = linear()
+    _, members = means_of(model, optimizer)
+    get_optimizer_state_dict(model, optimizer)
+    assert (members.begun, members.committed) == (0, 0)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert (members.begun, members.committed) == (1, 1)
 
 
 def test_a_closure_is_refused() -> None:
