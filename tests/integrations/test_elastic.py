@@ -28,6 +28,7 @@ from interpreters import Interpreters
 from local_steps import lower_plainly
 from loss_scales import scaled_steps, unscaled
 from threads import Threads, built, here
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from worlds import Given, digest
 
 import gradwire as gw
@@ -235,7 +236,7 @@ class RefusingMembers:
     factor = 1.0
 
     def __init__(self, names: list[str]) -> None:
-        self.committed, self.begun, self._exchange = 0, 0, RefusedExchange(names)
+        self.committed, self.begun, self.lost, self._exchange = 0, 0, 0, RefusedExchange(names)
 
     def meet(self) -> Exchange:
         return self._exchange
@@ -264,7 +265,7 @@ def test_a_grad_scaler_goes_on_after_a_step_that_does_not_count() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert all(torch.equal(each, before[name]) for name, each in named.items())
-    assert members.committed == 0 and scaler.get_scale() == 64.0
+    assert members.committed == 0 and members.lost == 1 and scaler.get_scale() == 64.0
     means.detach()
 
 
@@ -455,6 +456,16 @@ def test_an_optimizer_of_other_parameters_may_step_often() -> None:
 def two() -> tuple[torch.nn.Sequential, list[torch.optim.Optimizer]]:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
     return model, [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+
+
+def test_the_step_by_which_torch_makes_a_state_is_none_of_the_job() -> None:
+    model, optimizer = linear()
+    _, members = means_of(model, optimizer)
+    get_optimizer_state_dict(model, optimizer)
+    assert (members.begun, members.committed) == (0, 0)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert (members.begun, members.committed) == (1, 1)
 
 
 def test_a_closure_is_refused() -> None:

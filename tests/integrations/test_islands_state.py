@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from test_islands import EVERY, STEPS, batch, built, train, whole
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from worlds import Worlds, digest, mesh_of
 
 import gradwire as gw
@@ -165,3 +166,26 @@ def with_a_step_left_out(which: int) -> tuple[int, bool, list[str]]:
 def test_a_step_that_a_scaler_leaves_out_on_one_island_counts(worlds: Worlds, which: int) -> None:
     first, second = worlds.run(2, with_a_step_left_out, which)
     assert first == second == (STEPS - 1, True, first[2]) and len(set(first[2])) == STEPS // EVERY
+
+
+def steps_of_states() -> tuple[list[int], bool]:
+    """The steps of an island after torch made states of an optimizer that keeps none, after a training step, and after torch
+    loaded the state of a new optimizer; and whether weights stayed."""
+    model = torch.nn.Linear(7, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = gw.islands(model, optimizer, mesh_of(2, 1), gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=2)))
+    before = digest(model.parameters())
+    states = [get_optimizer_state_dict(model, optimizer) for _ in range(2 + dist.get_rank())]
+    steps, stays = [made.steps], digest(model.parameters()) == before
+    model(batch(0)[0]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    steps.append(made.steps)
+    set_optimizer_state_dict(model, optimizer, states[0])
+    steps.append(made.steps)
+    made.detach()
+    return steps, stays
+
+
+def test_the_steps_by_which_torch_makes_states_do_not_count(worlds: Worlds) -> None:
+    assert worlds.run(2, steps_of_states) == [([0, 1, 1], True)] * 2

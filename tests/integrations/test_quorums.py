@@ -5,11 +5,14 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 import gradwire as gw
 from gradwire.exchange import TensorMeta
+from gradwire.integrations import members as module
 from gradwire.integrations import quorum
+from gradwire.integrations.handover import MemberCard
 from gradwire.integrations.meetings import quorum_key
 from gradwire.integrations.member_state import MemberState
 from gradwire.integrations.members import Members
@@ -32,8 +35,11 @@ class Answers:
 
     def __init__(self, *answers: Any) -> None:
         self._answers = list(answers)
+        self.asked: list[int] = []
+        """The steps of the questions."""
 
     def ask(self, step: int, failures: int) -> Any:
+        self.asked.append(step)
         return self._answers.pop(0)
 
     def all_do(self, action: Callable[[], None]) -> None:
@@ -97,3 +103,49 @@ def test_a_number_that_is_used_again_is_no_key_of_before(monkeypatch: pytest.Mon
         member.group_of(each)
     assert (keys[0] == keys[1]) == (not change)
     member.leave()
+
+
+class Meets(Answers):
+    """A lighthouse whose members meet, as far as this one sees."""
+
+    def all_do(self, action: Callable[[], None]) -> None:
+        action()
+
+    def group_of(self, quorum: Any) -> Any:
+        return SimpleNamespace(rank=0, world_size=2)
+
+
+def exchanges(monkeypatch: pytest.MonkeyPatch, *others: MemberCard) -> None:
+    """Let the other member send these cards, one in each meeting."""
+    cards = list(others)
+
+    class Card:
+        rank, world_size = 0, 2
+
+        def gather(self, own: bytes) -> list[bytes]:
+            return [own, msgspec.json.encode(cards.pop(0))]
+
+    def exchange(tensors: object, plan: object, group: object) -> Any:
+        control = SimpleNamespace(submit=lambda act: SimpleNamespace(result=lambda: act(Card())))
+        residuals = SimpleNamespace(state=dict)
+        values = {"group": group, "residuals": residuals, "lanes": SimpleNamespace(control=control)}
+        return SimpleNamespace(abort=lambda: None, go_on=lambda *_: None, **values)
+
+    monkeypatch.setattr(module, "Exchange", exchange)
+
+
+@pytest.mark.parametrize(("own", "other", "asked"), [(0, 1, [16, 15]), (1, 0, [16, 16]), (1, 1, [16])])
+def test_who_lost_fewer_iterations_of_a_step_gets_the_state_of_another(
+    monkeypatch: pytest.MonkeyPatch, own: int, other: int, asked: list[int]
+) -> None:
+    """In an iteration that does not count a scheduler and a GradScaler step, so states of one step differ."""
+    behind = MemberCard(False, {}, lost=own)
+    exchanges(monkeypatch, MemberCard(False, {}, lost=other), behind)
+    again = {"quorum_id": 6, "max_step": 16, "recover_dst_replica_ranks": []}
+    lighthouse: Any = Meets(answer(**again | {"quorum_id": 5}), answer(**again))
+    members = Members({"weight": TensorMeta((2,))}, gw.Identity(), MemberState(dict, print), lighthouse)
+    members.step, members.lost, members._took_part = 16, own, True
+    members.meet()
+    assert lighthouse.asked == asked and members.lost == own
+    members.commit()
+    assert members.lost == 0

@@ -304,7 +304,7 @@ def test_a_fault_of_our_own_is_not_blamed_on_the_network(in_c: bool) -> None:
     assert other == "CommunicationError"
     assert "rank 0 waited for bucket 0" in waited
     assert blamed == own == (1,)
-    assert "A rank died" not in waited and "from a checkpoint. This handle cannot go on" in waited
+    assert "A rank died" not in waited and "from a checkpoint. These ranks cannot go on" in waited
 
 
 def codec_exits(raised: type[BaseException]) -> str:

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_auto_schedules import InTurn
+from threads import Threads, built, here
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
@@ -168,3 +170,25 @@ def gradients_after(set_to_none: bool) -> list[Any]:
 def test_steps_without_a_batch_leave_no_gradient_to_which_the_next_backward_adds(worlds: Worlds, set_to_none: bool) -> None:
     for left in worlds.run(2, gradients_after, set_to_none):
         assert left == [None if set_to_none else 0.0] * 6
+
+
+def with_state_made(schedule: Any, makes: bool) -> str:
+    """The weights after some steps. makes: torch makes the state of the new optimizer before, on rank 0 alone."""
+    model = built(0, lambda: torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    plan = gw.Uniform(gw.Identity(), schedule=schedule)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    if makes and not here.rank:
+        get_optimizer_state_dict(model, optimizer)
+    for step in range(4):
+        model(torch.full((1, 3), float(step + here.rank))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.detach()
+    return digest(model.parameters())
+
+
+@pytest.mark.parametrize("schedule", [gw.Backward(), gw.LocalSteps(every=4), gw.Delayed()], ids=str)
+def test_the_step_by_which_torch_makes_a_state_is_no_step_of_a_schedule(threads: Threads, schedule: Any) -> None:
+    made, plain = (threads.run(2, with_state_made, schedule, makes) for makes in (True, False))
+    assert made == plain

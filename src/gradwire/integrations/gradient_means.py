@@ -153,6 +153,7 @@ class GradientMeans:
         began_s = time.perf_counter()
         if not self.members.end(self._met):
             self._failed = True
+            self.members.lost += 1
             self._set_gradients({name: torch.zeros_like(parameter) for name, parameter in self._parameters.items()})
         self._exposed_s = time.perf_counter() - began_s
 

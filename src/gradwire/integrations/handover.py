@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from gradwire.integrations.member_watch import host_and_port
 from gradwire.transport import Link, LinkError, start_store_thread, transfer
 
-__all__ = ["MemberCard", "StateOffer", "copied", "fetch", "hand_over", "reach"]
+__all__ = ["MemberCard", "StateOffer", "copied", "fetch", "hand_over", "reach", "training_ranks"]
 
 log = logging.getLogger(__name__)
 _PIECE_BYTES = 2**22
@@ -41,6 +41,17 @@ class MemberCard(msgspec.Struct):
     """The bytes that it sends to each joiner before the step."""
     store: str = ""
     """The address of the store where it offers its state."""
+    lost: int | None = 0
+    """The iterations of its script whose step did not count; None where it gets the state of another member."""
+
+
+def training_ranks(cards: list[MemberCard], max_step: int) -> set[int]:
+    """The members whose gradients count in the step: those that come with a part in it, or with a checkpoint of it."""
+    training = {rank for rank, each in enumerate(cards) if not each.joins}
+    behind = {joiner for each in cards for joiner in each.sends}
+    if max_step and not training and behind:  # all have begun anew, some of them from a checkpoint
+        return {*range(len(cards))} - behind
+    return training
 
 
 def hand_over(link: Link, own: MemberCard, data: bytes) -> tuple[list[MemberCard], bytes]:

@@ -6,8 +6,8 @@ that make the step together. While the quorum stays, so does the exchange. Other
 1. They reach the store of one of them, under the quorum's name, and make a group and an exchange there.
 2. Members that are at the step already give their state to those that are not: weights, optimizer, step. No bytes are unpickled.
    The others do not wait for it: a joiner catches up (`catch_up.py`). Only in step 0, and where members are islands, all wait.
-3. Residuals go on; those of a member's own gradient are multiplied by the old number of members over the new one. Joiners begin
-   with zeros.
+3. Residuals go on; those of own gradients are multiplied by the old number of members over the new. Joiners begin with zeros.
+4. Schedulers count iterations whose step failed, too. Who lost fewer than another member meets again, and gets the state of that.
 
 A member whose exchange fails leaves the group at once, so that the others' exchanges fail too, and asks for a new quorum.
 """
@@ -22,7 +22,7 @@ from gradwire.errors import CommunicationError, DisagreementError
 from gradwire.exchange import Exchange, State, TensorMeta, is_alike
 from gradwire.integrations.catch_up import CatchUp, Means
 from gradwire.integrations.handles import from_bytes, to_bytes
-from gradwire.integrations.handover import MemberCard, StateOffer, copied, fetch, hand_over
+from gradwire.integrations.handover import MemberCard, StateOffer, copied, fetch, hand_over, training_ranks
 from gradwire.integrations.island_calls import LostRankError
 from gradwire.integrations.meetings import meeting_name, quorum_key
 from gradwire.integrations.member_state import MemberState
@@ -45,8 +45,8 @@ class Members:
         self._tensors, self._plan, self._state = tensors, plan, state
         self._lighthouse, self._catches_up = lighthouse, catches_up
         rehearse(tensors, plan, lighthouse.timeout)
-        self.step = 0
-        """Committed steps: the same on all members that are not behind."""
+        self.step, self.lost = 0, 0
+        """Committed steps, and iterations of the script since that did not count: the same on members that are not behind."""
         self.parts, self.takes_part, self.begins = 0, False, False
         """The members whose gradients count in this step, 0 where all join; whether this is one of them; and whether all begin
         with this step, so that none of them has trained yet."""
@@ -55,7 +55,7 @@ class Members:
         self.exchange: Exchange | None = None
         """The exchange of the present quorum; None before the first, and after a failure."""
         self._quorum: tuple[int, tuple[str, ...]] = -1, ()
-        self._failures, self._took_part = 0, False
+        self._failures, self._took_part, self._lags = 0, False, False
         self._named: Any = None
         """A quorum that was named while this member caught up, and that it is to meet."""
         self._kept: tuple[State, int] = {}, 1
@@ -81,16 +81,15 @@ class Members:
         return self._catch_up is not None and self._catch_up.is_behind
 
     def meet(self) -> Exchange | Means:
-        """Return the exchange of the members that make the next step, or the means of a step that the others have made. Waits
-        until there are enough members. Raises CommunicationError where the lighthouse is not reached or members do not come,
-        DisagreementError where members run other models or plans."""
+        """Return the exchange of the members that make the next step, or the means of a step that the others have made. Waits for
+        members. Raises CommunicationError where too few come, DisagreementError where members run other models or plans."""
         while True:
             try:
                 if self._catch_up is not None:
                     if (means := self._catch_up.next()) is not None:
                         return means
                     self._catch_up = None
-                quorum, self._named = self._named or self._lighthouse.ask(self.step, self._failures), None
+                quorum, self._named = self._named or self._lighthouse.ask(max(0, self.step - self._lags), self._failures), None
                 if quorum_key(quorum) != self._quorum or self.exchange is None:
                     self._lighthouse.all_do(partial(self._meet, quorum))
                 elif quorum.heal and quorum.max_step != self.step:  # in step 0 torchft lets all heal
@@ -129,7 +128,7 @@ class Members:
 
     def commit(self) -> None:
         """The step counts and the weights hold it."""
-        self.step, self._failures, self.begins = self.step + 1, 0, False
+        self.step, self.lost, self._failures, self.begins = self.step + 1, 0, 0, False
 
     def give_up(self) -> None:
         """Leave the group, also in the middle of a step: the others' step fails, and the next one has a new quorum."""
@@ -169,7 +168,8 @@ class Members:
         exchange.go_on(self._kept[0], quorum.max_step, self._kept[1])
         self._kept = {}, 1
         waits, joiners = not self._catches_up or not quorum.max_step, quorum.recover_dst_replica_ranks
-        key, card, data = f"state of {meeting_name(quorum)}", MemberCard(quorum.heal or not self._took_part, {}), b""
+        key, data = f"state of {meeting_name(quorum)}", b""
+        card = MemberCard(quorum.heal or not self._took_part, {}, lost=None if quorum.heal else self.lost)
         if joiners:
             alike = {key: value for key, value in exchange.residuals.state().items() if is_alike(key)}
             state = self._state.save()
@@ -180,11 +180,12 @@ class Members:
                 card.store = self._lighthouse.store_address
         cards, got = exchange.lanes.control.submit(lambda link: hand_over(link, card, data)).result()
         self._lighthouse.end_watch()
-        self.parts, self.takes_part, self._failures = sum(not each.joins for each in cards), not card.joins, 0
-        self.begins = all(each.joins for each in cards)
-        behind = {joiner for each in cards for joiner in each.sends}
-        if quorum.max_step and not self.parts and behind:  # all have begun anew, some of them from a checkpoint
-            self.parts, self.takes_part = len(cards) - len(behind), group.rank not in behind
+        lost = {each.lost for each in cards if each.lost is not None}
+        if len(lost) > 1:
+            self._lags = self.lost < max(lost)
+            raise LinkError(None, ConnectionError(f"members lost different numbers of iterations in this step: {sorted(lost)}"))
+        training, self._failures = training_ranks(cards, quorum.max_step), 0
+        self.parts, self.takes_part, self.begins = len(training), group.rank in training, all(each.joins for each in cards)
         if quorum.heal:
             state = from_bytes(got)
             exchange.go_on(state.pop("alike"), quorum.max_step, group.world_size)
@@ -195,6 +196,5 @@ class Members:
             self._state.load(state)
             if self._catch_up is not None:
                 self._catch_up.state_came()
-        self.step = quorum.max_step
-        self._took_part = True
+        self.step, self.lost, self._lags, self._took_part = quorum.max_step, max(lost), False, True
         log.info("step %d: rank %d of %d met all in %.2f s", self.step, self.rank, self.world_size, time.monotonic() - began_s)

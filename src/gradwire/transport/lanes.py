@@ -661,7 +661,7 @@ class Lanes:
         counts = "did not run the same number of backward passes, or of optimizer steps where these are local"
         guess = "" if told else f" A rank died, stalled, or {counts}; see its own log."
         error = CommunicationError(
-            f"step {step}: rank {self._own_rank} waited for {what}: {who.removesuffix('.')}.{guess} This handle cannot go on: "
+            f"step {step}: rank {self._own_rank} waited for {what}: {who.removesuffix('.')}.{guess} These ranks cannot go on: "
             f"restart from a checkpoint. (The backend said: {str(cause).strip() or type(cause).__name__})"
         )
         return self.fail(error.about(blamed, step, bucket))
@@ -700,7 +700,7 @@ def _incomplete(buckets: Mapping[int, int], step: int) -> GradwireError:
     error = CommunicationError(
         f"step {step}: sums that were queued on the device never arrived, or not in time, on {each}. The step had counted "
         "already, so weights of ranks may differ. A rank died or stalled, or the link between ranks failed; see the logs of "
-        "all ranks. This handle cannot go on: restart from a checkpoint."
+        "all ranks. These ranks cannot go on: restart from a checkpoint."
     )
     known_bucket = next((bucket for bucket in buckets.values() if bucket != UNKNOWN_BUCKET), None)
     return error.about([*buckets], step, known_bucket)

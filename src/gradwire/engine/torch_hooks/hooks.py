@@ -47,11 +47,24 @@ class ModelHook:
 
 
 class StepHook(ModelHook):
-    """One on an optimizer's step. Where torch.compile has compiled the step, it calls this and does not trace it."""
+    """One on an optimizer's step. Where torch.compile has compiled the step, it calls this and does not trace it. It does nothing
+    in a step that only makes the optimizer's state."""
 
     @_disable_dynamo
     def __call__(self, *arguments: Any) -> None:
-        super().__call__(*arguments)
+        if not makes_state(*arguments[-1:]):
+            super().__call__(*arguments)
+
+
+def makes_state(named: Any = None) -> bool:
+    """Whether the present step of an optimizer, called with these named arguments, is one of torch's `get_state_dict` or
+    `set_state_dict`. They step an optimizer without a state once, with gradients and a learning rate of zero."""
+    if not named or named.get("closure", makes_state) is not None:  # torch calls step(closure=None)
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 class Patch(ABC):

@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import optimizer as torch_optimizer
 
-from gradwire.engine.torch_hooks.hooks import StepHook
+from gradwire.engine.torch_hooks.hooks import StepHook, makes_state
 from gradwire.errors import StepStateError
 
 _HEARERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -33,9 +33,9 @@ def hear_no_more(hearer: Any) -> None:
     _HEARERS.discard(hearer)
 
 
-def announce(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def announce(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
     """The hook. Steps inside `own_steps` are gradwire's, and were announced when the script asked for them."""
-    if not torch.compiler.is_compiling() and not getattr(_own, "inside", False):
+    if not torch.compiler.is_compiling() and not getattr(_own, "inside", False) and not makes_state(*arguments[-1:]):
         for hearer in list(_HEARERS):
             hearer.before_step(optimizer)
 
@@ -142,7 +142,7 @@ class Stepping:
 
             stepping = reference()
             act = stepping._act() if stepping is not None and stepping._act is not None else None
-            if act is None:
+            if act is None or makes_state(named):
                 return stand_in(*arguments, **named)
             announce(optimizer)
             if any(argument is not None for argument in [*arguments, *named.values()]):
