@@ -21,7 +21,7 @@ from gradwire.engine import load_state
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.integrations.handles import gather_states
 from gradwire.integrations.trackers import Tracked, lines_to
-from gradwire.integrations.whole_optimizers import parallelize_whole, refuse_shards
+from gradwire.integrations.whole_optimizers import parallelize_whole, refuse_later_steps, refuse_shards
 from gradwire.record.recording import Recording
 
 __all__ = ["GradwireStrategy"]
@@ -81,6 +81,7 @@ class GradwireStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         self._detach()
         self.handle = parallelize_whole(self.model, self.optimizers or None, self._plan, self._options, "Lightning")
+        refuse_later_steps(self.handle, self.lightning_module, self.precision_plugin)
         self._tracked = Tracked(self.handle)
         self._training.callback(self.handle.detach)
         self._training.callback(lines_to(partial(_write, trainer)))

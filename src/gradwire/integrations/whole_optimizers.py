@@ -6,7 +6,7 @@ from typing import Any
 from gradwire.api import Handle, parallelize
 from gradwire.errors import PlanError
 
-__all__ = ["parallelize_whole", "refuse_shards"]
+__all__ = ["parallelize_whole", "refuse_later_steps", "refuse_shards"]
 
 
 def refuse_shards(plan: Any, framework: str) -> None:
@@ -16,6 +16,20 @@ def refuse_shards(plan: Any, framework: str) -> None:
         raise PlanError(
             f"plan has the schedule {schedule!r}: each rank has a shard of the optimizer's state, and {framework} saves that of "
             "rank 0. Leave shard_optimizer out, or run gw.parallelize in a loop of your own."
+        )
+
+
+def refuse_later_steps(handle: Handle, module: Any, precision: Any) -> None:
+    """Detach the handle and raise PlanError, on all ranks, if its schedule steps parameters after `optimizer.step()` and
+    Lightning runs backward inside. That is in a module's automatic optimization, unless the precision plugin has a GradScaler."""
+    schedule = handle.session.plan.schedule
+    steps_inside = module.automatic_optimization and getattr(precision, "scaler", None) is None
+    if steps_inside and schedule.needs_optimizer and not schedule.sends_weights:
+        handle.detach()
+        raise PlanError(
+            f"plan has the schedule {schedule!r}, which steps parameters after optimizer.step(). Lightning's automatic "
+            "optimization runs backward inside that step. Use a plan with schedule='backward' or gw.LocalSteps(). Or set "
+            "automatic_optimization = False in the module, and step self.optimizers(use_pl_optimizer=False)."
         )
 
 
