@@ -3,10 +3,32 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
 from gradwire.api import Handle, parallelize
 from gradwire.errors import PlanError
 
-__all__ = ["parallelize_whole", "refuse_later_steps", "refuse_shards"]
+__all__ = ["heed_options_of_ddp", "parallelize_whole", "refuse_later_steps", "refuse_shards"]
+
+
+def heed_options_of_ddp(options: Any, model: torch.nn.Module) -> None:
+    """Heed Accelerate's `DistributedDataParallelKwargs`, if there are any, before a model is parallelized.
+
+    With `broadcast_buffers=False` each rank keeps its own buffers, from the start. The other options say how DDP sends. Raises
+    PlanError for a communication hook.
+    """
+    if options is None:
+        return
+    if (hook := next((each for each in (options.comm_hook, options.comm_wrapper) if each.value != "no"), None)) is not None:
+        raise PlanError(
+            f"DistributedDataParallelKwargs asks for the hook {hook.value!r}, and gradwire sends gradients in place of "
+            "DDP. Leave the hook out, and pass a plan: gw.Cast() sends 16 bits, gw.PowerSGD() low ranks."
+        )
+    if not options.broadcast_buffers:
+        ignored: list[str] = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ())]
+        ignored += [name for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 
 def refuse_shards(plan: Any, framework: str) -> None:
