@@ -430,6 +430,42 @@ def refused_options() -> list[str]:
     return said
 
 
+def refused_schedules(folder: str) -> list[str]:
+    said = []
+    for schedule in (gw.Pipelined(), gw.Delayed()):
+        trainer, model = trainer_of(folder, gw.Uniform(gw.Identity(), schedule=schedule)), classifier()
+        with pytest.raises(gw.PlanError) as refused:
+            trainer.fit(model, data(64, 1))
+        assert trainer.global_step == 0 and not model._forward_pre_hooks
+        said.append(str(refused.value))
+    return said
+
+
+def test_schedules_that_step_later_are_refused_before_the_first_step(framework_worlds: Worlds, tmp_path: Path) -> None:
+    for pipelined, delayed in framework_worlds.run(2, refused_schedules, str(tmp_path), deadline_s=200.0):
+        for words, schedule in ((pipelined, "Pipelined()"), (delayed, "Delayed()")):
+            assert words.startswith(f"plan has the schedule {schedule}") and "Lightning" in words and "LocalSteps" in words
+
+
+def by_hand_without_wrapper(folder: str, schedule: Any) -> str:
+    """The cure that the refusal names."""
+    trainer = trainer_of(folder, gw.Uniform(gw.Identity(), schedule=schedule), max_epochs=1)
+    torch.manual_seed(3)
+    model = classifier(by_hand=True)
+    wrapped = model.optimizers
+    model.optimizers = lambda: wrapped(use_pl_optimizer=False)
+    trainer.fit(model, data(64, 1))
+    return digest(model.parameters())
+
+
+def test_a_loop_by_hand_steps_later(framework_worlds: Worlds, tmp_path: Path) -> None:
+    backward, pipelined = (
+        framework_worlds.run(2, by_hand_without_wrapper, str(tmp_path), schedule, deadline_s=200.0)
+        for schedule in (gw.Backward(), gw.Pipelined())
+    )
+    assert len({*backward, *pipelined}) == 1
+
+
 def test_options_of_ddp_and_a_sharded_optimizer_are_refused(framework_worlds: Worlds) -> None:
     for said in framework_worlds.run(2, refused_options):
         assert len(said) == 2 and all("is an option of DDP" in words for words in said)

@@ -130,6 +130,43 @@ def test_a_checkpoint_is_taken_up_bit_for_bit(framework_worlds: Worlds, tmp_path
     assert bool(whole[0]["residuals"]) == (plan is FEEDBACK)
 
 
+def thawing(folder: str, plan: Any, resume: str | None = None) -> tuple[str, int, list[str]]:
+    """The weights and the steps of a training in which a callback thaws a block before the third step; and the warnings."""
+    from transformers import TrainerCallback
+
+    from gradwire.integrations.transformers import use
+
+    class Thaws(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if state.global_step == 2:
+                block.requires_grad_(True)
+
+    trainer = trainer_of(folder, save_strategy="steps", save_steps=4)
+    block = trainer.model.transformer.h[0].requires_grad_(False)
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=3e-3)
+    trainer.add_callback(Thaws())
+    use(trainer, plan=plan)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train(resume_from_checkpoint=resume)
+    said = [words for each in caught if "trainable tensors" in (words := str(each.message))]
+    return digest(trainer.model.parameters()), trainer.state.global_step, said
+
+
+@pytest.mark.parametrize(
+    "plan", [FEEDBACK, gw.Uniform(gw.QSGD(bits=4), schedule=gw.LocalSteps(every=2))], ids=["backward", "local"]
+)
+def test_a_run_whose_layers_thaw_is_resumed(framework_worlds: Worlds, tmp_path: Path, plan: Any) -> None:
+    """The script freezes the block anew before the Trainer loads the checkpoint."""
+    for _, steps, said in framework_worlds.run(2, thawing, str(tmp_path / "a"), plan, deadline_s=300.0):
+        assert steps == 6 and not said
+    checkpoint = str(tmp_path / "a" / "checkpoint-4")
+    one, other = framework_worlds.run(2, thawing, str(tmp_path / "b"), plan, checkpoint, deadline_s=300.0)
+    assert one[:2] == other[:2] and one[1] == 6
+    for _, _, said in (one, other):
+        assert len(said) == 1 and "checkpoint-4 was saved with 28 trainable tensors, and 16 are trainable now" in said[0]
+
+
 def test_a_checkpoint_is_taken_up_by_one_rank(framework_worlds: Worlds, tmp_path: Path) -> None:
     arguments = {"save_strategy": "steps", "save_steps": 3}
     framework_worlds.run(2, trained, str(tmp_path), FEEDBACK, arguments, deadline_s=300.0)

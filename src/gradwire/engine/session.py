@@ -383,6 +383,11 @@ class Session(Observer):
         prepared = Prepared(self.parameters, self.tensors, plan, None)
         if self.reducer.batches.used and (problem := why_not_weighed(plan)):
             return problem
+        if self._script.loss_scale.known and not traits_of(plan.schedule).sends_in_backward:
+            return (
+                "a GradScaler scales the loss, and each rank would leave out steps by its own gradients: then scales differ, and "
+                "schedules that send scaled gradients could not run again"
+            )
         return why_not(prepared, TrainingJob(model, self.optimizers, self._compiled_before))
 
     def change_to(self, plan: Plan) -> None:

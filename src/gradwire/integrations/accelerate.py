@@ -18,9 +18,9 @@ from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from gradwire.api import Handle
 from gradwire.core import show
 from gradwire.errors import PlanError
-from gradwire.integrations.handles import NoSync, heed_options_of_ddp, load_handle, save_handle
+from gradwire.integrations.handles import NoSync, load_handle, save_handle
 from gradwire.integrations.trackers import Tracked
-from gradwire.integrations.whole_optimizers import parallelize_whole, refuse_shards
+from gradwire.integrations.whole_optimizers import heed_options_of_ddp, parallelize_whole, refuse_shards
 
 __all__ = ["prepare"]
 

@@ -13,19 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from gradwire.api import Handle
 from gradwire.core import make_folder, write_whole
 from gradwire.engine import SET, Patch, load_state
-from gradwire.errors import CommunicationError, DisagreementError, PlanError, StepStateError
+from gradwire.errors import CommunicationError, DisagreementError, StepStateError
 from gradwire.exchange import Exchange
-from gradwire.integrations.saved_files import OPTIMIZERS, file_of, read_saved
+from gradwire.integrations.saved_files import OPTIMIZERS, begins_anew, file_of, read_saved, why_others_train
 from gradwire.transport import agree
 
 __all__ = [
-    "NoSync", "all_objects", "from_bytes", "gather_states", "heed_options_of_ddp", "load_handle", "resume_together",
+    "NoSync", "all_objects", "from_bytes", "gather_states", "load_handle", "resume_together",
     "save_handle", "to_bytes",
 ]  # fmt: skip
 
@@ -47,25 +46,6 @@ class NoSync(Patch):
         """Do nothing."""
 
 
-def heed_options_of_ddp(options: Any, model: torch.nn.Module) -> None:
-    """Heed Accelerate's `DistributedDataParallelKwargs`, if there are any, before a model is parallelized.
-
-    With `broadcast_buffers=False` each rank keeps its own buffers, from the start. The other options say how DDP sends. Raises
-    PlanError for a communication hook.
-    """
-    if options is None:
-        return
-    if (hook := next((each for each in (options.comm_hook, options.comm_wrapper) if each.value != "no"), None)) is not None:
-        raise PlanError(
-            f"DistributedDataParallelKwargs asks for the hook {hook.value!r}, and gradwire sends gradients in place of "
-            "DDP. Leave the hook out, and pass a plan: gw.Cast() sends 16 bits, gw.PowerSGD() low ranks."
-        )
-    if not options.broadcast_buffers:
-        ignored: list[str] = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ())]
-        ignored += [name for name, _ in model.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-
-
 def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     """Write this rank's state into the folder, as `gradwire-rank{r}.pt`. Call it on every rank, between steps.
 
@@ -79,26 +59,33 @@ def save_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
     write_whole(make_folder(folder) / file_of(handle), to_bytes(state))
 
 
-def load_handle(handle: Handle, folder: str | os.PathLike[str]) -> None:
+def load_handle(handle: Handle, folder: str | os.PathLike[str], thaws: bool = False) -> None:
     """Take up what ranks wrote into the folder. Collective: every rank calls it, between steps. All ranks load, or none.
 
     A rank reads its own file. Where another number of ranks saved, a file is missing, or not all are of one save, it reads the
     files of all ranks that saved together. Files of an earlier save with more ranks are left out, with a warning. If no rank
     finds a file, residuals begin at zero, with a warning. Call it when the framework has loaded its optimizers: states that
-    each rank has of its own take their place.
+    each rank has of its own take their place. thaws: callbacks may freeze and thaw layers. Where other tensors were trainable,
+    nothing is loaded then, with a warning.
 
     Raises ValueError on all ranks if only some find a file, if one does not fit the handle, and if they were not saved together.
     """
     own: list[Any] = []
+    why = ""
 
     def read() -> dict[str, Any] | None:
+        nonlocal why
         state = read_saved(handle, folder)
+        if thaws and (why := why_others_train(handle, state)):
+            return None
         own.extend((state or {}).pop(OPTIMIZERS, ()))
         return state
 
     if load_state(handle.session, read):
         for optimizer, state in zip(handle.session.optimizers, own, strict=False):
             optimizer.load_state_dict(state)
+    elif why:
+        warnings.warn(begins_anew(folder, why), stacklevel=3)
     else:
         warnings.warn(
             f"{folder} has no gradwire-rank*.pt: it was saved without gradwire, or by another node. Residuals begin at zero.",

@@ -20,8 +20,9 @@ from gradwire.api import Handle
 from gradwire.engine import load_state
 from gradwire.errors import GradwireError, PlanError, StepStateError
 from gradwire.integrations.handles import gather_states
+from gradwire.integrations.saved_files import begins_anew, why_others_train
 from gradwire.integrations.trackers import Tracked, lines_to
-from gradwire.integrations.whole_optimizers import parallelize_whole, refuse_shards
+from gradwire.integrations.whole_optimizers import parallelize_whole, refuse_later_steps, refuse_shards
 from gradwire.record.recording import Recording
 
 __all__ = ["GradwireStrategy"]
@@ -81,6 +82,7 @@ class GradwireStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         self._detach()
         self.handle = parallelize_whole(self.model, self.optimizers or None, self._plan, self._options, "Lightning")
+        refuse_later_steps(self.handle, self.lightning_module, self.precision_plugin)
         self._tracked = Tracked(self.handle)
         self._training.callback(self.handle.detach)
         self._training.callback(lines_to(partial(_write, trainer)))
@@ -150,15 +152,14 @@ class GradwireStrategy(DDPStrategy):
 
     def _load(self, handle: Handle) -> bool:
         """Take up gradwire's part of the checkpoint, and return whether it could be. Collective."""
-        device, saved, why = handle.session.device, self._saved or {}, ""
-        then, now = len(saved.get("rank0/order", ())), len(handle.session.order)
+        device, saved = handle.session.device, self._saved or {}
         if self._lacks_state:
             why = f"has optimizer states and no {_KEY!r}: it was saved with another strategy, or after a failure"
-        elif saved and then != now:
-            why = f"was saved with {then} trainable tensors, and {now} are trainable now: a callback freezes and thaws layers"
+        else:
+            why = why_others_train(handle, saved)
         taken = load_state(handle.session, lambda: {k: v.to(device) for k, v in saved.items()} if saved and not why else None)
         if why:
-            warnings.warn(f"the checkpoint {why}. Residuals begin at zero, and plan='auto' decides anew.", stacklevel=3)
+            warnings.warn(begins_anew("the checkpoint", why), stacklevel=3)
         self._saved, self._lacks_state = None, False
         return taken
 

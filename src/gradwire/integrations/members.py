@@ -196,5 +196,5 @@ class Members:
             self._state.load(state)
             if self._catch_up is not None:
                 self._catch_up.state_came()
-        self.step, self.lost, self._lags, self._took_part = quorum.max_step, max(lost), False, True
+        self.step, self.lost, self._lags, self._took_part = quorum.max_step, max(lost, default=0), False, True
         log.info("step %d: rank %d of %d met all in %.2f s", self.step, self.rank, self.world_size, time.monotonic() - began_s)

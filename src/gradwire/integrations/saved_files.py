@@ -15,7 +15,7 @@ from gradwire.api import Handle
 from gradwire.engine import SET, told_by_all
 from gradwire.transport import Group
 
-__all__ = ["OPTIMIZERS", "file_of", "read_saved"]
+__all__ = ["OPTIMIZERS", "begins_anew", "file_of", "read_saved", "why_others_train"]
 
 OPTIMIZERS = "optimizers"
 """The entry of a file for the states of this rank's optimizers, where each rank has its own."""
@@ -49,6 +49,20 @@ def read_saved(handle: Handle, folder: str | os.PathLike[str]) -> dict[str, Any]
     for at, path in enumerate(together):
         taken |= _part(at, states[path], group, device)
     return taken or None
+
+
+def why_others_train(handle: Handle, state: Mapping[str, Any] | None) -> str:
+    """Why a state does not fit the handle, where other tensors were trainable when it was saved; or ''."""
+    orders = (value for key, value in (state or {}).items() if key.startswith("rank") and key.endswith("/order"))
+    then, now = len(next(orders, ())), len(handle.session.order)
+    if not then or then == now:
+        return ""
+    return f"was saved with {then} trainable tensors, and {now} are trainable now: a callback freezes and thaws layers"
+
+
+def begins_anew(checkpoint: object, why: str) -> str:
+    """The warning of a run that resumes without its state."""
+    return f"{checkpoint} {why}. Residuals begin at zero, and plan='auto' decides anew."
 
 
 def _files(folder: str | os.PathLike[str]) -> list[Path]:

@@ -19,9 +19,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from gradwire.api import Handle
 from gradwire.errors import PlanError, StepStateError
 from gradwire.integrations.accelerate import plain_optimizers
-from gradwire.integrations.handles import NoSync, heed_options_of_ddp, load_handle, save_handle
+from gradwire.integrations.handles import NoSync, load_handle, save_handle
 from gradwire.integrations.trackers import Tracked, lines_to
-from gradwire.integrations.whole_optimizers import parallelize_whole, refuse_shards
+from gradwire.integrations.whole_optimizers import heed_options_of_ddp, parallelize_whole, refuse_shards
 from gradwire.record.recording import Recording
 
 __all__ = ["GradwireCallback", "use"]
@@ -156,7 +156,7 @@ class GradwireCallback(TrainerCallback):
             self._take_prepared()
         plain_optimizers([self._trainer.optimizer])  # the Trainer wraps it after the model
         if self._checkpoint and self.handle is not None:
-            load_handle(self.handle, self._checkpoint)
+            load_handle(self.handle, self._checkpoint, thaws=True)
         if self._folder and self.handle is not None:
             self._recording = self.handle.record(self._folder).__enter__()
 

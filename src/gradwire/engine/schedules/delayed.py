@@ -50,6 +50,7 @@ from gradwire.engine.schedules.weights import (
     show_for_forward,
 )
 from gradwire.engine.torch_hooks.hooks import ModelHook
+from gradwire.engine.torch_hooks.loss_scale import LeftOutHook
 from gradwire.engine.torch_hooks.optimizer_step import PastStepHook, Stepping, Whole, snapshot, step_later
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.engine.torch_hooks.splitting import why_at_once
@@ -196,6 +197,8 @@ class DelayedSchedule:
         past = PastStepHook(self, DelayedSchedule._refuse_past)
         with_hooks = [optimizer for optimizer in job.optimizers[:1] if hasattr(optimizer, "_optimizer_step_pre_hooks")]
         self._hooks = [optimizer.register_step_pre_hook(past) for optimizer in with_hooks]
+        self._left_out = LeftOutHook(self, DelayedSchedule._step_with_zeros)
+        self._hooks += [optimizer.register_step_post_hook(self._left_out) for optimizer in with_hooks]
 
     @staticmethod
     def check_optimizers(prepared: Prepared, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -296,6 +299,7 @@ class DelayedSchedule:
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer, whole: Whole) -> None:
         """Do the work of the script's `optimizer.step()`."""
+        self._left_out.calls += 1
         self._reducer.lanes.check()
         check_gradients(self._by_name, optimizer)
         parameters = list(self._by_name.values())
@@ -313,6 +317,14 @@ class DelayedSchedule:
             else:
                 self._weights.local_update(local_moves(optimizer, parameters, self._data))
         self._change_now()
+
+    def _step_with_zeros(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """A GradScaler left out a step: the gradients of this rank are not finite. Others step, and this one sends zeros."""
+        if self._has_means():
+            return  # of all ranks, which leave it out alike
+        for parameter in self._by_name.values():
+            parameter.grad = None
+        optimizer.step()
 
     def _has_means(self) -> bool:
         """Whether the gradients are still those of the backward at whose end this schedule began. The schedule before exchanged

@@ -36,6 +36,7 @@ from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.weights import Launched, TwoWeights, by_bucket, check_local, finish_quietly, show_for_forward
 from gradwire.engine.second_moment import lower_second_moments
 from gradwire.engine.torch_hooks.hooks import ModelHook, StepHook
+from gradwire.engine.torch_hooks.loss_scale import CountingHook
 from gradwire.engine.torch_hooks.optimizer_step import own_steps
 from gradwire.engine.torch_hooks.settling import SettleFirst
 from gradwire.errors import GradwireError, PlanError, StepStateError
@@ -71,7 +72,7 @@ class LocalSchedule:
         self._put_off: Callable[[], None] | None = None
         """The function that `when_idle` was given meanwhile."""
         self._guard = SettleFirst(None, (), ModelHook(self, LocalSchedule.settle))
-        before, after = StepHook(self, LocalSchedule._before_step), StepHook(self, LocalSchedule._after_step)
+        before, after = StepHook(self, LocalSchedule._before_step), CountingHook(self, LocalSchedule._after_step)
         self._hooks = [optimizer.register_step_pre_hook(before) for optimizer in job.optimizers]
         if schedule.second_moment == "mean":
             lower = StepHook(self, LocalSchedule._lower_second_moments)
@@ -198,6 +199,7 @@ class LocalSchedule:
 
     def _count_step(self) -> None:
         """A local step is over: land the last exchange and begin the next one, where their time has come."""
+        self._weights.show_local()  # something may have looked since, or before a step that a GradScaler left out
         self._weights.computing = False
         if self._put_off is not None:
             self._drop_change()
@@ -273,7 +275,6 @@ class LocalSchedule:
             self._local_steps += 1
             return True
         with suppress(StepStateError), self._guard.passing(), self._putting_off(), torch.no_grad():
-            self._weights.show_local()
             for parameter in self._by_name.values():
                 parameter.grad = None
             self._count_step()

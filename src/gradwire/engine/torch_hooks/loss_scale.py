@@ -104,19 +104,32 @@ def _largest(link: Link, own: tuple[float, ...], tag: int) -> Sequence[float]:
     return merge_over_ranks(link, MergedValues(most=own), tag).most
 
 
-class CountingHook(StepHook):
-    """A post-hook that counts the steps of an optimizer. It is called for those that a GradScaler leaves out, too: only some of
-    the ranks may have gradients that are not finite, and all have to count the same."""
+class LeftOutHook(StepHook):
+    """A post-hook that does nothing, but for the steps of the optimizer that a GradScaler leaves out: there it calls `act`. Only
+    some of the ranks may have gradients that are not finite, and all have to make the same steps."""
 
     def __init__(self, owner: Any, act: Callable[..., None]) -> None:
         super().__init__(owner, act)
         self.calls = 0
+        """The steps that the script asked for and that were not left out; the owner counts them."""
         watch_scalers()
 
     @_disable_dynamo
     def __call__(self, *arguments: Any) -> None:
+        """Do nothing."""
+
+    def left_out(self, *arguments: Any) -> None:
+        """Call `act` in place of a step."""
+        StepHook.__call__(self, *arguments)
+
+
+class CountingHook(LeftOutHook):
+    """A post-hook that counts the steps of an optimizer, those too that a GradScaler leaves out."""
+
+    @_disable_dynamo
+    def __call__(self, *arguments: Any) -> None:
         self.calls += 1
-        super().__call__(*arguments)
+        self.left_out(*arguments)
 
 
 def scale_of_this_backward() -> tuple[float, int] | None:
@@ -143,11 +156,11 @@ def watch_scalers() -> None:
     @functools.wraps(plain_step)
     def step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
         hooks = getattr(optimizer, "_optimizer_step_post_hooks", {}).values()
-        counting = [(each, each.calls) for each in hooks if isinstance(each, CountingHook)]
+        counting = [(each, each.calls) for each in hooks if isinstance(each, LeftOutHook)]
         result = plain_step(self, optimizer, *arguments, **named)
         for each, before in counting:
-            if each.calls == before:  # left out
-                each(optimizer, arguments, named)
+            if each.calls == before:
+                each.left_out(optimizer, arguments, named)
         return result
 
     @functools.wraps(plain_update)

@@ -11,9 +11,12 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from gradwire.engine.torch_hooks.lazy_tensors import can_wait
+from gradwire.engine.torch_hooks.loss_scale import LeftOutHook
 from gradwire.engine.torch_hooks.optimizer_step import PastStepHook, announce, is_replaced, step_only
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_SILENT = PastStepHook, LeftOutHook
+"""Hooks that do nothing in steps of some parameters alone."""
 _STEPS = 3
 _RATE = 0.1
 _MOST_EDGE = 4
@@ -164,7 +167,7 @@ def _why_watched(optimizer: torch.optim.Optimizer, expected: str) -> str:
     name = type(optimizer).__name__
     pre, post = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     own = [hook for hooks in _HOOKS for hook in getattr(optimizer, hooks, {}).values()]
-    if any(hook is not announce and not isinstance(hook, PastStepHook) for hook in (*pre.values(), *post.values(), *own)):
+    if any(hook is not announce and type(hook) not in _SILENT for hook in (*pre.values(), *post.values(), *own)):
         return f"{name} has step hooks, which expect that {expected}"
     if is_replaced(optimizer):
         return f"something else stands in place of {name}.step, and may expect that {expected}"
