@@ -440,6 +440,23 @@ def test_second_moments_in_rounds_are_those_of_a_mean_over_the_members(second_mo
     means.detach()
 
 
+def test_a_step_that_a_scaler_leaves_out_counts_in_the_round_of_its_member() -> None:
+    """Else the others would wait for this member's round."""
+    schedule, (model, optimizer) = gw.LocalSteps(every=9), linear()
+    means = LocalRounds(model, OuterSteps(dict(model.named_parameters()), schedule), [optimizer], schedule)
+    met = Members.__new__(Members)
+    met.parts, met.world_size, met.exchange = 2, 2, object()  # type: ignore[assignment]
+    means.begin(met)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for factor in (1.0, float("inf"), 1.0):
+        scaler.scale(model(torch.randn(4, 3)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert means._local_steps == 3 and scaler.get_scale() == 32.0
+    means.detach()
+
+
 def test_an_optimizer_of_other_parameters_may_step_often() -> None:
     """It has the model's too, which get no gradient for its steps."""
     model, optimizer = linear()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gradwire.core import LocalSteps
-from gradwire.engine import ModelHook, StepHook, leave_hooks_behind, lower_second_moments
+from gradwire.engine import CountingHook, ModelHook, StepHook, leave_hooks_behind, lower_second_moments
 from gradwire.exchange import Exchange
 from gradwire.integrations.member_state import MemberState
 from gradwire.integrations.members import Members
@@ -49,7 +49,7 @@ class LocalRounds:
         if schedule.second_moment == "mean":
             lower = StepHook(self, LocalRounds._lower_second_moments)
             self._hooks += [each.register_step_post_hook(lower) for each in optimizers]
-        self._hooks.append(optimizers[-1].register_step_post_hook(StepHook(self, LocalRounds._after_step)))
+        self._hooks.append(optimizers[-1].register_step_post_hook(CountingHook(self, LocalRounds._after_step)))
 
     def begin(self, members: Members) -> None:
         """Train among these members."""
