@@ -46,8 +46,8 @@ def parallelize(
     drift_check_steps: ranks compare checksums of their weights every so many steps. If these differ, all ranks raise
     DisagreementError with the first tensor that differs. 0: never.
     accuracy: what "auto" may choose from. "exact": no compression. "safe": also the specs whose measured loss on that number of
-    ranks ended at most 1 % above that of exact sums (docs/measured.md): 4 bits, and 2 bits with error feedback and weights. A
-    number, such as 0.03: the same with that share of the loss. "aggressive": also PowerSGD, EF-SignSGD and Top-k 1 %.
+    ranks ended at most 1 % above that of exact sums (docs/measured.md): 2 to 8 bits, by the number
+    of ranks. A number, such as 0.03: the same with that share of the loss. "aggressive": also PowerSGD, EF-SignSGD and Top-k 1 %.
     schedules: the schedules that "auto" may choose from: "backward", "pipelined", "delayed" and "local". The last two are never
     used with accuracy="exact". docs/schedules.md says what each asks of a script. "pipelined" costs no accuracy. "local" trains
     another model than DDP, and runs only if all others wait long for exchanges. If a schedule that is not allowed would be
