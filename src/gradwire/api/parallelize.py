@@ -71,12 +71,16 @@ def parallelize(
     driver: Driver | None = None
     prepared: Prepared | None = None
     problem: BaseException | None = None
+    # other ranks wait for a rank with a wrong argument: it connects as most do, and tells them
     try:
-        _check_silence(silence_s)
-        wanted_tls(tls)
         device = _device_of(model)
-    except BaseException as error:  # other ranks wait for this one: it connects as most do, and tells them
-        problem, silence_s, tls = error, None, None
+        _check_silence(silence_s)
+    except BaseException as error:
+        problem, silence_s = error, None
+    try:
+        wanted_tls(tls)
+    except BaseException as error:
+        problem, tls = error, None
     try:
         lanes = Lanes.of_handle(process_group, silence_s, tls, device)
     except GradwireError:
