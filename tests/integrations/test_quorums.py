@@ -139,8 +139,7 @@ def test_who_lost_fewer_iterations_of_a_step_gets_the_state_of_another(
     monkeypatch: pytest.MonkeyPatch, own: int, other: int, asked: list[int]
 ) -> None:
     """In an iteration that does not count a scheduler and a GradScaler step, so states of one step differ."""
-    behind = MemberCard(False, {}, lost=own)
-    exchanges(monkeypatch, MemberCard(False, {}, lost=other), behind)
+    exchanges(monkeypatch, MemberCard(False, {}, at=(16, other)), MemberCard(False, {}, at=(16, own)))
     again = {"quorum_id": 6, "max_step": 16, "recover_dst_replica_ranks": []}
     lighthouse: Any = Meets(answer(**again | {"quorum_id": 5}), answer(**again))
     members = Members({"weight": TensorMeta((2,))}, gw.Identity(), MemberState(dict, print), lighthouse)
@@ -149,3 +148,15 @@ def test_who_lost_fewer_iterations_of_a_step_gets_the_state_of_another(
     assert lighthouse.asked == asked and members.lost == own
     members.commit()
     assert members.lost == 0
+
+
+def test_members_that_lag_keep_their_step_where_those_ahead_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They asked as members of the step before, to get a state that nobody has any more."""
+    same = MemberCard(False, {}, at=(16, 0))
+    exchanges(monkeypatch, same, same)
+    left = {"recover_dst_replica_ranks": []}
+    lighthouse: Any = Meets(answer(**left, max_step=15), answer(**left, max_step=16, quorum_id=6))
+    members = Members({"weight": TensorMeta((2,))}, gw.Identity(), MemberState(dict, print), lighthouse)
+    members.step, members._took_part, members._lags = 16, True, True
+    members.meet()
+    assert (lighthouse.asked, members.step) == ([15, 16], 16)

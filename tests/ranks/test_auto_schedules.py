@@ -147,6 +147,32 @@ def test_each_step_counts_once_while_schedules_change(worlds: Worlds, script: st
         assert made - (word == "delayed") <= count <= made
 
 
+def twice() -> str:
+    """The weights where a second backward adds to the gradients of the one in which the schedule changes to `delayed`."""
+    torch.manual_seed(0)
+    model = Shuffled(SIZES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    handle = gw.parallelize(model, optimizer, plan=BACK_AND_FORTH[0])
+    handle.session.driver = InTurn(BACK_AND_FORTH[:2])
+    word = "backward"
+    while word == "backward":
+        loss = model(model.random_gradients(dist.get_rank(), handle.session.step))
+        loss.backward(retain_graph=True)
+        if (word := handle.plan.schedule.word) == "delayed":
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.flush()
+    weights = digest(model.parameters())
+    handle.detach()
+    return weights
+
+
+def test_a_backward_after_the_one_in_which_delayed_begins_is_exchanged(worlds: Worlds) -> None:
+    first, second = worlds.run(2, twice)
+    assert first == second
+
+
 def thaw(schedule: str) -> tuple[bool, bool]:
     """A handle whose policy is of `backward` runs another schedule when a parameter is thawed."""
     torch.manual_seed(0)

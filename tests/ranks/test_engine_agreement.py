@@ -31,9 +31,9 @@ def alone(what: str, odd: int, others: bool) -> tuple[str, str, list[str]]:
     """Rank `odd` alone cannot begin, and its process lives on. The error, and the threads left. others: another handle has lanes
     that this one would share."""
     first = gw.parallelize(nn.Linear(3, 3), plan=gw.Identity()) if others else None
-    model, arguments = nn.Linear(6, 10), dict[str, Any]()
+    model, arguments = nn.Linear(6, 10), {"tls": True} if "encrypted" in what else dict[str, Any]()
     if dist.get_rank() == odd:
-        if what == "silence":
+        if what.startswith("silence"):
             arguments["silence_s"] = 1.0
         elif what == "encryption":
             arguments["tls"] = "on"
@@ -145,6 +145,7 @@ def test_a_rank_that_cannot_begin_stops_all(worlds: Worlds, what: str, odd: int,
     ("what", "reason"),
     [
         ("silence", "PlanError: silence_s is 1.0: it must be"),
+        ("silence, encrypted", "PlanError: silence_s is 1.0: it must be"),
         ("encryption", "PlanError: tls is 'on': it must be"),
         ("interrupt 0", "KeyboardInterrupt"),
         ("interrupt 1", "KeyboardInterrupt"),

@@ -172,14 +172,28 @@ def test_steps_without_a_batch_leave_no_gradient_to_which_the_next_backward_adds
         assert left == [None if set_to_none else 0.0] * 6
 
 
-def with_state_made(schedule: Any, makes: bool) -> str:
+class PassesOn:
+    """An optimizer in a wrapper that passes the closure by its place, as Accelerate's does."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        self._wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def step(self, closure: Any = None) -> None:
+        self._wrapped.step(closure)
+
+
+def with_state_made(schedule: Any, makes: bool, wrapped: bool = False) -> str:
     """The weights after some steps. makes: torch makes the state of the new optimizer before, on rank 0 alone."""
     model = built(0, lambda: torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     plan = gw.Uniform(gw.Identity(), schedule=schedule)
     handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
     if makes and not here.rank:
-        get_optimizer_state_dict(model, optimizer)
+        given: Any = [PassesOn(optimizer)] if wrapped else optimizer
+        get_optimizer_state_dict(model, given)
     for step in range(4):
         model(torch.full((1, 3), float(step + here.rank))).square().sum().backward()
         optimizer.step()
@@ -188,7 +202,8 @@ def with_state_made(schedule: Any, makes: bool) -> str:
     return digest(model.parameters())
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("schedule", [gw.Backward(), gw.LocalSteps(every=4), gw.Delayed()], ids=str)
-def test_the_step_by_which_torch_makes_a_state_is_no_step_of_a_schedule(threads: Threads, schedule: Any) -> None:
-    made, plain = (threads.run(2, with_state_made, schedule, makes) for makes in (True, False))
+def test_the_step_by_which_torch_makes_a_state_is_no_step_of_a_schedule(threads: Threads, schedule: Any, wrapped: bool) -> None:
+    made, plain = (threads.run(2, with_state_made, schedule, makes, wrapped) for makes in (True, False))
     assert made == plain

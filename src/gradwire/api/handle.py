@@ -46,8 +46,8 @@ class Handle:
 
     @property
     def decision(self) -> Any:
-        """The last decision of plan="auto", `gw.AdaptiveBits` or `gw.Tuned`, with its predictions and measurements. Its
-        str() is one line of text. None before the first decision, and for a plan that the script chose."""
+        """The last decision of plan="auto", `gw.AdaptiveBits`, `gw.Tuned` or `gw.Delayed(k="auto")`, with its predictions and
+        measurements. Its str() is one line of text. None before the first decision, and for a plan that the script chose."""
         return next(reversed(self.decisions), None)
 
     @property

@@ -46,8 +46,8 @@ def parallelize(
     drift_check_steps: ranks compare checksums of their weights every so many steps. If these differ, all ranks raise
     DisagreementError with the first tensor that differs. 0: never.
     accuracy: what "auto" may choose from. "exact": no compression. "safe": also the specs whose measured loss on that number of
-    ranks ended at most 1 % above that of exact sums (docs/measured.md): 4 bits, and 2 bits with error feedback and weights. A
-    number, such as 0.03: the same with that share of the loss. "aggressive": also PowerSGD, EF-SignSGD and Top-k 1 %.
+    ranks ended at most 1 % above that of exact sums (docs/measured.md): 2 to 8 bits, by the number
+    of ranks. A number, such as 0.03: the same with that share of the loss. "aggressive": also PowerSGD, EF-SignSGD and Top-k 1 %.
     schedules: the schedules that "auto" may choose from: "backward", "pipelined", "delayed" and "local". The last two are never
     used with accuracy="exact". docs/schedules.md says what each asks of a script. "pipelined" costs no accuracy. "local" trains
     another model than DDP, and runs only if all others wait long for exchanges. If a schedule that is not allowed would be
@@ -71,12 +71,16 @@ def parallelize(
     driver: Driver | None = None
     prepared: Prepared | None = None
     problem: BaseException | None = None
+    # other ranks wait for a rank with a wrong argument: it connects as most do, and tells them
     try:
-        _check_silence(silence_s)
-        wanted_tls(tls)
         device = _device_of(model)
-    except BaseException as error:  # other ranks wait for this one: it connects as most do, and tells them
-        problem, silence_s, tls = error, None, None
+        _check_silence(silence_s)
+    except BaseException as error:
+        problem, silence_s = error, None
+    try:
+        wanted_tls(tls)
+    except BaseException as error:
+        problem, tls = error, None
     try:
         lanes = Lanes.of_handle(process_group, silence_s, tls, device)
     except GradwireError:

@@ -41,7 +41,7 @@ class Compared:
     """The two plans of a second look at a decision, with their times in it."""
 
     before: Tried
-    """The plan that ran before, which was slower than predicted."""
+    """The plan that ran before: slower than predicted, or chosen before the rival had a turn."""
     rival: Tried
     """The candidate that seemed to be faster."""
     swapped: bool

@@ -80,6 +80,8 @@ def allowed(spec: Spec, ranks: int, most: float) -> bool:
 
     >>> allowed(FOUR_BITS, 4, 0.01), allowed(WEIGHTED_3, 2, 0.01)
     (True, False)
+    >>> allowed(EIGHT_BITS, 1024, 0.01), allowed(EIGHT_BITS, 1025, 0.01)
+    (True, False)
     """
     row = bound(spec, ranks)
     return row is not None and row.mean <= most and row.upper <= 1.5 * most

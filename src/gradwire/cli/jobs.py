@@ -19,7 +19,7 @@ _JOBS = "transformer,mlp,resnet"
 @app.command()
 def demo(
     link: Annotated[str, typer.Option(help="Rate of the link between the nodes.")] = "100mbit",
-    seconds: Annotated[float, typer.Option(help="Seconds of training, for each of the two methods.", min=1.0)] = 30.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of training, for each of the two methods.", min=1.0)] = 25.0,
     out: Annotated[Path, typer.Option(help="Folder for the page, the picture and the numbers.")] = Path("runs/demo"),
     json: Json = False,
 ) -> None:

@@ -37,7 +37,9 @@ class RuleOptions(NamedTuple):
         str | None, typer.Option(help="The last decodes: 'at once', 'after backward', 'with encode' or none. Default: at once.")
     ] = None
     decode_calls: DecodeCalls = None
-    lanes: Annotated[int | None, typer.Option(help="Lanes; 0: launch order. Default on CPUs: 2, or 4 if far; on GPUs 0.")] = None
+    lanes: Annotated[
+        int | None, typer.Option(help="Lanes; 0: launch order. Default on CPUs: 2, or 4 to 16 if far; on GPUs 0.")
+    ] = None
 
 
 class PlanFiles(NamedTuple):

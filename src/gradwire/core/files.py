@@ -73,7 +73,7 @@ def _why(error: OSError, target: Path) -> tuple[object, str]:
         return f"{folder} takes no new files", "Choose another folder."
     if isinstance(error, IsADirectoryError):
         return why, "Name a file in it."
-    unchanged = "The old file is unchanged. " if target.is_file() else ""
+    unchanged = "The old file is unchanged. " if os.path.isfile(target) else ""
     return why, f"{unchanged}{'Make room, or choose' if error.errno in _NO_ROOM else 'Choose'} another folder."
 
 

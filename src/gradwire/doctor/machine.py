@@ -43,14 +43,14 @@ def backends(facts: Facts) -> Finding:
         return problem(
             "backends",
             found,
-            "gradwire sends its control messages, and all gradients of CPU models, over gloo.",
+            "init_process_group('gloo'), which starts jobs on CPUs, needs it. So does the doctor's own measurement of links.",
             "Install a torch wheel from https://pytorch.org/get-started, which has gloo.",
         )
     if facts.cuda_devices and not facts.backends.get("nccl"):
         return problem(
             "backends",
             found + f", though there are {len(facts.cuda_devices)} GPUs",
-            "Gradients on GPUs would travel over gloo, through the host's memory.",
+            "Gradients on GPUs would travel through the host's memory.",
             "Install a torch wheel for CUDA on Linux, which has NCCL.",
         )
     return ok("backends", found)
@@ -130,8 +130,9 @@ def timeout(facts: Facts) -> Finding:
     return note(
         "timeout",
         found,
-        "The other ranks notice a dead process at once, and a silent machine or a cut network within 10 s. They notice a "
-        "hanging rank only near the end of this timeout; then gradwire names the bucket and the rank." + watchdog,
+        "The other ranks notice a dead process at once. They notice a silent machine or a cut network after `silence_s`, by "
+        "default a sixtieth of this timeout, but 7 to 30 s. They notice a hanging rank only near the end of this timeout; then "
+        "gradwire names the bucket and the rank." + watchdog,
         "init_process_group(..., timeout=timedelta(minutes=5)): a little longer than the longest pause of one rank, such as "
         "saving or evaluating.",
     )

@@ -37,7 +37,7 @@ class DDPState:
     give DDP `bucket_cap_mb=1`, so that little waits for a bucket to be full. Or a spec (`gw.QSGD(bits=4)` for every tensor), a
     `gw.Policy`, a `gw.Plan` or the path of a plan's JSON file, for the names of the model inside DDP. A policy's plan is made
     again when DDP has brought its buckets into gradient-ready order.
-    accuracy: what "auto" may choose from, "exact", "safe" or "aggressive", as in `gw.parallelize`.
+    accuracy: what "auto" may choose from: a class or a number, as in `gw.parallelize`.
     tls: whether the hook's connections are encrypted, as in `gw.parallelize`. DDP's own, at its start, stay as they are.
     process_group: for gradwire alone, with the ranks of DDP's group, such as one of gloo (docs/reference/gpu.md).
     Means are over all ranks of DDP's group, in `join()` too, for any `divide_by_initial_world_size`. With error feedback a
@@ -53,18 +53,21 @@ class DDPState:
     """
 
     def __init__(
-        self, plan: PlanForDDP = "auto", accuracy: str = "safe", tls: TlsOption = None, process_group: ProcessGroup | None = None
+        self,
+        plan: PlanForDDP = "auto",
+        accuracy: str | float = "safe",
+        tls: TlsOption = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
-        self.plan: Plan | Policy | Spec | None = None if is_auto(plan, accuracy) else checked(plan)
-        """None: gradwire chooses."""
+        self.plan: Plan | Policy | Spec | None = None if is_auto(plan, accuracy) else checked(plan)  # None: gradwire chooses
         self.accuracy, self.tls, self._given_group = accuracy, tls, process_group
         self._job, self._group = None, None  # type: DDPJob | None, Any  # once the model is found
         self._parameters: dict[str, torch.nn.Parameter] = {}  # by name, in the order of registration
         self._names, self._infos = dict[torch.Tensor, str](), dict[str, TensorInfo]()
         self._exchange, self._scale = None, LossScale()  # type: Exchange | None, LossScale
-        self._saved: dict[str, Any] = {}  # a state that the next step begins with
         self._order, self._order_known = list[str](), False  # names in the order for which the plan was made
-        self._came: list[list[str]] = []  # names in the order of DDP's buckets, for the last step and for this one
+        self._saved, self._came = dict[str, Any](), list[list[str]]()
+        """A state that the next step begins with; names in the order of DDP's buckets, for the last step and for this one."""
         self._waiting, self._first = list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]](), HeldBuckets()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,8 +84,7 @@ class DDPState:
         if job is None or exchange is None or buffer.is_sparse:
             done = allreduce_hook(self._group, bucket)
         else:
-            names = [self._names[parameter] for parameter in bucket.parameters()]
-            gradients = bucket.gradients()
+            names, gradients = [self._names[parameter] for parameter in bucket.parameters()], bucket.gradients()
             job.came(names, gradients, buffer.nbytes)
             exchange.ready_all(dict(zip(names, gradients, strict=True)))
             self._came[-1] += names
@@ -132,8 +134,7 @@ class DDPState:
         self._find_job()
         group = Group.of(self._group)
         saved, names = read_state(state, group) if state else None, list(self._parameters)
-        order = saved.order if saved is not None else []
-        check_order(order, len(names))
+        check_order(order := saved.order if saved is not None else [], len(names))
         for plan in (saved.decided, saved.chosen) if saved is not None and self.plan is None else ():
             if plan and (why := Auto(self.accuracy, ("backward",), group.world_size).refuses(plan, plan)):
                 raise ValueError(f"the state was saved under a plan that this hook does not run: {why}")
@@ -169,8 +170,7 @@ class DDPState:
         made = Exchange(metas, plan, self._group, self.tls)
         resume_together(made, self._saved, {"gw.DDPState and its state": f"{driver!r}, {bool(saved and saved.own)}"})
         self._exchange, self._saved = made, {}
-        job = self._find_job()
-        job.run(made, driver)
+        (job := self._find_job()).run(made, driver)
         if driver is not None and saved is not None:
             driver.resumed(job, saved)
 
@@ -180,8 +180,8 @@ class DDPState:
         if exchange is None or self._order_known or self.plan is None or isinstance(self.plan, Plan) or self._came[0] == came:
             return
         self._order, self._order_known = came, True
-        infos, group = [self._infos[name] for name in came], exchange.group
-        exchange.change_to(plan_for(self.plan, infos, group.world_size, group.grid.ranks_per_node_if_even)[0])
+        infos, grid = [self._infos[name] for name in came], exchange.group.grid
+        exchange.change_to(plan_for(self.plan, infos, grid.world_size, grid.ranks_per_node_if_even)[0])
 
     def _find_job(self, parameters: Sequence[torch.Tensor] = ()) -> DDPJob:
         if self._job is None:

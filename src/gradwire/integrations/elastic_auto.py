@@ -19,7 +19,7 @@ __all__ = ["ElasticAuto"]
 class ElasticAuto:
     """The driver of the present quorum's exchange, and the job that the driver reads."""
 
-    def __init__(self, model: torch.nn.Module, tensors: Sequence[TensorInfo], accuracy: str) -> None:
+    def __init__(self, model: torch.nn.Module, tensors: Sequence[TensorInfo], accuracy: str | float) -> None:
         """tensors: in registration order."""
         self._model: Any = model
         self._tensors, self._accuracy = list(tensors), accuracy

@@ -34,7 +34,7 @@ def compress(
     model: Module,
     plan: Spec | Policy | str = "auto",
     parameters: Spec | None = None,
-    accuracy: str = "safe",
+    accuracy: str | float = "safe",
     tls: TlsOption = None,
     process_group: ProcessGroup | None = None,
 ) -> "ModuleExchanges":
@@ -75,7 +75,11 @@ def compress(
 
 @has_renamed_keywords
 def replicate(
-    model: Module, group: ProcessGroup, plan: Spec | Policy | str = "auto", accuracy: str = "safe", tls: TlsOption = None
+    model: Module,
+    group: ProcessGroup,
+    plan: Spec | Policy | str = "auto",
+    accuracy: str | float = "safe",
+    tls: TlsOption = None,
 ) -> "ModuleExchanges":
     """Average gradients between the replicas of HSDP with compressed exchanges. Call `fully_shard` with a 1-D mesh inside a node.
 

@@ -43,7 +43,7 @@ class ModuleExchanges:
         plan: Spec | Policy | str,
         scheme: str | None,
         parameters: Spec | None,
-        accuracy: str,
+        accuracy: str | float,
         tls: TlsOption = None,
         process_group: ProcessGroup | None = None,
     ) -> None:

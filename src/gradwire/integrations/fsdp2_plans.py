@@ -33,7 +33,7 @@ class ModuleSpecs:
     policy without one chooses.
     """
 
-    def __init__(self, modules: Mapping[str, Any], plan: Spec | Policy | str, scheme: str | None, accuracy: str) -> None:
+    def __init__(self, modules: Mapping[str, Any], plan: Spec | Policy | str, scheme: str | None, accuracy: str | float) -> None:
         own = plan.scheme if isinstance(plan, Policy) else None
         if scheme is not None and own not in (None, "flat", scheme):
             raise PlanError(f"the policy's scheme is {own!r}, and reduce-scatters of FSDP2 travel by {scheme!r}. Leave it out.")

@@ -41,8 +41,8 @@ class MemberCard(msgspec.Struct):
     """The bytes that it sends to each joiner before the step."""
     store: str = ""
     """The address of the store where it offers its state."""
-    lost: int | None = 0
-    """The iterations of its script whose step did not count; None where it gets the state of another member."""
+    at: tuple[int, int] | None = 0, 0
+    """Its step, and the iterations of its script since that did not count; None where it gets the state of another member."""
 
 
 def training_ranks(cards: list[MemberCard], max_step: int) -> set[int]:

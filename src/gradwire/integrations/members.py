@@ -159,17 +159,15 @@ class Members:
 
     def _meet(self, quorum: Any) -> None:
         """Make the exchange of a quorum. Residuals of the last one go on, or the state of another member is loaded."""
-        began_s = time.monotonic()
+        began_s, self._quorum = time.monotonic(), quorum_key(quorum)
         self._part()
-        self._quorum = quorum_key(quorum)
-        group = self._lighthouse.group_of(quorum)
-        exchange = self.exchange = Exchange(self._tensors, self._plan, group)
-        self.rank, self.world_size = group.rank, group.world_size
+        exchange = self.exchange = Exchange(self._tensors, self._plan, self._lighthouse.group_of(quorum))
+        self.rank, self.world_size = exchange.group.rank, exchange.group.world_size
         exchange.go_on(self._kept[0], quorum.max_step, self._kept[1])
         self._kept = {}, 1
         waits, joiners = not self._catches_up or not quorum.max_step, quorum.recover_dst_replica_ranks
         key, data = f"state of {meeting_name(quorum)}", b""
-        card = MemberCard(quorum.heal or not self._took_part, {}, lost=None if quorum.heal else self.lost)
+        card = MemberCard(quorum.heal or not self._took_part, {}, at=None if quorum.heal else (self.step, self.lost))
         if joiners:
             alike = {key: value for key, value in exchange.residuals.state().items() if is_alike(key)}
             state = self._state.save()
@@ -180,21 +178,23 @@ class Members:
                 card.store = self._lighthouse.store_address
         cards, got = exchange.lanes.control.submit(lambda link: hand_over(link, card, data)).result()
         self._lighthouse.end_watch()
-        lost = {each.lost for each in cards if each.lost is not None}
-        if len(lost) > 1:
-            self._lags = self.lost < max(lost)
-            raise LinkError(None, ConnectionError(f"members lost different numbers of iterations in this step: {sorted(lost)}"))
+        places = {each.at for each in cards if each.at is not None}
+        step, lost = max(places, default=(quorum.max_step, 0))
+        if len(places) > 1 or step != quorum.max_step:
+            self._lags = (self.step, self.lost) < (step, lost)
+            raise LinkError(None, ConnectionError(f"members are at different steps or lost iterations: {sorted(places)}"))
         training, self._failures = training_ranks(cards, quorum.max_step), 0
-        self.parts, self.takes_part, self.begins = len(training), group.rank in training, all(each.joins for each in cards)
+        self.parts, self.takes_part, self.begins = len(training), self.rank in training, all(each.joins for each in cards)
         if quorum.heal:
             state = from_bytes(got)
-            exchange.go_on(state.pop("alike"), quorum.max_step, group.world_size)
+            exchange.go_on(state.pop("alike"), quorum.max_step, self.world_size)
             if not waits:
-                donor = next(each for each in cards if group.rank in each.sends)
-                catch_up = self._catch_up = CatchUp(exchange, self._tensors, quorum, partial(self._lighthouse.ask, self.step, 0))
+                donor = next(each for each in cards if self.rank in each.sends)
+                ask = partial(self._lighthouse.ask, min(self.step, step - 1), 0)  # a step that others have made
+                catch_up = self._catch_up = CatchUp(exchange, self._tensors, quorum, ask)
                 state = from_bytes(fetch(donor.store, key, self._lighthouse.timeout, catch_up.check))
             self._state.load(state)
             if self._catch_up is not None:
                 self._catch_up.state_came()
-        self.step, self.lost, self._lags, self._took_part = quorum.max_step, max(lost, default=0), False, True
+        self.step, self.lost, self._lags, self._took_part = step, lost, False, True
         log.info("step %d: rank %d of %d met all in %.2f s", self.step, self.rank, self.world_size, time.monotonic() - began_s)

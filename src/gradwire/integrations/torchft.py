@@ -45,7 +45,7 @@ def elastic(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     plan: Any = "auto",
-    accuracy: str = "safe",
+    accuracy: str | float = "safe",
     min_replicas: int = 2,
     lighthouse: str | None = None,
     also: Sequence[Any] = (),

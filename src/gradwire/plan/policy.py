@@ -184,10 +184,11 @@ class Policy(_Default, frozen=True, kw_only=True):
     """The scheme of all buckets. "flat": all ranks exchange by the first of each spec's `schemes`. "hierarchical": gradients are
     added uncompressed inside each node, and nodes exchange the compressed sums by the first of each spec's `schemes`; specs that
     cannot encode a sum travel flat. "leaders": the same, and one rank of each node exchanges for the node, another one for each
-    bucket. None: "hierarchical" if all nodes have the same number of ranks and more than one; "leaders" if they have different
-    numbers; "grid" for more than 16 ranks otherwise, if all specs that encode travel by "alltoall"; else "flat". Other values:
-    the name of a collective (`gradwire options --collectives` lists them), the name of a system such as "CGX between nodes", or
-    the tasks of an option of docs/options.md with spaces between. Uncompressed buckets use the same links."""
+    bucket. None: "hierarchical" if there are several nodes with the same number of ranks, at least two; "leaders" if they have
+    different numbers; otherwise "grid" for more than 16 ranks (more than 128 if their number is prime), if all specs that encode
+    travel by "alltoall"; else "flat". Other values: the name of a collective (`gradwire options --collectives` lists them), the
+    name of a system such as "CGX between nodes", or the tasks of an option of docs/options.md with spaces between. Uncompressed
+    buckets use the same links."""
     bucket_bytes: int | None = None
     """A bucket closes with the tensor that brings the bucket to this number of bytes of gradient. Larger: fewer, later launches.
     None: 1 MiB for each rank, at least 2 MiB, since a rank sends a bucket as one message to each rank, and each message has a

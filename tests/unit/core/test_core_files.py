@@ -43,6 +43,8 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
         check_writable(tmp_path)
     with pytest.raises(WriteError, match=r"cannot be written: Not a directory\. Choose another folder\.$"):
         check_writable(tmp_path / "old.json" / "new.json")
+    with pytest.raises(WriteError, match=r"cannot be written: File name too long\."):
+        check_writable(tmp_path / ("x" * 300))
 
 
 def test_a_write_that_the_kernel_fails_leaves_the_old_file(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from functools import partial
 import msgspec
 import torch
 from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.core import Delayed, printable
 from gradwire.engine.buffers import BuffersBeside, shared_parameters
@@ -190,7 +191,10 @@ class DelayedSchedule:
         self._watched = -1
         """Which of the reducer's parameters these are."""
         self._means: list[torch.Tensor | None] = []
-        """The gradients of the backward at whose end this schedule began, until the next `optimizer.step()`: means already."""
+        """The gradients of the backward at whose end this schedule began, until the next `optimizer.step()` or the next backward,
+        which adds this rank's own to them: means already."""
+        self._adds: list[RemovableHandle] = []
+        """Hooks that tell of such a backward."""
         self._corrections: Corrections | None = None
         self._guard = SettleFirst(None, (), ModelHook(self, DelayedSchedule.settle))
         self._stepping = Stepping(job.optimizers[:1], self._step)
@@ -240,6 +244,8 @@ class DelayedSchedule:
         self._weights = TwoWeights(parameters)
         if torch._C._current_graph_task_id() != -1:  # the plan changes at the end of a backward
             self._means = [parameter.grad for parameter in parameters.values()]
+            added = ModelHook(self, DelayedSchedule._forget_means)
+            self._adds = [parameter.register_post_accumulate_grad_hook(added) for parameter in parameters.values()]
         self._guard.remove()  # the model may have other modules now
         model, optimizer = self._model(), self._optimizer()
         acts = ModelHook(self, DelayedSchedule.settle), ModelHook(self, DelayedSchedule._walk)
@@ -253,6 +259,7 @@ class DelayedSchedule:
         return partial(finish_quietly, self._under_way)
 
     def detach(self) -> None:
+        self._forget_means()
         self._stepping.remove()
         for hook in self._hooks:
             hook.remove()
@@ -329,9 +336,17 @@ class DelayedSchedule:
     def _has_means(self) -> bool:
         """Whether the gradients are still those of the backward at whose end this schedule began. The schedule before exchanged
         and counted them; a second exchange would count twice."""
-        means, self._means = self._means, []
+        means = self._means
+        self._forget_means()
         same = len(means) == len(self._by_name) and all(m is p.grad for m, p in zip(means, self._by_name.values(), strict=True))
         return same and not self._weights.computing
+
+    def _forget_means(self, *_: object) -> None:
+        """The gradients are not means any more, or nobody asks."""
+        self._means = []
+        for hook in self._adds:
+            hook.remove()
+        self._adds = []
 
     def correcting(self) -> tuple[Exchange | None, float]:
         """See `Corrects`."""
@@ -377,6 +392,7 @@ class DelayedSchedule:
 
     def after_reset(self) -> None:
         """See `Launches`."""
+        self._forget_means()
         self._weights.show_global(keep_local=False)
         self._weights.computing = False
 
@@ -517,6 +533,7 @@ class DelayedSchedule:
 
     def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         corrections, local = divided(state)
+        self._forget_means()
         self._weights.show_global(keep_local=False)
         self._weights.computing, self._landed = False, None
         self._corrections = self._of_corrections.at_step(self._reducer.step)

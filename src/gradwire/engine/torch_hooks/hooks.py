@@ -14,7 +14,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -52,14 +52,16 @@ class StepHook(ModelHook):
 
     @_disable_dynamo
     def __call__(self, *arguments: Any) -> None:
-        if not makes_state(*arguments[-1:]):
+        _, positional, named = arguments
+        if not makes_state(positional[1:], named):
             super().__call__(*arguments)
 
 
-def makes_state(named: Any = None) -> bool:
-    """Whether the present step of an optimizer, called with these named arguments, is one of torch's `get_state_dict` or
+def makes_state(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether the present step of an optimizer, called with these arguments, is one of torch's `get_state_dict` or
     `set_state_dict`. They step an optimizer without a state once, with gradients and a learning rate of zero."""
-    if not named or named.get("closure", makes_state) is not None:  # torch calls step(closure=None)
+    closures = (*arguments, *named.values())
+    if not closures or any(each is not None for each in closures):  # torch calls step(closure=None), Accelerate step(None)
         return False
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_init_optim_state":

@@ -160,7 +160,7 @@ def watch_scalers() -> None:
         result = plain_step(self, optimizer, *arguments, **named)
         for each, before in counting:
             if each.calls == before:
-                each.left_out(optimizer, arguments, named)
+                each.left_out(optimizer, (optimizer, *arguments), named)
         return result
 
     @functools.wraps(plain_update)

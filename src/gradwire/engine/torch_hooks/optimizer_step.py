@@ -33,9 +33,9 @@ def hear_no_more(hearer: Any) -> None:
     _HEARERS.discard(hearer)
 
 
-def announce(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+def announce(optimizer: torch.optim.Optimizer, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None) -> None:
     """The hook. Steps inside `own_steps` are gradwire's, and were announced when the script asked for them."""
-    if not torch.compiler.is_compiling() and not getattr(_own, "inside", False) and not makes_state(*arguments[-1:]):
+    if not torch.compiler.is_compiling() and not getattr(_own, "inside", False) and not makes_state(arguments[1:], named or {}):
         for hearer in list(_HEARERS):
             hearer.before_step(optimizer)
 
@@ -142,7 +142,7 @@ class Stepping:
 
             stepping = reference()
             act = stepping._act() if stepping is not None and stepping._act is not None else None
-            if act is None or makes_state(named):
+            if act is None or makes_state(arguments, named):
                 return stand_in(*arguments, **named)
             announce(optimizer)
             if any(argument is not None for argument in [*arguments, *named.values()]):
