@@ -576,7 +576,8 @@ class Reducer:
 
     def counted(self, reports: RankReports) -> None:
         """The step counts: the next one is another."""
-        self.active = reports.ranks_in(BackwardState.DONE)
+        out = set(reports.ranks_in(BackwardState.OUT))
+        self.active = [rank for rank in range(self.group.world_size) if rank not in out]
         self._used, self._state = set(), StepState.IDLE
         self.step += 1
 
