@@ -370,7 +370,7 @@ def left_while_another_joins(schedule: Any) -> tuple[str, int, bool]:
 
 
 @pytest.mark.filterwarnings("ignore:step 3 is void on all ranks")
-@pytest.mark.parametrize("schedule", [gw.Delayed()], ids=["delayed"])
+@pytest.mark.parametrize("schedule", [gw.Backward(), gw.Pipelined(), gw.Delayed()], ids=["backward", "pipelined", "delayed"])
 def test_a_step_may_be_left_while_another_rank_has_no_batch(threads: Threads, schedule: Any) -> None:
     """Else the ranks would take different steps for the last one, or wait for each other in different places."""
     first, second = threads.run(2, left_while_another_joins, schedule)

@@ -170,6 +170,8 @@ class Reducer:
         """The last backward that began, and whether it sends or only accumulates."""
         self.active: list[int] = []
         """Ranks of the group that had a batch in the last step."""
+        self.left_by: list[int] = []
+        """Ranks of the group that had a batch in the last step and did not end it, if the step is void."""
         self.ready_order: list[int] = []
         """Indices in the order in which the gradients of the last step came."""
         self.first_gradient_s = -1.0
@@ -409,6 +411,7 @@ class Reducer:
         """Begin a step with these buckets of this exchange, or all. Schedules call it, in `on_begin`. `part`: the fragment that
         the buckets are, where ranks train alone."""
         self.arrivals.begin()
+        self.left_by = []
         if exchange is not self.running:
             self.running = exchange
             self.slots = [exchange.slots[name] for name in self.names]
@@ -590,6 +593,7 @@ class Reducer:
         reports = told.result()
         self.control.check_complete(reports)
         if problem := self.control.why_void(reports, leaving_is_void):
+            self.left_by = [*reports.ranks_in(BackwardState.LEFT), *reports.ranks_in(BackwardState.CHANGED)]
             self.batches.void(reports)
             self.running.wait()
             self.take_back_all()

@@ -718,7 +718,7 @@ class Session(Observer):
         while self.reducer.active:
             last_active = self.reducer.active
             self._broadcast_buffers(model)
-            self.reducer.run_out()
+            self._run_out()
         self.settle()
         for parameter, gradient in kept:
             parameter.grad = gradient
@@ -727,6 +727,16 @@ class Session(Observer):
             self._broadcast(shared_tensors(model), what, root)
             if not self._own_states(self.plan):
                 self._send_optimizer_state(root)
+
+    def _run_out(self) -> None:
+        """Make one step without a batch. Where ranks with a batch left it, and it is void, all ranks go on with the next one: no
+        script is here to call `reset`."""
+        try:
+            self.reducer.run_out()
+        except StepStateError:
+            if not (self.reducer.left_by and self.lanes.mendable):
+                raise
+            self.reset()
 
     def _check_parameters(self, module: torch.nn.Module) -> None:
         with looking():
