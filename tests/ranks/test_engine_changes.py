@@ -246,6 +246,28 @@ def test_residuals_of_what_stays_are_kept(threads: Threads, world_size: int) -> 
         assert off < 1e-4
 
 
+def with_a_buffer_that_grows(schedule: Any) -> str:
+    """The weights after steps before each of which a buffer grows, while the last exchange is under way."""
+    model = built(1, lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule), process_group=here.group)
+    for step in range(6):
+        model.register_buffer("seen", torch.full((step + 1,), float(here.rank)))
+        model(torch.randn(5, 6, generator=seeded(step, here.rank))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    end = digest(model.state_dict().values())
+    handle.detach()
+    return end
+
+
+@pytest.mark.parametrize("schedule", [gw.Delayed(), gw.LocalSteps(every=2, delay=1)], ids=["delayed", "local"])
+def test_a_buffer_may_grow_while_an_exchange_is_under_way(threads: Threads, schedule: Any) -> None:
+    """The exchange brings rank 0's buffer of the old size."""
+    first, second = threads.run(2, with_a_buffer_that_grows, schedule)
+    assert first == second
+
+
 def a_copy_is_not_ours() -> None:
     """A deep copy and an average of the model are ordinary models, before and after a change."""
     model = network()
