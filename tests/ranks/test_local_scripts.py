@@ -10,7 +10,7 @@ from delayed_steps import momentum
 from test_delayed import adam, make_model
 from test_delayed_scripts import Odd
 from test_local import EXACT, TWO_BITS, own_weights, step_on, training
-from threads import Threads, here
+from threads import Threads, built, here
 from worlds import Worlds, digest, seeded
 
 import gradwire as gw
@@ -233,6 +233,64 @@ def changed_model() -> tuple[str, int, int]:
 def test_a_model_may_change(threads: Threads) -> None:
     first, second = threads.run(2, changed_model)
     assert first == second and first[1:] == (3, 4)
+
+
+def with_growing_buffer(schedule: gw.LocalSteps, grows: bool) -> tuple[str, str, int]:
+    """W and L at the end, and the exchanges, of a run in which a buffer grows before each step, or of one without."""
+    model, optimizer, handle = training(EXACT, schedule)
+    for step in range(11):
+        if grows:
+            model.register_buffer("seen", torch.zeros(step + 1), persistent=False)
+        step_on(model, optimizer, step)
+    own = own_weights(model)
+    end = digest(model.parameters()), own, handle.stats().steps
+    handle.detach()
+    return end
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        gw.LocalSteps.diloco(every=4),
+        gw.LocalSteps(every=4, delay=2, mixing=0.5),
+        gw.LocalSteps(every=6, fragments=2, delay=2),
+    ],
+    ids=repr,
+)
+def test_what_ranks_learned_outlasts_a_change_of_the_model(threads: Threads, schedule: gw.LocalSteps) -> None:
+    """A mask or a cache that grows is a change, and ranks would lose all steps since their last exchange."""
+    plain = threads.run(2, with_growing_buffer, schedule, False)
+    assert threads.run(2, with_growing_buffer, schedule, True) == plain
+    assert plain[0][1] != plain[1][1], "the last steps were exchanged"
+
+
+def new_layer(model: Any) -> None:
+    model.append(built(here.rank, lambda: torch.nn.Linear(3, 3)))
+
+
+def widened(model: Any) -> None:
+    model.double()
+
+
+def own_weights_after(change: Any) -> tuple[bool, str]:
+    """Whether the next forward computes on the same L after a change, and what L is."""
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=10))
+    for step in range(3):
+        step_on(model, optimizer, step)
+    layers = model[0], model[2]
+    before = [layer.weight.detach().clone() for layer in layers]
+    change(model)
+    model(torch.ones(1, 6, dtype=layers[0].weight.dtype))
+    same = all(torch.equal(kept.to(layer.weight.dtype), layer.weight) for kept, layer in zip(before, layers, strict=True))
+    handle.detach()
+    return same, digest(before)
+
+
+@pytest.mark.parametrize("change", [new_layer, widened])
+def test_parameters_that_stay_keep_their_own_weights(threads: Threads, change: Any) -> None:
+    """Also where ranks get rank 0's values of a new layer."""
+    (first, own), (second, other) = threads.run(2, own_weights_after, change)
+    assert first and second and own != other
 
 
 @pytest.mark.parametrize("make", [changed_model, with_a_closure])

@@ -20,7 +20,7 @@ from gradwire.engine.buffers import ModelBuffers, shared_tensors
 from gradwire.engine.control import OwnSteps
 from gradwire.engine.crossing import CROSSING, Whereabouts
 from gradwire.engine.optimizer_state import OptimizerState
-from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
+from gradwire.engine.prepare import Prepared, facts, prepare, same_parameters, what_changed
 from gradwire.engine.reducer import (
     Observer,
     Observers,
@@ -522,8 +522,7 @@ class Session(Observer):
             handle = REGISTRY.forget(model, before.values())
             self._synchronise(model, prepared)
             REGISTRY.add(model, self.parameters.values(), handle)
-            # a new head may have the name and the size of the old one: what was not sent of the old one is not the new one's
-            kept = {name for name, each in self.parameters.items() if before.get(name) is each}
+            kept = same_parameters(before, self.parameters)
             carried = {key: value for key, value in carried.items() if key.split("/", 1)[1] in kept}
             if self.schedule.traits.trains_alone == alone:  # changes of weights and gradients have other units
                 self.exchange.residuals.take_over(self.exchange.residuals.fitting(carried))
