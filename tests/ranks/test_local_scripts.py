@@ -11,7 +11,7 @@ from test_delayed import adam, make_model
 from test_delayed_scripts import Odd
 from test_local import EXACT, TWO_BITS, own_weights, step_on, training
 from threads import Threads, built, here
-from worlds import Worlds, digest, seeded
+from worlds import Given, Worlds, digest, seeded
 
 import gradwire as gw
 
@@ -330,6 +330,42 @@ def test_what_a_void_exchange_sent_is_sent_once(threads: Threads) -> None:
     assert first == second and "void on all ranks" in words
     assert far[2] == far[5] > 0, "the second exchange did not count"
     assert far[8] / far[2] == pytest.approx(8.5 / 3, rel=0.05), "rank 1 has left one of nine steps of nearly equal gradients"
+
+
+def learned_and_sent(changes: list[int]) -> tuple[float, float]:
+    """Error feedback at 2 bits, and a buffer that is new in step 5 on these ranks: on all of them a change of the model, else a
+    void exchange. How far what ranks learned is from what W took up and residuals hold, and the length of the residuals."""
+    model = Given([700], seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    begun, learned = model.p0.detach().double(), torch.zeros(700, dtype=torch.float64)
+    plan = gw.Uniform(TWO_BITS, schedule=gw.LocalSteps(every=2))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    for step in range(8):
+        gradients = model.random_gradients(step, here.rank)
+        if step == 5 and here.rank in changes:
+            model.register_buffer("seen", torch.zeros(1))
+        try:
+            model(gradients).backward()
+            learned += gradients[0].double() / here.world_size
+            optimizer.step()
+        except gw.StepStateError:
+            handle.reset()
+            if here.rank in changes:
+                del model.seen
+        optimizer.zero_grad()
+    handle.flush()
+    left = sum(value.double() for key, value in handle.state_dict().items() if "/residual/" in key)
+    here.add_up(learned)
+    here.add_up(left)
+    off = begun - model.p0.detach().double() - (learned - left)
+    handle.detach()
+    return float(off.norm()), float(left.norm())
+
+
+@pytest.mark.parametrize("changes", [[0, 1], [1]], ids=["a change", "a void exchange"])
+def test_nothing_is_lost_or_sent_twice_with_error_feedback(threads: Threads, changes: list[int]) -> None:
+    for off, left in threads.run(2, learned_and_sent, changes):
+        assert left > 1 and off < 1e-3
 
 
 def detached() -> tuple[bool, bool]:

@@ -190,6 +190,8 @@ class Reducer:
         self._seen = False
         """Whether a backward was finished: what its graph is like is known then."""
         self._used: set[int] = set()
+        self._put_back: Callable[[], None] | None = None
+        """The function that gives the exchange the residuals of before the step, where ranks train alone."""
         self._outer_task = -1
         self._outermost_task, self._began_inside = NO_BACKWARD, False
         """The backward that reached an output of the model and has not ended, and whether its step began in a backward inside."""
@@ -419,6 +421,7 @@ class Reducer:
         exchange.begin(step=self.step, buckets=buckets)
         self._state = StepState.RUNNING
         self.batches.begin(exchange, part, self.schedule.traits.weighs_batches)
+        self._put_back = exchange.keep_residuals() if self.schedule.traits.trains_alone else None
 
     def may_send(self) -> bool:
         """Whether a forward that begins now may send: not one that recomputes activations inside a backward, nor one in a forked
@@ -443,8 +446,12 @@ class Reducer:
             was_left(self, "a step of another handle begins")
 
     def take_back_all(self) -> None:
-        """No rank uses what was summed: residuals take it back, unless the next sum has it anyway."""
-        for slot in self.slots if not self.schedule.traits.trains_alone else ():
+        """No rank uses what was summed: residuals take it back. Where ranks train alone their weights have it still, so residuals
+        become what they were."""
+        if self._put_back is not None:
+            self._put_back()
+            return
+        for slot in self.slots:
             self.running.take_back(slot)
 
     # ---- gradients
@@ -581,7 +588,7 @@ class Reducer:
         """The step counts: the next one is another."""
         out = set(reports.ranks_in(BackwardState.OUT))
         self.active = [rank for rank in range(self.group.world_size) if rank not in out]
-        self._used, self._state = set(), StepState.IDLE
+        self._used, self._state, self._put_back = set(), StepState.IDLE, None
         self.step += 1
 
     def hear(
@@ -610,7 +617,7 @@ class Reducer:
 
     def idle(self, next_step: int | None = None) -> None:
         """The step in hand is over, and did not count. `next_step`: all ranks go on with this one, without its gradients."""
-        self._state = StepState.IDLE
+        self._state, self._put_back = StepState.IDLE, None
         if next_step is not None:
             self.step, self._used = next_step, set()
 
@@ -699,12 +706,13 @@ def announce_change(reducer: Reducer) -> None:
             parameter.grad = parameter.grad.clone()  # what was accumulated, before the slot is zeroed
         gradient.take_over(None)
     reducer.begin_beside()
+    put_back = reducer.running.keep_residuals()
     for index in range(len(reducer.slots)):
         reducer.put(index, None)
         reducer.send(index)
     reducer.hear(reducer.tell(BackwardState.CHANGED), reducer.schedule.on_end)
     reducer.running.wait()
-    reducer.take_back_all()
+    put_back()  # zeros were encoded with them
     reducer.idle()
 
 
