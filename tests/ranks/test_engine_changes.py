@@ -306,3 +306,41 @@ def test_a_new_head_does_not_get_the_residual_of_the_old_one(threads: Threads) -
     left = {"1.weight": False, "1.bias": False}
     for found in threads.run(2, with_another_head):
         assert found | left == found
+
+
+class Branches(nn.Module):
+    """Two layers, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(built(here.rank, lambda: [nn.Linear(6, 2) for _ in range(2)]))
+
+    def forward(self, inputs: torch.Tensor, which: int) -> torch.Tensor:
+        outputs: torch.Tensor = self.layers[which](inputs)
+        return outputs
+
+
+def accumulated_over_a_change(schedule: str) -> list[str]:
+    """The gradient of the layer that only the first of two accumulated backwards used, with a change of the model in between,
+    and the weights after the step."""
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = gw.Uniform(gw.Identity(), schedule=schedule)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    inputs = torch.randn(5, 6, generator=seeded(here.rank))
+    with handle.no_sync():
+        model(inputs, 0).square().mean().backward()
+    model.register_buffer("seen", torch.zeros(3), persistent=False)
+    model(inputs, 1).square().mean().backward()
+    gradient = digest([model.layers[0].weight.grad])
+    optimizer.step()
+    end = [gradient, digest(model.parameters())]
+    handle.detach()
+    return end
+
+
+@pytest.mark.parametrize("schedule", ["backward", "pipelined"])
+def test_a_change_between_accumulated_backwards_forgets_no_gradient(threads: Threads, schedule: str) -> None:
+    """Else each rank steps by its own gradient, and weights differ from then on."""
+    first, second = threads.run(2, accumulated_over_a_change, schedule)
+    assert first == second

@@ -176,6 +176,7 @@ class Reducer:
         """Indices in the order in which the gradients of the last step came."""
         self.first_gradient_s = -1.0
         """When the first gradient of the last step came (time.perf_counter); -1 where no gradient is sent in backward."""
+        self.parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self.arrivals = Arrivals()
         self.gradients: list[AnyGradient] = []
         """The gradients that scripts get, in the order of the parameters."""
@@ -213,10 +214,12 @@ class Reducer:
     def watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         """Synchronise the gradients of these, by name and in registration order. `attach` must follow."""
         self._hooks.remove()
+        used = {id(self.parameters[index]()) for index in self._used}  # the change may come between accumulated backwards
         self.names = list(parameters)
         self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self.control.watch(self.names, self.parameters)
-        self._used, self._seen = set(), False
+        self._used = {index for index, parameter in enumerate(parameters.values()) if id(parameter) in used}
+        self._seen = False
         self.watched += 1
         traits = self.schedule.traits
         before = Reducer._before_gradient if traits.acts_before_gradients else None
