@@ -344,3 +344,49 @@ def test_a_change_between_accumulated_backwards_forgets_no_gradient(threads: Thr
     """Else each rank steps by its own gradient, and weights differ from then on."""
     first, second = threads.run(2, accumulated_over_a_change, schedule)
     assert first == second
+
+
+FEEDBACK = gw.ErrorFeedback(gw.QSGD(bits=2))
+KEPT_BESIDE: dict[str, tuple[Any, str]] = {
+    "outer momentum": (gw.LocalSteps.diloco(every=1), "/outer/"),
+    "corrections": (gw.Delayed(k=1, correction=FEEDBACK), "/correction_residual/"),
+}
+
+
+def kept_beside(what: str, drops: bool) -> list[dict[str, bool]]:
+    """Whether a schedule keeps anything of each tensor, before and after its head was replaced by one of its size, or after
+    `drop_residuals`."""
+    schedule, field = KEPT_BESIDE[what]
+    model = built(1, lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = gw.Uniform(FEEDBACK, schedule=schedule)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    found = []
+    for changes in (False, True):
+        if changes and drops:
+            handle.drop_residuals()
+        elif changes:
+            model[1] = built(2, lambda: nn.Linear(8, 4))
+            handle.attach()
+        else:
+            for step in range(3):
+                model(torch.randn(5, 6, generator=seeded(step, here.rank))).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        kept = {key: bool(value.any()) for key, value in handle.state_dict().items() if field in key}
+        found.append({name: any(kept[key] for key in kept if key.endswith(name)) for name in ("0.weight", "1.weight")})
+    handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("what", KEPT_BESIDE)
+def test_a_new_head_does_not_get_what_its_schedule_kept_of_the_old_one(threads: Threads, what: str) -> None:
+    for before, after in threads.run(2, kept_beside, what, False):
+        assert before == {"0.weight": True, "1.weight": True}
+        assert after == {"0.weight": True, "1.weight": False}
+
+
+def test_residuals_of_corrections_are_dropped_too(threads: Threads) -> None:
+    for before, after in threads.run(2, kept_beside, "corrections", True):
+        assert before == {"0.weight": True, "1.weight": True}
+        assert after == {"0.weight": False, "1.weight": False}

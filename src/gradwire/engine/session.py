@@ -438,6 +438,8 @@ class Session(Observer):
         """See `Handle.drop_residuals`."""
         self.settle()
         self.exchange.residuals.drop()
+        if isinstance(self.schedule, Corrects):
+            self.schedule.drop_residuals()
 
     @outside_modes
     def reset(self) -> None:

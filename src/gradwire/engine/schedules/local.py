@@ -114,7 +114,7 @@ class LocalSchedule:
         self._weights: TwoWeights = TwoWeights(parameters, keeps_writes=True)
         self._weights.go_on_with({name: own for name, own in local.items() if name in same})
         self._outer = OuterOptimizer(self._data.outer, dict(zip(parameters, self._weights.copies, strict=True)))
-        self._outer.take(momenta)
+        self._outer.take({name: momentum for name, momentum in momenta.items() if name in same})
         # ranks compare their global weights
         compared: list[Any] = [weakref.ref(weight) for weight in self._weights.copies]
         reducer.control.watch(reducer.names, compared)
