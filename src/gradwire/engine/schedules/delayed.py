@@ -471,8 +471,9 @@ class DelayedSchedule:
         try:
             # all learn of a step that some left only when the next one is computed, and go on
             reports = self._reducer.hear(launched.told, self.on_end, leaving_is_void=False)
-        except BaseException:
-            self._of_corrections.landed(counts=False)
+        except BaseException as error:
+            # a step that is void has been taken back
+            self._of_corrections.landed(counts=False, taken_back=isinstance(error, StepStateError))
             raise
         finally:
             # `let_go` keeps this list, and an error in it would keep the frames that it passed, this schedule among them
