@@ -272,7 +272,8 @@ class Handle:
         if isinstance(schedule, ClipsGradients):
             norm = schedule.clip_grad_norm_(parameters, max_norm, norm_type)
         if norm is None:
-            schedule.settle()
+            if schedule.traits.sends_in_backward:  # else gradients are each rank's own already
+                schedule.settle()
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return norm
 

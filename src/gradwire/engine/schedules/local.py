@@ -164,10 +164,6 @@ class LocalSchedule:
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Gradients are this rank's own."""
 
-    def clip_grad_norm_(self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        """See `ClipsGradients`: of this rank's own gradients."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
     # ---- a local step
 
     def _begins_after(self, exchange: int) -> int:
