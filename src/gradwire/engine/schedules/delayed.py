@@ -430,7 +430,7 @@ class DelayedSchedule:
             for index in portion:
                 reducer.send(index)
         told = reducer.tell(state)
-        self._under_way.append(Launched(reducer.running, state, told, self._buffers.sending, update))
+        self._under_way.append(Launched(reducer.running, told, self._buffers.sending, update))
         if problem is not None:
             raise problem
 

@@ -307,7 +307,7 @@ class LocalSchedule:
             for index in bucket:
                 reducer.put(index, self._weights.copies[index] - parameters[index])
             reducer.send(*bucket)
-        self._under_way.append(Launched(reducer.running, state, reducer.tell(state), self._buffers.sending, None))
+        self._under_way.append(Launched(reducer.running, reducer.tell(state), self._buffers.sending, None))
         self._lands_after = self._local_steps + self._data.delay
         if not self._data.delay:
             self._land()

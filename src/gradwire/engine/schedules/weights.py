@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.core import Delayed, Plan, printable
-from gradwire.engine.control import BackwardState, RankReports, checksums
+from gradwire.engine.control import RankReports, checksums
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.torch_hooks.optimizer_step import outermost
 from gradwire.errors import PlanError
@@ -405,7 +405,6 @@ class Launched:
     """An exchange under way, until its means are used."""
 
     exchange: Exchange
-    state: BackwardState
     told: "Future[RankReports]"
     sending: "list[Future[Mark]]"
     """Futures of the broadcast of buffers, if there are any."""
