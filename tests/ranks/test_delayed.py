@@ -7,7 +7,7 @@ import pytest
 import torch
 from delayed_steps import Reference, Sent, gradient, momentum, tanh_layers
 from threads import Threads, here
-from worlds import Worlds, digest, seeded
+from worlds import Given, Worlds, digest, seeded
 
 import gradwire as gw
 from gradwire.engine.schedules import delayed
@@ -248,6 +248,42 @@ def test_compressed_steps_are_those_of_the_recurrences(threads: Threads, schedul
     for expected, after, distance in threads.run(2, compressed, schedule):
         assert after == expected
         assert distance > 1e-4, "nothing was compressed"
+
+
+def flushed_into_a_void_step() -> tuple[float, float]:
+    """Rank 1 alone changes its model before a step whose corrections flush residuals, so the step is void. How far what ranks
+    computed is from what weights took up and residuals hold, and the length of the residuals."""
+    model = Given([700], seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    begun, computed = model.p0.detach().double(), torch.zeros(700, dtype=torch.float64)
+    spec = gw.ErrorFeedback(gw.QSGD(bits=2))
+    plan = gw.Uniform(spec, schedule=gw.Delayed(k=2, flush=True, correction=spec, stagger=False))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    for step in range(6):
+        gradients = model.random_gradients(step, here.rank)
+        if step == 2 and here.rank == 1:
+            model.register_buffer("seen", torch.zeros(1))
+        try:
+            model(gradients).backward()
+            computed += gradients[0].double() / here.world_size
+            optimizer.step()
+            handle.flush()
+        except gw.StepStateError:
+            handle.reset()
+            if here.rank == 1:
+                del model.seen
+        optimizer.zero_grad()
+    left = sum(value.double() for key, value in handle.state_dict().items() if "residual/" in key)
+    here.add_up(computed)
+    here.add_up(left)
+    off = begun - model.p0.detach().double() - (computed - left)
+    handle.detach()
+    return float(off.norm()), float(left.norm())
+
+
+def test_what_was_flushed_into_a_void_step_is_kept_once(threads: Threads) -> None:
+    for off, left in threads.run(2, flushed_into_a_void_step):
+        assert left > 1 and off < 1e-3
 
 
 def test_corrections_of_every_step_are_exact(threads: Threads) -> None:

@@ -179,6 +179,28 @@ def test_what_is_done_inside_a_step_changes_nothing(threads: Threads, what: str)
         assert with_it == without
 
 
+def clipped() -> tuple[int, list[int], bool]:
+    """Bytes of the model, bytes of weights beside it after each clip inside a step, and whether gradients were clipped."""
+    run = Run()
+    nbytes, beside, right = sum(parameter.nbytes for parameter in run.model.parameters()), [], True
+    for step in range(4):
+        gradient(run.model, step, here.rank)
+        run.handle.clip_grad_norm_(0.01)
+        beside.append(run.handle.stats().memory.weight_bytes)
+        grads = [layer.weight.grad for layer in (run.model[0], run.model[2])]
+        right &= float(torch.nn.utils.get_total_norm(grads)) < 0.0101
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.end()
+    return nbytes, beside, right
+
+
+def test_a_clip_does_not_end_the_exchange_under_way(threads: Threads) -> None:
+    """It needs no other rank, and no copy of the weights."""
+    for nbytes, beside, right in threads.run(2, clipped):
+        assert beside == [nbytes] * 4 and right
+
+
 def penalty() -> list[str]:
     run = Run()
     for step in range(4):

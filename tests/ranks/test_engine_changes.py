@@ -246,6 +246,28 @@ def test_residuals_of_what_stays_are_kept(threads: Threads, world_size: int) -> 
         assert off < 1e-4
 
 
+def with_a_buffer_that_grows(schedule: Any) -> str:
+    """The weights after steps before each of which a buffer grows, while the last exchange is under way."""
+    model = built(1, lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule), process_group=here.group)
+    for step in range(6):
+        model.register_buffer("seen", torch.full((step + 1,), float(here.rank)))
+        model(torch.randn(5, 6, generator=seeded(step, here.rank))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    end = digest(model.state_dict().values())
+    handle.detach()
+    return end
+
+
+@pytest.mark.parametrize("schedule", [gw.Delayed(), gw.LocalSteps(every=2, delay=1)], ids=["delayed", "local"])
+def test_a_buffer_may_grow_while_an_exchange_is_under_way(threads: Threads, schedule: Any) -> None:
+    """The exchange brings rank 0's buffer of the old size."""
+    first, second = threads.run(2, with_a_buffer_that_grows, schedule)
+    assert first == second
+
+
 def a_copy_is_not_ours() -> None:
     """A deep copy and an average of the model are ordinary models, before and after a change."""
     model = network()
@@ -284,3 +306,87 @@ def test_a_new_head_does_not_get_the_residual_of_the_old_one(threads: Threads) -
     left = {"1.weight": False, "1.bias": False}
     for found in threads.run(2, with_another_head):
         assert found | left == found
+
+
+class Branches(nn.Module):
+    """Two layers, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(built(here.rank, lambda: [nn.Linear(6, 2) for _ in range(2)]))
+
+    def forward(self, inputs: torch.Tensor, which: int) -> torch.Tensor:
+        outputs: torch.Tensor = self.layers[which](inputs)
+        return outputs
+
+
+def accumulated_over_a_change(schedule: str) -> list[str]:
+    """The gradient of the layer that only the first of two accumulated backwards used, with a change of the model in between,
+    and the weights after the step."""
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = gw.Uniform(gw.Identity(), schedule=schedule)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    inputs = torch.randn(5, 6, generator=seeded(here.rank))
+    with handle.no_sync():
+        model(inputs, 0).square().mean().backward()
+    model.register_buffer("seen", torch.zeros(3), persistent=False)
+    model(inputs, 1).square().mean().backward()
+    gradient = digest([model.layers[0].weight.grad])
+    optimizer.step()
+    end = [gradient, digest(model.parameters())]
+    handle.detach()
+    return end
+
+
+@pytest.mark.parametrize("schedule", ["backward", "pipelined"])
+def test_a_change_between_accumulated_backwards_forgets_no_gradient(threads: Threads, schedule: str) -> None:
+    """Else each rank steps by its own gradient, and weights differ from then on."""
+    first, second = threads.run(2, accumulated_over_a_change, schedule)
+    assert first == second
+
+
+FEEDBACK = gw.ErrorFeedback(gw.QSGD(bits=2))
+KEPT_BESIDE: dict[str, tuple[Any, str]] = {
+    "outer momentum": (gw.LocalSteps.diloco(every=1), "/outer/"),
+    "corrections": (gw.Delayed(k=1, correction=FEEDBACK), "/correction_residual/"),
+}
+
+
+def kept_beside(what: str, drops: bool) -> list[dict[str, bool]]:
+    """Whether a schedule keeps anything of each tensor, before and after its head was replaced by one of its size, or after
+    `drop_residuals`."""
+    schedule, field = KEPT_BESIDE[what]
+    model = built(1, lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = gw.Uniform(FEEDBACK, schedule=schedule)
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    found = []
+    for changes in (False, True):
+        if changes and drops:
+            handle.drop_residuals()
+        elif changes:
+            model[1] = built(2, lambda: nn.Linear(8, 4))
+            handle.attach()
+        else:
+            for step in range(3):
+                model(torch.randn(5, 6, generator=seeded(step, here.rank))).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        kept = {key: bool(value.any()) for key, value in handle.state_dict().items() if field in key}
+        found.append({name: any(kept[key] for key in kept if key.endswith(name)) for name in ("0.weight", "1.weight")})
+    handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("what", KEPT_BESIDE)
+def test_a_new_head_does_not_get_what_its_schedule_kept_of_the_old_one(threads: Threads, what: str) -> None:
+    for before, after in threads.run(2, kept_beside, what, False):
+        assert before == {"0.weight": True, "1.weight": True}
+        assert after == {"0.weight": True, "1.weight": False}
+
+
+def test_residuals_of_corrections_are_dropped_too(threads: Threads) -> None:
+    for before, after in threads.run(2, kept_beside, "corrections", True):
+        assert before == {"0.weight": True, "1.weight": True}
+        assert after == {"0.weight": False, "1.weight": False}

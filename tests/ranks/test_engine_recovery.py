@@ -343,6 +343,40 @@ def test_join_on_one_rank_alone_is_refused_on_all(threads: Threads) -> None:
         assert "rank 1 is not inside" in told
 
 
+def left_while_another_joins(schedule: Any) -> tuple[str, int, bool]:
+    """Rank 0 has two batches. Rank 1 has six, leaves the fourth in backward, and goes on. The weights at the end, the steps, and
+    whether the weights are those of all other gradients."""
+    model = built(0, Fragile)
+    wanted = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule), process_group=here.group)
+    with handle.join():
+        for number in range(6 if here.rank else 2):
+            model.broken = number == 3
+            try:
+                model(model.random_gradients(here.rank, number)).backward()
+            except MemoryError:
+                handle.reset()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+    for rank, number in [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 4), (1, 5)]:
+        for weight, gradient in zip(wanted, model.random_gradients(rank, number), strict=True):
+            weight -= 0.05 * gradient
+    right = all(torch.allclose(p, weight, atol=1e-5) for p, weight in zip(model.parameters(), wanted, strict=True))
+    end = digest(model.parameters()), handle.stats().steps, right
+    handle.detach()
+    return end
+
+
+@pytest.mark.filterwarnings("ignore:step 3 is void on all ranks")
+@pytest.mark.parametrize("schedule", [gw.Backward(), gw.Pipelined(), gw.Delayed()], ids=["backward", "pipelined", "delayed"])
+def test_a_step_may_be_left_while_another_rank_has_no_batch(threads: Threads, schedule: Any) -> None:
+    """Else the ranks would take different steps for the last one, or wait for each other in different places."""
+    first, second = threads.run(2, left_while_another_joins, schedule)
+    assert first == second and first[1:] == (7, True)
+
+
 # ---- saved whole
 
 

@@ -10,8 +10,8 @@ from delayed_steps import momentum
 from test_delayed import adam, make_model
 from test_delayed_scripts import Odd
 from test_local import EXACT, TWO_BITS, own_weights, step_on, training
-from threads import Threads, here
-from worlds import Worlds, digest, seeded
+from threads import Threads, built, here
+from worlds import Given, Worlds, digest, seeded
 
 import gradwire as gw
 
@@ -235,6 +235,64 @@ def test_a_model_may_change(threads: Threads) -> None:
     assert first == second and first[1:] == (3, 4)
 
 
+def with_growing_buffer(schedule: gw.LocalSteps, grows: bool) -> tuple[str, str, int]:
+    """W and L at the end, and the exchanges, of a run in which a buffer grows before each step, or of one without."""
+    model, optimizer, handle = training(EXACT, schedule)
+    for step in range(11):
+        if grows:
+            model.register_buffer("seen", torch.zeros(step + 1), persistent=False)
+        step_on(model, optimizer, step)
+    own = own_weights(model)
+    end = digest(model.parameters()), own, handle.stats().steps
+    handle.detach()
+    return end
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        gw.LocalSteps.diloco(every=4),
+        gw.LocalSteps(every=4, delay=2, mixing=0.5),
+        gw.LocalSteps(every=6, fragments=2, delay=2),
+    ],
+    ids=repr,
+)
+def test_what_ranks_learned_outlasts_a_change_of_the_model(threads: Threads, schedule: gw.LocalSteps) -> None:
+    """A mask or a cache that grows is a change, and ranks would lose all steps since their last exchange."""
+    plain = threads.run(2, with_growing_buffer, schedule, False)
+    assert threads.run(2, with_growing_buffer, schedule, True) == plain
+    assert plain[0][1] != plain[1][1], "the last steps were exchanged"
+
+
+def new_layer(model: Any) -> None:
+    model.append(built(here.rank, lambda: torch.nn.Linear(3, 3)))
+
+
+def widened(model: Any) -> None:
+    model.double()
+
+
+def own_weights_after(change: Any) -> tuple[bool, str]:
+    """Whether the next forward computes on the same L after a change, and what L is."""
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=10))
+    for step in range(3):
+        step_on(model, optimizer, step)
+    layers = model[0], model[2]
+    before = [layer.weight.detach().clone() for layer in layers]
+    change(model)
+    model(torch.ones(1, 6, dtype=layers[0].weight.dtype))
+    same = all(torch.equal(kept.to(layer.weight.dtype), layer.weight) for kept, layer in zip(before, layers, strict=True))
+    handle.detach()
+    return same, digest(before)
+
+
+@pytest.mark.parametrize("change", [new_layer, widened])
+def test_parameters_that_stay_keep_their_own_weights(threads: Threads, change: Any) -> None:
+    """Also where ranks get rank 0's values of a new layer."""
+    (first, own), (second, other) = threads.run(2, own_weights_after, change)
+    assert first and second and own != other
+
+
 @pytest.mark.parametrize("make", [changed_model, with_a_closure])
 def test_gradients_of_own_weights_are_not_taken_for_those_of_the_global_ones(worlds: Worlds, make: Any) -> None:
     assert worlds.run(2, warned_of, make) == [[], []]
@@ -272,6 +330,42 @@ def test_what_a_void_exchange_sent_is_sent_once(threads: Threads) -> None:
     assert first == second and "void on all ranks" in words
     assert far[2] == far[5] > 0, "the second exchange did not count"
     assert far[8] / far[2] == pytest.approx(8.5 / 3, rel=0.05), "rank 1 has left one of nine steps of nearly equal gradients"
+
+
+def learned_and_sent(changes: list[int]) -> tuple[float, float]:
+    """Error feedback at 2 bits, and a buffer that is new in step 5 on these ranks: on all of them a change of the model, else a
+    void exchange. How far what ranks learned is from what W took up and residuals hold, and the length of the residuals."""
+    model = Given([700], seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    begun, learned = model.p0.detach().double(), torch.zeros(700, dtype=torch.float64)
+    plan = gw.Uniform(TWO_BITS, schedule=gw.LocalSteps(every=2))
+    handle = gw.parallelize(model, optimizer, plan=plan, process_group=here.group)
+    for step in range(8):
+        gradients = model.random_gradients(step, here.rank)
+        if step == 5 and here.rank in changes:
+            model.register_buffer("seen", torch.zeros(1))
+        try:
+            model(gradients).backward()
+            learned += gradients[0].double() / here.world_size
+            optimizer.step()
+        except gw.StepStateError:
+            handle.reset()
+            if here.rank in changes:
+                del model.seen
+        optimizer.zero_grad()
+    handle.flush()
+    left = sum(value.double() for key, value in handle.state_dict().items() if "/residual/" in key)
+    here.add_up(learned)
+    here.add_up(left)
+    off = begun - model.p0.detach().double() - (learned - left)
+    handle.detach()
+    return float(off.norm()), float(left.norm())
+
+
+@pytest.mark.parametrize("changes", [[0, 1], [1]], ids=["a change", "a void exchange"])
+def test_nothing_is_lost_or_sent_twice_with_error_feedback(threads: Threads, changes: list[int]) -> None:
+    for off, left in threads.run(2, learned_and_sent, changes):
+        assert left > 1 and off < 1e-3
 
 
 def detached() -> tuple[bool, bool]:

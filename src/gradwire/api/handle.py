@@ -174,9 +174,9 @@ class Handle:
         """Go on after an exception in forward or backward that the script caught. Collective.
 
         The rank with the exception calls it where it caught it. The other ranks get StepStateError from their backward of that
-        step, and call it there. All ranks leave that batch out: gradients are dropped (`grad` is None), and the next backward is
-        a new step. With error feedback, the gradients that ranks computed in the void step are sent with the next one. Raises a
-        failure that cannot be recovered, such as a dead rank.
+        step, and call it there. A rank whose loop in `join()` has ended goes on by itself. All ranks leave that batch out:
+        gradients are dropped (`grad` is None), and the next backward is a new step. With error feedback, the gradients that ranks
+        computed in the void step are sent with the next one. Raises a failure that cannot be recovered, such as a dead rank.
 
         Only warns if nothing failed and no training forward of the model began since the last step. So a step of a model in eval
         mode, or of parts that are called without the model, cannot be left before its first gradient. After backward only the
@@ -272,7 +272,8 @@ class Handle:
         if isinstance(schedule, ClipsGradients):
             norm = schedule.clip_grad_norm_(parameters, max_norm, norm_type)
         if norm is None:
-            schedule.settle()
+            if schedule.traits.sends_in_backward:  # else gradients are each rank's own already
+                schedule.settle()
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return norm
 

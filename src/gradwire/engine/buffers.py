@@ -130,9 +130,10 @@ class BuffersBeside:
             lane.link.streams.wait(sent.result())
 
     def put(self, rank: int) -> None:
-        """Give the model of this rank of the group what rank 0 sent."""
+        """Give the model of this rank of the group what rank 0 sent. Not if a buffer has another size since then: that is a
+        change of the model, with which all ranks get rank 0's."""
         model = self._model()
-        if self._copy is not None and model is not None and rank != 0:
+        if self._copy is not None and model is not None and rank != 0 and not self._agreed.changed(model):
             self._copy.put_into(model)
 
 

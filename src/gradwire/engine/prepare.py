@@ -120,6 +120,12 @@ def what_changed(model: torch.nn.Module, owned: Collection[int], buffers: ModelB
     return "a buffer" if buffers.changed(model) else None
 
 
+def same_parameters(before: Mapping[str, torch.nn.Parameter], now: Mapping[str, torch.nn.Parameter]) -> set[str]:
+    """The names that are of the same parameter before and after a change of the model. A new head may have the name and the size
+    of the old one; what is kept of the old one is not the new one's."""
+    return {name for name, parameter in now.items() if before.get(name) is parameter}
+
+
 def _trains(parameter: torch.nn.Parameter | None) -> bool:
     return parameter is not None and parameter.requires_grad
 

@@ -170,10 +170,13 @@ class Reducer:
         """The last backward that began, and whether it sends or only accumulates."""
         self.active: list[int] = []
         """Ranks of the group that had a batch in the last step."""
+        self.left_by: list[int] = []
+        """Ranks of the group that had a batch in the last step and did not end it, if the step is void."""
         self.ready_order: list[int] = []
         """Indices in the order in which the gradients of the last step came."""
         self.first_gradient_s = -1.0
         """When the first gradient of the last step came (time.perf_counter); -1 where no gradient is sent in backward."""
+        self.parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self.arrivals = Arrivals()
         self.gradients: list[AnyGradient] = []
         """The gradients that scripts get, in the order of the parameters."""
@@ -188,6 +191,8 @@ class Reducer:
         self._seen = False
         """Whether a backward was finished: what its graph is like is known then."""
         self._used: set[int] = set()
+        self._put_back: Callable[[], None] | None = None
+        """The function that gives the exchange the residuals of before the step, where ranks train alone."""
         self._outer_task = -1
         self._outermost_task, self._began_inside = NO_BACKWARD, False
         """The backward that reached an output of the model and has not ended, and whether its step began in a backward inside."""
@@ -209,10 +214,12 @@ class Reducer:
     def watch(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         """Synchronise the gradients of these, by name and in registration order. `attach` must follow."""
         self._hooks.remove()
+        used = {id(self.parameters[index]()) for index in self._used}  # the change may come between accumulated backwards
         self.names = list(parameters)
         self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self.control.watch(self.names, self.parameters)
-        self._used, self._seen = set(), False
+        self._used = {index for index, parameter in enumerate(parameters.values()) if id(parameter) in used}
+        self._seen = False
         self.watched += 1
         traits = self.schedule.traits
         before = Reducer._before_gradient if traits.acts_before_gradients else None
@@ -409,6 +416,7 @@ class Reducer:
         """Begin a step with these buckets of this exchange, or all. Schedules call it, in `on_begin`. `part`: the fragment that
         the buckets are, where ranks train alone."""
         self.arrivals.begin()
+        self.left_by = []
         if exchange is not self.running:
             self.running = exchange
             self.slots = [exchange.slots[name] for name in self.names]
@@ -416,6 +424,7 @@ class Reducer:
         exchange.begin(step=self.step, buckets=buckets)
         self._state = StepState.RUNNING
         self.batches.begin(exchange, part, self.schedule.traits.weighs_batches)
+        self._put_back = exchange.keep_residuals() if self.schedule.traits.trains_alone else None
 
     def may_send(self) -> bool:
         """Whether a forward that begins now may send: not one that recomputes activations inside a backward, nor one in a forked
@@ -440,8 +449,12 @@ class Reducer:
             was_left(self, "a step of another handle begins")
 
     def take_back_all(self) -> None:
-        """No rank uses what was summed: residuals take it back, unless the next sum has it anyway."""
-        for slot in self.slots if not self.schedule.traits.trains_alone else ():
+        """No rank uses what was summed: residuals take it back. Where ranks train alone their weights have it still, so residuals
+        become what they were."""
+        if self._put_back is not None:
+            self._put_back()
+            return
+        for slot in self.slots:
             self.running.take_back(slot)
 
     # ---- gradients
@@ -576,8 +589,9 @@ class Reducer:
 
     def counted(self, reports: RankReports) -> None:
         """The step counts: the next one is another."""
-        self.active = reports.ranks_in(BackwardState.DONE)
-        self._used, self._state = set(), StepState.IDLE
+        out = set(reports.ranks_in(BackwardState.OUT))
+        self.active = [rank for rank in range(self.group.world_size) if rank not in out]
+        self._used, self._state, self._put_back = set(), StepState.IDLE, None
         self.step += 1
 
     def hear(
@@ -589,6 +603,7 @@ class Reducer:
         reports = told.result()
         self.control.check_complete(reports)
         if problem := self.control.why_void(reports, leaving_is_void):
+            self.left_by = [*reports.ranks_in(BackwardState.LEFT), *reports.ranks_in(BackwardState.CHANGED)]
             self.batches.void(reports)
             self.running.wait()
             self.take_back_all()
@@ -605,7 +620,7 @@ class Reducer:
 
     def idle(self, next_step: int | None = None) -> None:
         """The step in hand is over, and did not count. `next_step`: all ranks go on with this one, without its gradients."""
-        self._state = StepState.IDLE
+        self._state, self._put_back = StepState.IDLE, None
         if next_step is not None:
             self.step, self._used = next_step, set()
 
@@ -694,12 +709,13 @@ def announce_change(reducer: Reducer) -> None:
             parameter.grad = parameter.grad.clone()  # what was accumulated, before the slot is zeroed
         gradient.take_over(None)
     reducer.begin_beside()
+    put_back = reducer.running.keep_residuals()
     for index in range(len(reducer.slots)):
         reducer.put(index, None)
         reducer.send(index)
     reducer.hear(reducer.tell(BackwardState.CHANGED), reducer.schedule.on_end)
     reducer.running.wait()
-    reducer.take_back_all()
+    put_back()  # zeros were encoded with them
     reducer.idle()
 
 

@@ -20,7 +20,7 @@ from gradwire.engine.buffers import ModelBuffers, shared_tensors
 from gradwire.engine.control import OwnSteps
 from gradwire.engine.crossing import CROSSING, Whereabouts
 from gradwire.engine.optimizer_state import OptimizerState
-from gradwire.engine.prepare import Prepared, facts, prepare, what_changed
+from gradwire.engine.prepare import Prepared, facts, prepare, same_parameters, what_changed
 from gradwire.engine.reducer import (
     Observer,
     Observers,
@@ -438,6 +438,8 @@ class Session(Observer):
         """See `Handle.drop_residuals`."""
         self.settle()
         self.exchange.residuals.drop()
+        if isinstance(self.schedule, Corrects):
+            self.schedule.drop_residuals()
 
     @outside_modes
     def reset(self) -> None:
@@ -522,8 +524,7 @@ class Session(Observer):
             handle = REGISTRY.forget(model, before.values())
             self._synchronise(model, prepared)
             REGISTRY.add(model, self.parameters.values(), handle)
-            # a new head may have the name and the size of the old one: what was not sent of the old one is not the new one's
-            kept = {name for name, each in self.parameters.items() if before.get(name) is each}
+            kept = same_parameters(before, self.parameters)
             carried = {key: value for key, value in carried.items() if key.split("/", 1)[1] in kept}
             if self.schedule.traits.trains_alone == alone:  # changes of weights and gradients have other units
                 self.exchange.residuals.take_over(self.exchange.residuals.fitting(carried))
@@ -718,7 +719,7 @@ class Session(Observer):
         while self.reducer.active:
             last_active = self.reducer.active
             self._broadcast_buffers(model)
-            self.reducer.run_out()
+            self._run_out()
         self.settle()
         for parameter, gradient in kept:
             parameter.grad = gradient
@@ -727,6 +728,16 @@ class Session(Observer):
             self._broadcast(shared_tensors(model), what, root)
             if not self._own_states(self.plan):
                 self._send_optimizer_state(root)
+
+    def _run_out(self) -> None:
+        """Make one step without a batch. Where ranks with a batch left it, and it is void, all ranks go on with the next one: no
+        script is here to call `reset`."""
+        try:
+            self.reducer.run_out()
+        except StepStateError:
+            if not (self.reducer.left_by and self.lanes.mendable):
+                raise
+            self.reset()
 
     def _check_parameters(self, module: torch.nn.Module) -> None:
         with looking():

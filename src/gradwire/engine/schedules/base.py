@@ -200,3 +200,6 @@ class Corrects(Protocol):
 
     def correcting(self) -> tuple[Exchange | None, float]:
         """The exchange that some steps run instead of the plan's, and the part of all steps that these are."""
+
+    def drop_residuals(self) -> None:
+        """Forget what the other buckets have not sent yet."""

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.core import Delayed, printable
 from gradwire.engine.buffers import BuffersBeside, shared_parameters
 from gradwire.engine.control import BackwardState, RankReports
-from gradwire.engine.prepare import Prepared, check_one_optimizer
+from gradwire.engine.prepare import Prepared, check_one_optimizer, same_parameters
 from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.weights import (
@@ -91,7 +91,9 @@ class Corrections:
         self._corrected = made = Exchange.on(usual.lanes, parameters, plan, step, usual.flats)
         self._made[self._everything] = made
         if before is not None and before._corrected is not None:
-            made.keep_residuals_of(before._corrected)
+            same = same_parameters(before._parameters, parameters)
+            kept = before._corrected.residuals.carried()
+            made.residuals.take_over(made.residuals.fitting({key: kept[key] for key in kept if key.partition("/")[2] in same}))
 
     @property
     def memory(self) -> Remembered | None:
@@ -352,6 +354,11 @@ class DelayedSchedule:
         """See `Corrects`."""
         return self._of_corrections.correcting
 
+    def drop_residuals(self) -> None:
+        """See `Corrects`."""
+        if (memory := self._of_corrections.memory) is not None:
+            memory.drop()
+
     @property
     def _of_corrections(self) -> Corrections:
         assert self._corrections is not None
@@ -423,7 +430,7 @@ class DelayedSchedule:
             for index in portion:
                 reducer.send(index)
         told = reducer.tell(state)
-        self._under_way.append(Launched(reducer.running, state, told, self._buffers.sending, update))
+        self._under_way.append(Launched(reducer.running, told, self._buffers.sending, update))
         if problem is not None:
             raise problem
 
@@ -464,8 +471,9 @@ class DelayedSchedule:
         try:
             # all learn of a step that some left only when the next one is computed, and go on
             reports = self._reducer.hear(launched.told, self.on_end, leaving_is_void=False)
-        except BaseException:
-            self._of_corrections.landed(counts=False)
+        except BaseException as error:
+            # a step that is void has been taken back
+            self._of_corrections.landed(counts=False, taken_back=isinstance(error, StepStateError))
             raise
         finally:
             # `let_go` keeps this list, and an error in it would keep the frames that it passed, this schedule among them

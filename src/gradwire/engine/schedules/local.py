@@ -30,7 +30,7 @@ from torch._compile import _disable_dynamo
 from gradwire.core import LocalSteps, Nesterov, printable
 from gradwire.engine.buffers import BuffersBeside
 from gradwire.engine.control import BackwardState, RankReports
-from gradwire.engine.prepare import Prepared
+from gradwire.engine.prepare import Prepared, same_parameters
 from gradwire.engine.reducer import Reducer, told_to_all
 from gradwire.engine.schedules.base import Closed, TrainingJob, Traits
 from gradwire.engine.schedules.weights import Launched, TwoWeights, by_bucket, check_local, finish_quietly, show_for_forward
@@ -102,16 +102,19 @@ class LocalSchedule:
         if self._watched == reducer.watched:
             return
         self._watched = reducer.watched
+        parameters = {name: p for name, p in zip(reducer.names, reducer.living(), strict=True) if p is not None}
+        before, self._by_name = self._by_name, parameters
+        local, momenta, same = dict[str, torch.Tensor](), dict[str, torch.Tensor](), same_parameters(before, parameters)
         if self._outer is None:
             self._local_steps = self._begins_after(reducer.step - 1)
-        parameters = {name: p for name, p in zip(reducer.names, reducer.living(), strict=True) if p is not None}
-        self._by_name = parameters
-        self._arrived = self._lands_after = None
+        else:
+            local, momenta = self._weights.kept_local(), self._outer.momenta
+        landing = {name for index, name in enumerate(before) if index in self._landing} & same
+        self._landing = [index for index, name in enumerate(parameters) if name in landing]
         self._weights: TwoWeights = TwoWeights(parameters, keeps_writes=True)
-        self._weights.show_local()
-        momenta = self._outer.momenta if self._outer is not None else {}
+        self._weights.go_on_with({name: own for name, own in local.items() if name in same})
         self._outer = OuterOptimizer(self._data.outer, dict(zip(parameters, self._weights.copies, strict=True)))
-        self._outer.take(momenta)
+        self._outer.take({name: momentum for name, momentum in momenta.items() if name in same})
         # ranks compare their global weights
         compared: list[Any] = [weakref.ref(weight) for weight in self._weights.copies]
         reducer.control.watch(reducer.names, compared)
@@ -160,10 +163,6 @@ class LocalSchedule:
 
     def before_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Gradients are this rank's own."""
-
-    def clip_grad_norm_(self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        """See `ClipsGradients`: of this rank's own gradients."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     # ---- a local step
 
@@ -308,7 +307,7 @@ class LocalSchedule:
             for index in bucket:
                 reducer.put(index, self._weights.copies[index] - parameters[index])
             reducer.send(*bucket)
-        self._under_way.append(Launched(reducer.running, state, reducer.tell(state), self._buffers.sending, None))
+        self._under_way.append(Launched(reducer.running, reducer.tell(state), self._buffers.sending, None))
         self._lands_after = self._local_steps + self._data.delay
         if not self._data.delay:
             self._land()

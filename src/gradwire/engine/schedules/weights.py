@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.core import Delayed, Plan, printable
-from gradwire.engine.control import BackwardState, RankReports, checksums
+from gradwire.engine.control import RankReports, checksums
 from gradwire.engine.reducer import Reducer
 from gradwire.engine.torch_hooks.optimizer_step import outermost
 from gradwire.errors import PlanError
@@ -45,7 +45,8 @@ class TwoWeights:
         self._global = [_same_memory(parameter).copy_(parameter.detach()) for parameter in self._parameters]
         self._home: list[torch.Tensor] | None = None
         """The parameters' own memory while they are lent some."""
-        self._local: list[torch.Tensor] | None = None
+        self._local: dict[int, torch.Tensor] | None = None
+        """L by the place of the parameter; of a parameter that is not in it, L = W. None: L = W of all."""
         self._global_sums: list[int] | None = None
         """Checksums of the W to which the loaded L belongs."""
         self._show_global = True
@@ -60,7 +61,7 @@ class TwoWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights in addition to the parameters now."""
-        return sum(weight.nbytes for weight in [*self._global, *(self._local or ())])
+        return sum(weight.nbytes for weight in [*self._global, *(self._local or {}).values()])
 
     @property
     def global_weights(self) -> list[torch.Tensor]:
@@ -72,8 +73,8 @@ class TwoWeights:
         """L, on which the next step computes. Read only."""
         if self._show_global:
             self._forget_stale()
-            if self._local is not None:
-                return self._local
+            if (local := self._local) is not None:
+                return [local.get(place, parameter.detach()) for place, parameter in enumerate(self._parameters)]
         return [parameter.detach() for parameter in self._parameters]
 
     @torch.no_grad()
@@ -84,7 +85,7 @@ class TwoWeights:
         if not self._show_global:
             self._warn_of_writes()
             if keep_local:
-                self._local = [parameter.detach().clone() for parameter in self._parameters]
+                self._local = {place: parameter.detach().clone() for place, parameter in enumerate(self._parameters)}
             _copy(self._global, self._parameters)
             self._show_global = True
 
@@ -98,7 +99,8 @@ class TwoWeights:
         _copy(self._parameters, self._global)
         kept = self._local is not None
         if self._local is not None:
-            _copy(self._local, self._parameters)
+            for place, own in self._local.items():
+                self._parameters[place].copy_(own)
             self._local = None
         self._hold_local()
         return kept
@@ -133,7 +135,7 @@ class TwoWeights:
         if self._global_sums is not None:
             same = checksums(self._parameters) == self._global_sums
         else:
-            same = all(torch.equal(p, kept) for p, kept in zip(self._parameters, self._global, strict=True))
+            same = all(torch.equal(self._parameters[place], self._global[place]) for place in self._local)
         if not same:
             self._local = None
         elif self._global_sums is not None:
@@ -219,9 +221,27 @@ class TwoWeights:
         W when the next step begins, whether they are loaded before or after this. Without any L = W."""
         self.show_global(keep_local=False)
         if local:
-            named = zip(self._names, self._parameters, strict=True)
-            self._local = [local[name].reshape(parameter.shape).clone() for name, parameter in named]
+            named = enumerate(zip(self._names, self._parameters, strict=True))
+            self._local = {place: local[name].reshape(parameter.shape).clone() for place, (name, parameter) in named}
             self._global_sums = global_sums
+
+    def kept_local(self) -> dict[str, torch.Tensor]:
+        """L of the parameters that still hold the W that it belongs to, by name, for `go_on_with` after a change of the model.
+        The parameters hold W. A parameter may have another dtype now."""
+        if self._global_sums is not None:
+            self._forget_stale()
+        kept = {}
+        for place, own in (self._local or {}).items():
+            parameter, weight = self._parameters[place].detach(), self._global[place]
+            if torch.equal(parameter, weight.to(parameter.dtype)):
+                kept[self._names[place]] = own.to(parameter.dtype)
+        return kept
+
+    def go_on_with(self, local: Mapping[str, torch.Tensor]) -> None:
+        """Go on with this L of some parameters, by name. The parameters hold W; L of the others is W, whatever it is made until
+        the next step begins."""
+        places = {name: place for place, name in enumerate(self._names)}
+        self._local = {places[name]: own for name, own in local.items()} or None
 
 
 def _same_memory(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -385,7 +405,6 @@ class Launched:
     """An exchange under way, until its means are used."""
 
     exchange: Exchange
-    state: BackwardState
     told: "Future[RankReports]"
     sending: "list[Future[Mark]]"
     """Futures of the broadcast of buffers, if there are any."""
