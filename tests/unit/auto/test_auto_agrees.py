@@ -207,6 +207,7 @@ def made_up() -> Any:
         mock.patch("gradwire.auto.driver.cluster_of", cluster_of),
         mock.patch("gradwire.auto.change_watch.cluster_of", cluster_of),
         mock.patch.object(Auto, "_made", made),
+        mock.patch.object(Auto, "_allows", lambda *_: True),  # the made-up plans have specs of no class
         mock.patch("gradwire.auto.driver.say"),
     ):
         yield
