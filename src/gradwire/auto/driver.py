@@ -38,6 +38,7 @@ from gradwire.auto.accuracy import (
     check_accuracy,
     check_schedules,
     ever_allowed,
+    ever_scheduled,
     first_policy,
     later_specs,
     schedules_of,
@@ -165,14 +166,16 @@ class Auto(Driver):
         if kind not in self.schedules:
             return f"schedules={self.schedules!r} does not contain {kind!r}, the saved plan's schedule. Add {kind!r}."
         lossy = _beyond(plan, ever_allowed(self.accuracy))
-        delayed = kind == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules, self._ranks)
+        delayed = kind == "delayed" and plan.schedule not in ever_scheduled(self.accuracy, self.schedules)
         if delayed or (kind == "local" and self.accuracy == "exact"):
             lossy = [repr(plan.schedule)]
         cure = "Load the state with the accuracy= that it was saved with."
         return f"accuracy={self.accuracy!r} does not allow the saved plan's {lossy[0]}. {cure}" if lossy else ""
 
     def _allows(self, plan: Plan) -> bool:
-        """Whether the class allows the specs of a plan on this number of ranks."""
+        """Whether the class allows the specs of a plan, and its corrections, on this number of ranks."""
+        if plan.schedule.word == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules, self._ranks):
+            return False
         return not _beyond(plan, all_specs(self.accuracy, self._ranks))
 
     def resumed(self, session: DrivenJob, saved: Saved) -> None:

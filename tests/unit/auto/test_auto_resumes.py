@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 
-from gradwire.auto.accuracy import all_specs, first_policy
+from gradwire.auto.accuracy import all_specs, first_policy, schedules_of
 from gradwire.auto.driver import Auto, _beyond
-from gradwire.core import Plan, TensorInfo
-from gradwire.plan import Policy
+from gradwire.core import QSGD, Delayed, ErrorFeedback, Plan, TensorInfo
+from gradwire.plan import Policy, Uniform
 
 TENSORS = [
     TensorInfo("emb", (400, 100), "float32", embedding=True),
@@ -79,3 +79,19 @@ def test_a_plan_that_loses_too_much_on_so_many_ranks_ends_with_the_first_step(sa
 def test_the_first_plan_of_a_run_stays_until_times_are_measured(accuracy: str | float, ranks: int) -> None:
     driver, plan = Auto(accuracy, ("backward",), ranks), first_policy(accuracy, TENSORS, ranks).plan(TENSORS, ranks)
     assert driver._allows(plan)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_delayed_plan_of_two_ranks_is_taken_up_and_kept_on_two_alone(ranks: int) -> None:
+    schedule = schedules_of("safe", ("delayed",), 2)[-1]
+    plan = Uniform(ErrorFeedback(QSGD(bits=4)), schedule=schedule).plan(TENSORS, ranks)
+    driver, live = resumed(plan, ranks, ("backward", "delayed"))
+    assert (driver._current == plan) == (ranks == 2)
+    driver._settle(live, 1e3)
+    assert live.plan == live.plan_of(first_policy("safe", TENSORS, ranks))
+
+
+def test_a_delayed_plan_of_another_class_is_refused() -> None:
+    plan = Uniform(ErrorFeedback(QSGD(bits=4)), schedule=Delayed(k=100)).plan(TENSORS, 4)
+    assert "does not allow the saved plan's Delayed(k=100)" in Auto("safe", ("backward", "delayed"), 4).refuses(plan, plan)
+    assert "accuracy='exact' does not allow" in Auto("exact", ("backward", "delayed"), 2).refuses(plan, plan)
