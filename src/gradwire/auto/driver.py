@@ -302,6 +302,8 @@ class Auto(Driver):
         if not self._offers:
             if self._current is None:
                 live.change_to(live.plan_of(Uniform(Identity(), scheme=FLAT)))
+            else:
+                self._runs_too(live, self._current)  # a resumed run left it for the measurements
             self._watch_from_now(live, live.plan)
             return
         kept = self._kept()

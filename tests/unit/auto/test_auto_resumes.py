@@ -9,7 +9,7 @@ import pytest
 
 from gradwire.auto.accuracy import all_specs, first_policy, schedules_of
 from gradwire.auto.driver import Auto, _beyond
-from gradwire.core import QSGD, Delayed, ErrorFeedback, Plan, TensorInfo
+from gradwire.core import QSGD, Delayed, ErrorFeedback, Identity, Pipelined, Plan, TensorInfo
 from gradwire.plan import Policy, Uniform
 
 TENSORS = [
@@ -95,3 +95,13 @@ def test_a_delayed_plan_of_another_class_is_refused() -> None:
     plan = Uniform(ErrorFeedback(QSGD(bits=4)), schedule=Delayed(k=100)).plan(TENSORS, 4)
     assert "does not allow the saved plan's Delayed(k=100)" in Auto("safe", ("backward", "delayed"), 4).refuses(plan, plan)
     assert "accuracy='exact' does not allow" in Auto("exact", ("backward", "delayed"), 2).refuses(plan, plan)
+
+
+def test_the_chosen_plan_goes_on_where_rank_0_cannot_plan_again() -> None:
+    """Times are measured under the first policy, in the schedule `backward`."""
+    chosen = Uniform(Identity(), schedule=Pipelined()).plan(TENSORS, 2)
+    driver, live = resumed(chosen, 2, ("backward", "pipelined"))
+    driver._settle(live, 1e3)
+    assert live.plan.schedule != chosen.schedule
+    driver._offer(live, 1e3)
+    assert live.plan == chosen == driver._current and driver._phase == driver._watching
