@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside_ddp import batch, normalised, plain, sgd
+from threads import here
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Worlds, digest
 
 import gradwire as gw
 from gradwire.auto import Auto
+from gradwire.core import pairs_ranks
 from gradwire.integrations import ddp_plans
 
 DECIDED = 20
@@ -134,6 +136,37 @@ def _resumed() -> tuple[str, str, bool]:
 def test_a_run_goes_on_bit_for_bit_under_the_plan_that_was_chosen(worlds: Worlds) -> None:
     for first, second, same in worlds.run(2, resumed, None):
         assert same and first == second
+
+
+def saved_in_pairs() -> dict[str, Any]:
+    """A state of two nodes of two ranks, where each rank has its partner on the other node."""
+    torch.manual_seed(3)
+    with here.on_node("aabb"[dist.get_rank()]):
+        run, state = wrapped(nn.Sequential(nn.Linear(6, 200), nn.Linear(200, 200), nn.Linear(200, 3)))
+        train(run, range(2))
+    assert state._exchange is not None and paired(state._exchange.plan)
+    return state.state_dict()
+
+
+def paired(plan: gw.Plan) -> bool:
+    return any(pairs_ranks(bucket.option) for bucket in plan.buckets)
+
+
+def taken_up_on(names: str, states: list[dict[str, Any]]) -> tuple[str, bool, int]:
+    """The weights of a run that goes on from these states, whether its ranks have partners, and its step in the end."""
+    torch.manual_seed(3)
+    with here.on_node(names[dist.get_rank()]):
+        run, state = wrapped(nn.Sequential(nn.Linear(6, 200), nn.Linear(200, 200), nn.Linear(200, 3)))
+        state.load_state_dict(states[dist.get_rank()])
+        train(run, range(2, 4))
+    assert state._exchange is not None
+    return digest(run.parameters()), paired(state._exchange.plan), state._exchange.step
+
+
+def test_auto_decides_anew_where_ranks_of_a_node_have_lost_their_partners(worlds: Worlds) -> None:
+    states = worlds.run(4, saved_in_pairs)
+    ends = worlds.run(4, taken_up_on, "aaab", states)
+    assert ends == [(ends[0][0], False, 4)] * 4
 
 
 def resumed_from_a_rival(_: None) -> tuple[bool, bool, bool]:

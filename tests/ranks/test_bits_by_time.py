@@ -191,3 +191,25 @@ def damaged() -> list[str]:
 def test_damaged_times_are_refused(worlds: Worlds) -> None:
     for said in worlds.run(2, damaged):
         assert len(said) == 3 and all("is no measurement" in each for each in said)
+
+
+def test_a_period_without_a_step_for_the_times_is_refused() -> None:
+    with pytest.raises(gw.PlanError, match=r"rule is 'time' and accumulate is 2, so .* all 2 steps .* use rule='exact'"):
+        gw.AdaptiveBits(rule="time", period=2, accumulate=2)
+    gw.AdaptiveBits(rule="exact", period=2, accumulate=2)
+
+
+def measured_in_short_periods(period: int) -> tuple[list[int], bool]:
+    """How often times were measured, and whether sends still wait for the last gradient in the end."""
+    model = Matrices()
+    with foretold() as looks:
+        optimizer, handle = begun(model, period=period)
+        trained(model, optimizer, range(12))
+    told = looks, any(each.holds for each in handle.session.lanes.observers)
+    handle.detach()
+    return told
+
+
+@pytest.mark.parametrize("period", [2, 3])
+def test_times_are_measured_in_the_steps_that_errors_leave(worlds: Worlds, period: int) -> None:
+    assert worlds.run(2, measured_in_short_periods, period) == [([1], False)] * 2

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,3 +129,19 @@ def test_without_a_residual_it_is_refused() -> None:
         CorrectionPeriods(gw.Uniform(EIGHT_BITS, schedule=gw.Delayed(k="auto", correction=EIGHT_BITS)))
     with pytest.raises(gw.FormatError, match="chosen on a live job"):
         gw.Uniform(EIGHT_BITS, schedule=auto).plan([gw.TensorInfo("w", (3, 4), "float32")])
+
+
+def test_k_is_not_measured_in_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompressed steps leave no residual, which would look like a compressor without an error."""
+    monkeypatch.setattr(correcting, "PERIOD", 200)
+    monkeypatch.setattr(correcting, "MEASURED_AT", 20)
+    monkeypatch.setattr(correcting, "squares", lambda job: (1.0, 1.0))
+    monkeypatch.setattr(correcting, "Live", lambda job: job)
+    driver = CorrectionPeriods(gw.Uniform(EIGHT_BITS, schedule=gw.Delayed(k="auto", warmup_steps=300)))
+    steps: list[int] = []
+    monkeypatch.setattr(driver, "_choose", lambda live, *sums: steps.append(live.step))
+    plan = SimpleNamespace(schedule=gw.Delayed(k=5, warmup_steps=300))
+    for step in range(1, 800):
+        live: Any = SimpleNamespace(step=step, plan=plan, merged=lambda *_: SimpleNamespace(sums=()))
+        driver.finished(live)
+    assert steps == [320, 520, 720]

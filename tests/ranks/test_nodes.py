@@ -2,20 +2,21 @@
 
 import logging
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from options import on_grid
-from test_engine_feedback import SIZES, Shuffled
+from test_engine_feedback import SIZES, Shuffled, residual_sum
 from test_options_run import train
 from threads import Threads, here
 from worlds import Given, digest
 
 import gradwire as gw
 from gradwire.auto.trial import MOST_STEPS
-from gradwire.core import COLLECTIVES
+from gradwire.core import COLLECTIVES, pairs_ranks
 from gradwire.plan import between_nodes
 from gradwire.transport import lanes
 
@@ -237,3 +238,42 @@ def step_on(model: Given, steps: range) -> None:
 def test_what_was_sent_after_a_change_of_plan_is_not_saved(threads: Threads) -> None:
     """The plan is made again after the first step, and residuals that no encode of a rank takes over travel with the next one."""
     assert threads.run(4, resumed) == [([], True, True)] * 4
+
+
+def saved_in_pairs() -> dict[str, torch.Tensor]:
+    """The state of plan="auto" on two nodes of two ranks, where each rank has its partner on the other node."""
+    with here.on_node("aabb"[here.rank]):
+        model = Given([(300, 128), 7], seed=0)
+        handle = gw.parallelize(model, plan="auto", process_group=here.group)
+        step_on(model, range(2))
+        assert any(map(pairs_ranks, (bucket.option for bucket in handle.plan.buckets)))
+        state = handle.state_dict()
+        handle.detach()
+    return state
+
+
+def taken_up_on(names: str, states: list[dict[str, torch.Tensor]], together: bool) -> tuple[int, bool, torch.Tensor, int]:
+    """A run goes on from these states, each rank with its own or with all. Returns the step, whether ranks have partners, what is
+    not sent yet of the first tensor, and the number of decisions in the end."""
+    with here.on_node(names[here.rank]):
+        model = Given([(300, 128), 7], seed=0)
+        handle = gw.parallelize(model, plan="auto", process_group=here.group)
+        handle.load_state_dict(dict(ChainMap(*states)) if together else states[here.rank])
+        begun = handle.session.step
+        paired = any(map(pairs_ranks, (bucket.option for bucket in handle.plan.buckets)))
+        kept = residual_sum(handle.state_dict(), "p0")
+        step_on(model, range(MOST_STEPS + 1))
+        decided = len(handle.decisions)
+        handle.detach()
+    return begun, paired, kept, decided
+
+
+@pytest.mark.parametrize(("names", "together"), [("aab", True), ("aaab", False), ("aaab", True), ("aabb", False)])
+def test_auto_decides_anew_where_ranks_of_a_node_have_lost_their_partners(threads: Threads, names: str, together: bool) -> None:
+    """What was not sent yet is kept."""
+    states = threads.run(4, saved_in_pairs)
+    sent_later = sum(residual_sum(state, "p0") for state in states)
+    ends = threads.run(len(names), taken_up_on, names, states, together)
+    assert [(begun, paired) for begun, paired, _, _ in ends] == [(2, names == "aabb")] * len(names)
+    assert torch.allclose(sum(kept for _, _, kept, _ in ends), sent_later, atol=1e-6) and sent_later.norm() > 0
+    assert all(decided for *_, decided in ends)

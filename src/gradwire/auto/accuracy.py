@@ -156,6 +156,11 @@ def ever_allowed(accuracy: str | float) -> tuple[Spec, ...]:
     return tuple(dict.fromkeys(spec for ranks in COUNTS for spec in all_specs(accuracy, ranks)))
 
 
+def ever_scheduled(accuracy: str | float, words: Sequence[str]) -> tuple[Schedule, ...]:
+    """The schedules of `schedules_of` on some number of ranks."""
+    return schedules_of(accuracy, words, _DELAYED_RANKS)
+
+
 def later_specs(accuracy: str | float, words: Sequence[str], ranks: int) -> tuple[Spec, ...]:
     """All specs that may ever run, corrections too."""
     schedules, specs = schedules_of(accuracy, words, ranks), all_specs(accuracy, ranks)

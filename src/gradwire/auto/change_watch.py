@@ -14,7 +14,7 @@ from gradwire.auto.changes import WINDOW, ChangeSigns
 from gradwire.auto.live import Live
 from gradwire.auto.measuring import cluster_of, wire_us
 from gradwire.core import Cluster, Plan
-from gradwire.transport import MergedValues
+from gradwire.transport import Grid, MergedValues
 
 _MOST_SECONDS = 0.3
 """Longest time, in seconds, for measuring one kind of link and for the planner's search. `PATIENCE` may extend it."""
@@ -135,7 +135,8 @@ class ChangeWatch:
         self.measured_step = live.step
         took_us = 1e6 * (time.perf_counter() - began)
         rows = live.exchange([took_us, *live.bytes_between_nodes])()  # on a ring and in a tree ranks send differently
-        took_us, *nbytes = (max(column) for column in zip(*rows, strict=True))
+        took_us = max(row[0] for row in rows)
+        nbytes = _most_of_a_link(live.grid, [row[1:] for row in rows])
         self._spent_us += took_us
         then_us, now_us = (wire_us(each, live.plan, nbytes) for each in (before, now))
         factor = now_us / then_us if then_us > 0 else 1.0
@@ -144,3 +145,11 @@ class ChangeWatch:
             return None
         self.cluster = now
         return DecisionRequest(f"the messages of a step take {factor:.2f} times as long as before", step_us, 1.0)
+
+
+def _most_of_a_link(grid: Grid, rows: Sequence[Sequence[float]]) -> list[float]:
+    """The most bytes that pass a link, by bucket: those of all ranks of a node, which share its rate; with one node of one rank.
+    rows: what each rank sends."""
+    senders = grid.members if grid.nodes > 1 else [(rank,) for rank in range(grid.world_size)]
+    of_links = [[sum(column) for column in zip(*(rows[rank] for rank in ranks), strict=True)] for ranks in senders]
+    return [max(column) for column in zip(*of_links, strict=True)]

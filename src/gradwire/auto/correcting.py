@@ -86,7 +86,8 @@ class CorrectionPeriods(PlanDriver):
     def finished(self, session: Session) -> None:
         """End a step, and choose k anew if a measurement is due."""
         live = Live(session)
-        if (live.step - live.plan.schedule.warmup_steps) % PERIOD == MEASURED_AT:
+        since = live.step - live.plan.schedule.warmup_steps
+        if since > 0 and since % PERIOD == MEASURED_AT:
             self._choose(live, *live.merged((), squares(session)).sums)
 
     def _choose(self, live: Live, residuals: float, gradients: float) -> None:

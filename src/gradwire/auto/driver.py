@@ -38,6 +38,7 @@ from gradwire.auto.accuracy import (
     check_accuracy,
     check_schedules,
     ever_allowed,
+    ever_scheduled,
     first_policy,
     later_specs,
     schedules_of,
@@ -165,20 +166,26 @@ class Auto(Driver):
         if kind not in self.schedules:
             return f"schedules={self.schedules!r} does not contain {kind!r}, the saved plan's schedule. Add {kind!r}."
         lossy = _beyond(plan, ever_allowed(self.accuracy))
-        delayed = kind == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules, self._ranks)
+        delayed = kind == "delayed" and plan.schedule not in ever_scheduled(self.accuracy, self.schedules)
         if delayed or (kind == "local" and self.accuracy == "exact"):
             lossy = [repr(plan.schedule)]
         cure = "Load the state with the accuracy= that it was saved with."
         return f"accuracy={self.accuracy!r} does not allow the saved plan's {lossy[0]}. {cure}" if lossy else ""
 
+    def _allows(self, plan: Plan) -> bool:
+        """Whether the class allows the specs of a plan, and its corrections, on this number of ranks."""
+        if plan.schedule.word == "delayed" and plan.schedule not in schedules_of(self.accuracy, self.schedules, self._ranks):
+            return False
+        return not _beyond(plan, all_specs(self.accuracy, self._ranks))
+
     def resumed(self, session: DrivenJob, saved: Saved) -> None:
         """Go on from a saved state with the saved plan, or with the one that it was compared with. If other ranks saved the
-        plan, decide anew with this plan as the current one. If the plan was only on trial, or loses too much on so many ranks,
+        plan, decide anew with this plan as the current one. If the plan was only on trial, or is not allowed on so many ranks,
         decide anew without it."""
         live = Live(session)
         runs = saved.chosen is None or self._runs_too(live, saved.chosen)
         self._begin(live)
-        stays = runs and not saved.searching and not _beyond(live.plan, all_specs(self.accuracy, self._ranks))
+        stays = runs and not saved.searching and self._allows(live.plan)
         self._current = live.plan if stays else None
         if saved.own and stays:
             self._phase = self._settle_resumed
@@ -246,7 +253,8 @@ class Auto(Driver):
         self._speeds, self._unmeasured = (), ""
 
     def _settle(self, live: Live, us: float) -> None:
-        if live.plan.schedule != Backward():  # of a resumed run; steps that overlap cannot be measured in parts
+        # in a resumed run: steps that overlap cannot be measured in parts, and other ranks may have been allowed other plans
+        if live.plan.schedule != Backward() or not self._allows(live.plan):
             live.change_to(live.plan_of(self.first_policy(live.infos, live.group.world_size)))
             self._pace.forget()
             return
@@ -294,6 +302,8 @@ class Auto(Driver):
         if not self._offers:
             if self._current is None:
                 live.change_to(live.plan_of(Uniform(Identity(), scheme=FLAT)))
+            else:
+                self._runs_too(live, self._current)  # a resumed run left it for the measurements
             self._watch_from_now(live, live.plan)
             return
         kept = self._kept()

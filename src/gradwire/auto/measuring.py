@@ -182,7 +182,8 @@ def cluster_of(live: AllRanks, seconds: float) -> Cluster:
 
 
 def wire_us(cluster: Cluster, plan: Plan, nbytes: Sequence[float]) -> float:
-    """Return the time of a step's messages on the slowest node's link. nbytes: bytes sent to other nodes, by bucket."""
+    """Return the time of a step's messages on the slowest node's link. nbytes: bytes that a node sends to others, by
+    bucket; with one node, those that a rank sends."""
     total_us = 0.0
     for bucket, size in zip(plan.buckets, nbytes, strict=True):
         task = "alltoall:inter" if any(spec.encodes for spec in bucket.specs) else "allreduce:inter"

@@ -153,8 +153,8 @@ def foreseen(
     schedules: Sequence[Schedule],
     rules: Rules | None = None,
 ) -> list[Candidate]:
-    """Return the best candidate by prediction for each kind of schedule, with the policy of the smallest spec."""
-    found = _Plans(profile, cluster, costs, specs[-1:], schedules, rules)
+    """Return the best candidate by prediction for each kind of schedule."""
+    found = _Plans(profile, cluster, costs, specs, schedules, rules)
     found.add_scheduled([])
     return [found.candidate(plan, False) for plan in _best_of_each_kind(found.best_first(list(found.plans.values())))]
 

@@ -14,6 +14,9 @@ it has added up so far, `measured/0/{tensor}` and `measured/1/{tensor}`.
 In a group of the same ranks each takes its own. In another group the rank at position q of Q takes the residuals of all
 whose position in the group that saved was q, q + Q, q + 2Q, .. : each is a part of the mean that was not sent, so their
 sum is kept. What is shared, the same on all ranks, it takes of the first rank there is.
+
+A plan that gradwire chose and that pairs the ranks of nodes cannot run where nodes have different numbers of ranks. It is left
+out there, and ranks take what they take of another group.
 """
 
 import re
@@ -24,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.core import Plan, printable
+from gradwire.core import Plan, pairs_ranks, printable
 from gradwire.errors import GradwireError
 from gradwire.transport import Group
 
@@ -119,6 +122,14 @@ def packed_samples(numbers: Iterable[float]) -> dict[str, torch.Tensor]:
 
 def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     """The part of a state that this rank takes. Raises ValueError naming the key that is missing or not as it should be."""
+    saved = _taken(state, group)
+    options = (bucket.option for plan in (saved.decided, saved.chosen) if plan is not None for bucket in plan.buckets)
+    if group.grid.ranks_per_node_if_even is not None or not any(map(pairs_ranks, options)):
+        return saved
+    return _of_others(saved._replace(decided=None, chosen=None, searching=True))
+
+
+def _taken(state: Mapping[str, Any], group: Group) -> Saved:
     if not isinstance(state, Mapping):
         raise ValueError(f"the state is of type {type(state).__name__}: a state is a dictionary of tensors. {_CURE}")
     by_rank: dict[int, dict[str, Any]] = {}
@@ -151,7 +162,12 @@ def read_state(state: Mapping[str, Any], group: Group) -> Saved:
     shared = {key: value for key, value in first.saved.memory[0].items() if key.removeprefix(CORRECTION).startswith(_ALIKE)}
     missing = [each for each in taken if each not in entries]
     others = [*memory, shared]
-    return first.saved._replace(own=False, memory=others, missing=missing, weights=[], measuring=b"", measured={})
+    return _of_others(first.saved._replace(memory=others, missing=missing))
+
+
+def _of_others(saved: Saved) -> Saved:
+    """The state without what only the ranks that saved it can go on with."""
+    return saved._replace(own=False, weights=[], measuring=b"", measured={})
 
 
 def warn_of_lost(ranks: list[int], names: list[str]) -> None:

@@ -162,13 +162,13 @@ class DDPState:
 
     def _start(self) -> None:
         """Make the exchange, and go on from the state that was loaded."""
-        group = Group.of(self._group)
-        driver = Auto(self.accuracy, ("backward",), group.world_size) if self.plan is None else None
-        saved = read_state(self._saved, group) if self._saved else None
-        plan: Any = self.plan if driver is None else (saved and saved.decided) or driver.first_policy
+        driver = Auto(self.accuracy, ("backward",), Group.of(self._group).world_size) if self.plan is None else None
         metas = {name: TensorMeta.of(self._parameters[name], self._infos[name].embedding) for name in self._order}
+        plan: Any = self.plan if driver is None else driver.first_policy
         made = Exchange(metas, plan, self._group, self.tls)
-        resume_together(made, self._saved, {"gw.DDPState and its state": f"{driver!r}, {bool(saved and saved.own)}"})
+        saved = read_state(self._saved, made.group) if self._saved else None
+        decided = saved.decided if driver is not None and saved is not None else None
+        resume_together(made, self._saved, {"gw.DDPState and its state": f"{driver!r}, {bool(saved and saved.own)}"}, decided)
         self._exchange, self._saved = made, {}
         (job := self._find_job()).run(made, driver)
         if driver is not None and saved is not None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from gradwire.api import Handle
-from gradwire.core import make_folder, write_whole
+from gradwire.core import Plan, make_folder, write_whole
 from gradwire.engine import SET, Patch, load_state
 from gradwire.errors import CommunicationError, DisagreementError, StepStateError
 from gradwire.exchange import Exchange
@@ -105,17 +105,23 @@ def all_objects() -> list[Any]:
     return found
 
 
-def resume_together(exchange: Exchange, state: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> None:
+def resume_together(
+    exchange: Exchange, state: Mapping[str, Any], others: Mapping[str, Any] | None = None, plan: Plan | None = None
+) -> None:
     """Load a state into an exchange that was just made; an empty one changes nothing. Collective: all ranks load states of one
-    step, or all raise. `others`: facts that must be the same on all ranks, too. Raises what `Exchange.load_state_dict` does, and
-    DisagreementError on the other ranks."""
+    step, or all raise. `others`: facts that must be the same on all ranks, too. `plan`: that of the state, where the exchange has
+    another. Raises what `Exchange.change_to` and `Exchange.load_state_dict` do, and DisagreementError on the other ranks."""
     problem = None
     try:
+        if plan is not None:
+            exchange.change_to(plan)
         if state:
             exchange.load_state_dict(state)
     except Exception as error:  # the other ranks wait for this one
         problem = error
-    facts = {"step of the state that was loaded": exchange.step, **(others or {})} | ({"error": str(problem)} if problem else {})
+    digest = "" if plan is None else plan.digest()
+    facts = {"step of the state that was loaded": exchange.step, "plan of the state that was loaded": digest, **(others or {})}
+    facts |= {"error": str(problem)} if problem else {}
     lanes = exchange.lanes
     job = partial(agree, facts=facts, global_ranks=exchange.group.global_ranks)
     try:

@@ -93,6 +93,12 @@ class AdaptiveBits(Document, frozen=True, kw_only=True):
                 f"accumulate is {self.accumulate} and schedule is {self.schedule!r}, so measuring takes {self.measured_steps} "
                 f"steps, but period is {self.period}: there is no choice in each period. Make period longer, or accumulate fewer."
             )
+        if self.rule == "time" and self.measured_steps == self.period:
+            raise PlanError(
+                f"rule is 'time' and accumulate is {self.accumulate}, so errors are measured in all {self.period} steps of each "
+                "period: no step is left in which the times of the job can be measured. Make period longer, accumulate fewer, or "
+                "use rule='exact'."
+            )
         schedule = as_schedule(self.schedule)
         if self.rule == "time" and (schedule.hides_exchange or schedule.sends_weights):
             raise PlanError(

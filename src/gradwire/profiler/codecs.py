@@ -7,7 +7,7 @@ seldom in a cache during training. States of less than 64 KB are.
 `cached_codecs` measures each spec once on a machine. Its file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in the
 folder `gradwire` of `$XDG_CACHE_HOME` or `~/.cache`. The key is made of the processor or GPU, the versions of torch and gradwire,
 the buffers, and the kernels' library, so other machines and other kernels have files of their own. An unreadable file is measured
-anew; one that cannot be written costs each run that.
+anew; one that cannot be written costs each run that. So do specs of other packages, which other runs could not read.
 """
 
 import hashlib
@@ -22,13 +22,14 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from gradwire._version import __version__
 from gradwire.collectives import Energies, Learn, Weigh
 from gradwire.compressors import Compressor, Context, compressor_for
 from gradwire.core import LIBRARY, CodecCosts, Costs, ElementRun, Made, Spec, make_folder, processor_name, write_whole
 from gradwire.costs import fit_points
-from gradwire.errors import FormatError
+from gradwire.errors import GradwireError
 from gradwire.exchange import codec_on
 from gradwire.kernels import Segment, Segments, run_calls
 from gradwire.profiler.clock import Clock
@@ -147,7 +148,7 @@ def cached_codecs(specs: Sequence[Spec], device: torch.device, sizes: Sequence[i
     sizes: bytes of gradient, as `measure_codecs` takes them. They are part of the key.
     """
     name, kept = f"codecs-{_key(device, tuple(sizes))}.json", Costs(codecs=())
-    with suppress(OSError, FormatError, RuntimeError):
+    with suppress(OSError, GradwireError, RuntimeError):  # SpecError: of a spec that another program brought along
         kept = Costs.load(_folder() / name)
     kind = "cpu" if device.type == "cpu" else "gpu"
     known = {codec.spec for codec in kept.codecs if codec.device == kind}
@@ -158,10 +159,17 @@ def cached_codecs(specs: Sequence[Spec], device: torch.device, sizes: Sequence[i
     measured = measure_codecs(missing, device, sizes, seconds / (len(sizes) * curves))
     costs = Costs(codecs=(*kept.codecs, *measured.codecs), made=measured.made)
     try:
-        write_whole(make_folder(_folder()) / name, costs.to_json())
+        everyones = replace(costs, codecs=tuple(codec for codec in costs.codecs if _is_everyones(codec.spec)))
+        write_whole(make_folder(_folder()) / name, everyones.to_json())
     except (OSError, RuntimeError) as error:
         _LOGGER.debug("codecs' times are measured in each run: %s", error)
     return costs
+
+
+def _is_everyones(spec: Spec) -> bool:
+    """Whether gradwire itself has the classes of a spec and of the specs in it, so that every run on the machine knows them."""
+    inside = [value for name in spec.__struct_fields__ if isinstance(value := getattr(spec, name), Spec)]
+    return type(spec).__module__.partition(".")[0] == "gradwire" and all(map(_is_everyones, inside))
 
 
 def _folder() -> Path:

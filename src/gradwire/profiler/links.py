@@ -53,6 +53,9 @@ _MOST_MESSAGES = 50
 _SPREAD_BYTES = 2**16
 """The least bytes of a message that is spread over several lanes: the second size of a far link. On one lane that takes so long
 that no larger one is measured."""
+_PARTS_BYTES, _APART_BYTES = 64 * 2**20, 512
+"""The memory for the parts of all ranks, or for one part if that is larger; and the least distance between parts. Parts at one
+address would have one checksum, which a wire finds once for all."""
 _COPIED_BYTES = 4 * 2**20
 """Bytes of a copy: more than a core's own caches hold, like the gradients of a model."""
 SPIN_S = 0.03
@@ -317,9 +320,14 @@ class _Exchanges:
         self._exchanges = iter([expected[at : at + at_once] for at in range(0, len(expected), at_once)])
 
     def _parts(self, nbytes: int) -> list[torch.Tensor]:
-        nothing = torch.zeros(0, dtype=torch.uint8, device=self._device)
-        others = {rank: torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for rank in self._others}
-        return [others.get(rank, nothing) for rank in range(self._link.world_size)]
+        """The part of each rank, in one memory. Their values do not matter, so parts overlap where they would take too much."""
+        others = len(self._others)
+        apart = max(1, min(nbytes, (_PARTS_BYTES - nbytes) // max(1, others - 1)) // _APART_BYTES) * _APART_BYTES
+        memory = torch.zeros(nbytes + apart * (others - 1) if others else 0, dtype=torch.uint8, device=self._device)
+        parts = [memory[:0]] * self._link.world_size
+        for at, rank in enumerate(self._others):
+            parts[rank] = memory[apart * at :][:nbytes]
+        return parts
 
     def perform(self) -> None:
         """Perform the next exchange. Returns when it has ended on this rank."""

@@ -21,7 +21,7 @@ from gradwire.auto.second_look import PART_STEPS
 from gradwire.auto.trial import MOST_STEPS, Candidate
 from gradwire.core import Cluster, Identity, Link, TensorInfo
 from gradwire.core.specs import QSGD, ErrorFeedback
-from gradwire.transport import MergedValues
+from gradwire.transport import Grid, MergedValues
 
 TENSORS = [TensorInfo(f"w{index}", (300, 500), "float32") for index in range(4)]
 PLANS = [
@@ -86,6 +86,7 @@ class MadeUpLive:
         self.session = SimpleNamespace(optimizers=[], parameters={})
         self.codec_problem, self.warms_up, self.queues = "", False, False
         self.is_compared = job.compares
+        self.grid = Grid.even(2, 1, rank)
         self.inputs, self.bytes_between_nodes = 64, [(1 - rank) * 10**6 * job.long] * 4  # rank 1 sends inside its node alone
         self.exposed_us = self.link_us = 0.0
         self.began_s: float | None = None
@@ -207,6 +208,7 @@ def made_up() -> Any:
         mock.patch("gradwire.auto.driver.cluster_of", cluster_of),
         mock.patch("gradwire.auto.change_watch.cluster_of", cluster_of),
         mock.patch.object(Auto, "_made", made),
+        mock.patch.object(Auto, "_allows", lambda *_: True),  # the made-up plans have specs of no class
         mock.patch("gradwire.auto.driver.say"),
     ):
         yield

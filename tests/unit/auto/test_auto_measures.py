@@ -4,6 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
+
 import gradwire as gw
 from gradwire.auto import alone, change_watch
 from gradwire.auto.adaptive_bits import AdaptiveBitsDriver
@@ -13,7 +15,7 @@ from gradwire.auto.changes import WINDOW
 from gradwire.auto.driver import Auto
 from gradwire.core import Cluster, Costs, Identity, Link, TensorInfo
 from gradwire.plan import Uniform
-from gradwire.transport import MergedValues
+from gradwire.transport import Grid, MergedValues
 
 TENSOR = TensorInfo("w", (2048,), "float32")
 
@@ -23,6 +25,7 @@ def test_measurements_of_links_cost_what_they_took_on_the_slowest_rank() -> None
     cluster = Cluster(nodes=2, ranks_per_node=1, intra=Link(50.0, 1.0), inter=Link(50.0, 1.0))
     measured: list[int] = []
     live: Any = SimpleNamespace(step=9, plan=Uniform(Identity()).plan([TENSOR], 2), bytes_between_nodes=[8192.0])
+    live.grid = Grid.even(2, 1, 0)
     live.exchange = lambda own: lambda: [own, [0.6e6, *own[1:]]]
     watch = ChangeWatch()
     watch.cluster, watch._compute_us = cluster, 1e5
@@ -35,6 +38,21 @@ def test_measurements_of_links_cost_what_they_took_on_the_slowest_rank() -> None
         for _ in range(5):
             assert watch._of_links(live, 1e5) is None
     assert len(measured) == 2, "0.6 s each of a budget of a second"
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node", "noticed"), [(2, 4, True), (8, 1, False), (1, 8, False)])
+def test_ranks_of_a_node_send_over_one_link(nodes: int, ranks_per_node: int, noticed: bool) -> None:
+    """Each of eight ranks sends 0.25 MB. At half the rate that takes 2 ms longer, in a step of 50; for four of a node 8 ms."""
+    live: Any = SimpleNamespace(step=9, plan=Uniform(Identity()).plan([TENSOR], 2), bytes_between_nodes=[0.25e6])
+    live.grid, live.exchange = Grid.even(nodes, ranks_per_node, 0), lambda own: lambda: [own] * 8
+    watch = ChangeWatch()
+    before, after = (
+        Cluster(nodes=nodes, ranks_per_node=ranks_per_node, intra=Link(50.0, gbps), inter=Link(50.0, gbps)) for gbps in (1.0, 0.5)
+    )
+    watch.cluster, watch._compute_us = before, 1e5
+    with mock.patch.object(change_watch, "cluster_of", lambda *_: after):
+        asked = watch._of_links(live, 5e4)
+    assert (asked is not None) == noticed and (watch.cluster is after) == noticed
 
 
 def test_what_rides_on_reports_does_not_grow_with_the_ranks() -> None:

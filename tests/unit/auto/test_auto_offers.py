@@ -350,6 +350,15 @@ def test_schedules_that_are_allowed_are_offered_and_others_foreseen(accuracy: st
     assert max(made, key=lambda offer: offer.candidate.plain).plan.schedule == Backward()
 
 
+@pytest.mark.parametrize("accuracy", ["safe", "aggressive"])
+def test_a_schedule_that_is_not_allowed_is_foreseen_with_its_best_spec(accuracy: str) -> None:
+    """On 5 to 16 ranks the specs with the fewest bytes come first, and in "aggressive" the last one needs twice the steps."""
+    specs = specs_of(accuracy, TENSORS, 16)
+    (found,) = foreseen(profile(), cluster(0.1), costs(specs), specs, [Pipelined()])
+    alone = [foreseen(profile(), cluster(0.1), costs((spec,)), [spec], [Pipelined()])[0] for spec in specs]
+    assert found.to_loss_us <= 1.02 * min(each.to_loss_us for each in alone) < alone[-1].to_loss_us
+
+
 def test_safe_delays_only_with_corrections_that_are_nearly_exact() -> None:
     delayed = [schedule for schedule in schedules_of("safe", ("delayed",), 2) if isinstance(schedule, Delayed)]
     assert {(schedule.k, schedule.correction) for schedule in delayed} == {

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
 
-from gradwire.core import QSGD, Costs, ErrorFeedback, Identity
+from gradwire.core import QSGD, CodecCosts, Costs, ErrorFeedback, Identity, TopK
 from gradwire.core.specs import Spec
 from gradwire.profiler import codecs
 from gradwire.profiler.codecs import measure_codecs
@@ -54,6 +54,32 @@ def test_a_damaged_file_is_measured_anew(folder: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert asked([QSGD(bits=4)])[1] == [QSGD(bits=4)]
     assert asked([QSGD(bits=4)])[1] == []
+
+
+class Scaled(Spec, frozen=True):
+    """A compressor that another program on this machine brought along."""
+
+    id: ClassVar[str] = "scaled-elsewhere"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_file_with_a_spec_that_this_program_lacks_is_measured_anew(folder: Path, inside: bool) -> None:
+    asked([ErrorFeedback(QSGD(bits=4)) if inside else QSGD(bits=4)])
+    (path,) = folder.iterdir()
+    path.write_text(path.read_text().replace('"qsgd"', '"scaled-elsewhere"'))
+    assert asked([QSGD(bits=4)])[1] == [QSGD(bits=4)]
+    assert asked([QSGD(bits=4)])[1] == []
+
+
+def test_specs_of_other_packages_are_not_written(folder: Path) -> None:
+    """Other runs could not read the file."""
+    points, own = ((4096, 5.0),), [QSGD(bits=4), ErrorFeedback(TopK(0.01, values=QSGD(bits=2)))]
+    others = [Scaled(), ErrorFeedback(Scaled())]
+    made = Costs(codecs=[CodecCosts(spec=spec, device="cpu", encode=points, decode=points) for spec in (*own, *others)])
+    with mock.patch.object(codecs, "measure_codecs", lambda *_: made):
+        assert codecs.cached_codecs([*own, *others], CPU, SIZES, 0.01) == made
+    (path,) = folder.iterdir()
+    assert [codec.spec for codec in Costs.load(path).codecs] == own
 
 
 def test_without_a_folder_each_run_measures(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,3 +109,18 @@ def test_no_lane_is_still_at_work_after_one_of_them_failed(broken: int) -> None:
         with pytest.raises(LinkError, match="rank 1 is gone"):
             spread.perform()
         assert ended.is_set()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 16])
+@pytest.mark.parametrize("nbytes", [1000, 2**20, 2**24, 2**26])
+def test_the_memory_of_exchanges_is_bounded(ranks: int, nbytes: int) -> None:
+    """Parts of 64 MiB for each of 16 ranks would fill 2 GB of a GPU beside the model."""
+    link: Any = SimpleNamespace(rank=0, world_size=16, wire=None)
+    parts = links._Exchanges(link, range(ranks), torch.device("cpu"))._parts(nbytes)
+    assert [part.nbytes for part in parts] == [0] + [nbytes] * (ranks - 1) + [0] * (16 - ranks)
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    assert parts[0].untyped_storage().nbytes() <= min((ranks - 1) * nbytes, 2**26) + 16 * 512
+    addresses = [part.data_ptr() for part in parts[1:ranks]]
+    assert len({*addresses}) == ranks - 1, "each message has a checksum of its own"
+    if ranks * nbytes <= 2**26 and nbytes % 512 == 0:
+        assert all(after - before == nbytes for before, after in pairwise(addresses)), "none lies in the cache for another"
