@@ -653,6 +653,9 @@ def read_early(ours: bool, how: str) -> tuple[list[float], list[bool]]:
     if how == "hooked":
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.to_local().double().sum().item()))
+    if how == "all-reduce hook":
+        for each in (*model[1:-1], model):
+            each.set_all_reduce_hook(lambda reduced: seen.append(reduced.double().sum().item()))
     ran = []
     if exchanges is not None:
         model[0].register_full_backward_pre_hook(lambda *_: ran.append(exchanges._turns._running is not None))
@@ -669,7 +672,7 @@ def read_early(ours: bool, how: str) -> tuple[list[float], list[bool]]:
     return seen, ran
 
 
-@pytest.mark.parametrize("how", ["ordinary", "added", "hooked", "converted"])
+@pytest.mark.parametrize("how", ["ordinary", "added", "hooked", "all-reduce hook", "converted"])
 def test_backward_waits_only_where_fsdp_reads_the_result_at_once(worlds: Worlds, how: str) -> None:
     for (theirs, _), (ours, ran) in zip(worlds.run(2, read_early, False, how), worlds.run(2, read_early, True, how), strict=True):
         assert ours == pytest.approx(theirs, rel=0.02 if how == "converted" else 1e-4, abs=1e-4)
