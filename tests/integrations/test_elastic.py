@@ -111,8 +111,13 @@ def test_a_model_has_one_job_which_lives_as_long_as_the_model(monkeypatch: pytes
     with pytest.raises(gw.StepStateError, match="averaged twice"):
         gw.elastic(model, optimizer, **options)
     assert not any(isinstance(each, Keeps) for each in vars(copy.deepcopy(model)).values())
-    job().leave()
-    gw.elastic(model, optimizer, **options).leave()
+    first = job()
+    first.leave()
+    second = gw.elastic(model, optimizer, **options)
+    first.leave()
+    with pytest.raises(gw.StepStateError, match="averaged twice"):
+        gw.elastic(model, optimizer, **options)
+    second.leave()
 
 
 def test_a_model_with_a_handle_is_refused() -> None:

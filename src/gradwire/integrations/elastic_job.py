@@ -29,6 +29,7 @@ class ElasticJob:
         self._model = weakref.ref(model)
         self._members, self._means, self._auto = members, means, auto
         self._rounds = means if isinstance(means, LocalRounds) else None
+        self._left = False
 
     @property
     def step(self) -> int:
@@ -96,7 +97,10 @@ class ElasticJob:
         return self._rounds.shown() if self._rounds is not None else nullcontext()
 
     def leave(self) -> None:
-        """Leave the job, and the model alone. The others go on."""
+        """Leave the job, and the model alone. The others go on. A second call does nothing."""
+        if self._left:
+            return
+        self._left = True
         self._means.detach()
-        self._members.leave()
         REGISTRY.forget(self._model(), self._means.trained.parameters.values())
+        self._members.leave()
