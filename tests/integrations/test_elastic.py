@@ -462,6 +462,54 @@ def test_a_step_that_a_scaler_leaves_out_counts_in_the_round_of_its_member() -> 
     means.detach()
 
 
+class SentRound(Exchange):
+    """The exchange of a round, whose mean is what this member sends."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, torch.Tensor] = {}
+
+    def ready_all(self, tensors: Any) -> None:
+        self.sent = {name: each.clone() for name, each in tensors.items()}
+
+
+class BreaksOff:
+    """Members whom one joins. It makes a round of the others again; the next one fails, and it makes that with them."""
+
+    factor, parts, begins = 1.0, 2, False
+
+    def __init__(self, means: dict[str, torch.Tensor]) -> None:
+        self._means, self.exchange, self.rounds = means, SentRound(), 0
+
+    @property
+    def is_behind(self) -> bool:
+        return self.rounds == 1
+
+    def meet(self) -> Any:
+        return self.exchange if self.rounds else self._means
+
+    def begin(self, exchange: Exchange) -> None: ...
+
+    def end(self, exchange: Exchange) -> bool:
+        return True
+
+    def commit(self) -> None:
+        self.rounds += 1
+
+
+@pytest.mark.parametrize("mixing", [1.0, 0.5])
+def test_a_joiner_that_does_not_catch_up_sends_no_outer_gradient(mixing: float) -> None:
+    """It has not trained: the rounds of the others would count twice."""
+    schedule, (model, optimizer) = gw.LocalSteps(every=9, mixing=mixing), linear()
+    outer = OuterSteps(dict(model.named_parameters()), schedule)
+    rounds = LocalRounds(model, outer, [optimizer], schedule)
+    members: Any = BreaksOff({name: torch.ones_like(each) for name, each in model.named_parameters()})
+    rounds.begin(members)
+    rounds._round()
+    assert members.rounds == 2 and sorted(members.exchange.sent) == ["bias", "weight"]
+    assert not any(each.any() for each in members.exchange.sent.values())
+    rounds.detach()
+
+
 def test_an_optimizer_of_other_parameters_may_step_often() -> None:
     """It has the model's too, which get no gradient for its steps."""
     model, optimizer = linear()
