@@ -120,6 +120,28 @@ def test_a_model_has_one_job_which_lives_as_long_as_the_model(monkeypatch: pytes
     second.leave()
 
 
+@pytest.mark.parametrize("schedule", [gw.Backward(), NINE], ids=lambda each: each.word)
+@pytest.mark.parametrize("wrong", ["address", "members", "object"])
+def test_a_job_that_does_not_begin_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch, schedule: Any, wrong: str) -> None:
+    """An error that the script keeps holds the hooks, which would wait for members."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise gw.PlanError("no members")
+
+    if wrong == "members":
+        monkeypatch.setattr(torchft, "Members", refuse)
+    model, optimizer = linear()
+    options: dict[str, Any] = {"lighthouse": "nowhere" if wrong == "address" else "127.0.0.1:1"}
+    if wrong == "object":
+        options["also"] = [SimpleNamespace(state_dict=lambda: {"lock": threading})]
+    with pytest.raises(gw.PlanError) as kept:
+        gw.elastic(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule), **options)
+    for _ in range(NINE.every):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert kept.value is not None and not model._forward_pre_hooks
+
+
 def test_a_model_with_a_handle_is_refused() -> None:
     model, optimizer = linear()
     REGISTRY.add(model, model.parameters(), None)
