@@ -1054,6 +1054,7 @@ def test_momenta_of_another_model_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(job.state_dict()["momenta"]) == ["bias", "weight"]
     with pytest.raises(ValueError, match=r"momenta of the state have .* of shape \[1\] for 'bias', and .* shape \[2\]"):
         job.load_state_dict({"step": 5, "momenta": {"weight": torch.ones(2, 3), "bias": torch.ones(1)}})
+    assert job.step == 0, "nothing is taken of it"
     job.leave()
 
 

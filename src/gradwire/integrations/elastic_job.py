@@ -39,10 +39,13 @@ class ElasticJob:
 
     @step.setter
     def step(self, step: int) -> None:
+        self._check_step(step)
+        self._members.step = step
+
+    def _check_step(self, step: int) -> None:
         whole("step", step, "the steps of a checkpoint", error=PlanError)
         if self.world_size:
             raise StepStateError(f"step is set to {step}, and the members met already. Set it before the first forward.")
-        self._members.step = step
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and the outer momenta of local steps. Save it with the model, in `global_weights()`, and the optimizers. On
@@ -51,10 +54,12 @@ class ElasticJob:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` returned, before the first step. Members of an earlier checkpoint, or of none, get the state of
-        this one. Raises StepStateError after the first step, ValueError for the state of another model or plan."""
-        self.step = state["step"]
+        this one. Raises StepStateError after the first step, ValueError for the state of another model or plan. The job is
+        then as before."""
+        self._check_step(state["step"])
         if self._rounds is not None:
             self._rounds.take_momenta(state["momenta"])
+        self._members.step = state["step"]
 
     @property
     def rank(self) -> int:
