@@ -111,8 +111,35 @@ def test_a_model_has_one_job_which_lives_as_long_as_the_model(monkeypatch: pytes
     with pytest.raises(gw.StepStateError, match="averaged twice"):
         gw.elastic(model, optimizer, **options)
     assert not any(isinstance(each, Keeps) for each in vars(copy.deepcopy(model)).values())
-    job().leave()
-    gw.elastic(model, optimizer, **options).leave()
+    first = job()
+    first.leave()
+    second = gw.elastic(model, optimizer, **options)
+    first.leave()
+    with pytest.raises(gw.StepStateError, match="averaged twice"):
+        gw.elastic(model, optimizer, **options)
+    second.leave()
+
+
+@pytest.mark.parametrize("schedule", [gw.Backward(), NINE], ids=lambda each: each.word)
+@pytest.mark.parametrize("wrong", ["address", "members", "object"])
+def test_a_job_that_does_not_begin_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch, schedule: Any, wrong: str) -> None:
+    """An error that the script keeps holds the hooks, which would wait for members."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise gw.PlanError("no members")
+
+    if wrong == "members":
+        monkeypatch.setattr(torchft, "Members", refuse)
+    model, optimizer = linear()
+    options: dict[str, Any] = {"lighthouse": "nowhere" if wrong == "address" else "127.0.0.1:1"}
+    if wrong == "object":
+        options["also"] = [SimpleNamespace(state_dict=lambda: {"lock": threading})]
+    with pytest.raises(gw.PlanError) as kept:
+        gw.elastic(model, optimizer, plan=gw.Uniform(gw.Identity(), schedule=schedule), **options)
+    for _ in range(NINE.every):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert kept.value is not None and not model._forward_pre_hooks
 
 
 def test_a_model_with_a_handle_is_refused() -> None:
@@ -455,6 +482,54 @@ def test_a_step_that_a_scaler_leaves_out_counts_in_the_round_of_its_member() -> 
         optimizer.zero_grad()
     assert means._local_steps == 3 and scaler.get_scale() == 32.0
     means.detach()
+
+
+class SentRound(Exchange):
+    """The exchange of a round, whose mean is what this member sends."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, torch.Tensor] = {}
+
+    def ready_all(self, tensors: Any) -> None:
+        self.sent = {name: each.clone() for name, each in tensors.items()}
+
+
+class BreaksOff:
+    """Members whom one joins. It makes a round of the others again; the next one fails, and it makes that with them."""
+
+    factor, parts, begins = 1.0, 2, False
+
+    def __init__(self, means: dict[str, torch.Tensor]) -> None:
+        self._means, self.exchange, self.rounds = means, SentRound(), 0
+
+    @property
+    def is_behind(self) -> bool:
+        return self.rounds == 1
+
+    def meet(self) -> Any:
+        return self.exchange if self.rounds else self._means
+
+    def begin(self, exchange: Exchange) -> None: ...
+
+    def end(self, exchange: Exchange) -> bool:
+        return True
+
+    def commit(self) -> None:
+        self.rounds += 1
+
+
+@pytest.mark.parametrize("mixing", [1.0, 0.5])
+def test_a_joiner_that_does_not_catch_up_sends_no_outer_gradient(mixing: float) -> None:
+    """It has not trained: the rounds of the others would count twice."""
+    schedule, (model, optimizer) = gw.LocalSteps(every=9, mixing=mixing), linear()
+    outer = OuterSteps(dict(model.named_parameters()), schedule)
+    rounds = LocalRounds(model, outer, [optimizer], schedule)
+    members: Any = BreaksOff({name: torch.ones_like(each) for name, each in model.named_parameters()})
+    rounds.begin(members)
+    rounds._round()
+    assert members.rounds == 2 and sorted(members.exchange.sent) == ["bias", "weight"]
+    assert not any(each.any() for each in members.exchange.sent.values())
+    rounds.detach()
 
 
 def test_an_optimizer_of_other_parameters_may_step_often() -> None:
@@ -979,6 +1054,7 @@ def test_momenta_of_another_model_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(job.state_dict()["momenta"]) == ["bias", "weight"]
     with pytest.raises(ValueError, match=r"momenta of the state have .* of shape \[1\] for 'bias', and .* shape \[2\]"):
         job.load_state_dict({"step": 5, "momenta": {"weight": torch.ones(2, 3), "bias": torch.ones(1)}})
+    assert job.step == 0, "nothing is taken of it"
     job.leave()
 
 

@@ -425,6 +425,42 @@ def test_residuals_follow_the_scale_of_the_loss(worlds: Worlds, how: str) -> Non
     assert worlds.run(2, under_scales, how, True) == worlds.run(2, under_scales, how, False)
 
 
+def saved_under_a_scale(folder: str, scaled: bool) -> None:
+    """Save after one step, with residuals of all parts."""
+    model = sharded(network())
+    exchanges = fsdp2.compress(model, FEEDBACK)
+    _, scale_loss, _ = next(scaled_steps(scaled))
+    scale_loss(model(batch(9)[0]).square().mean()).backward()
+    dcp.save({"gradwire": exchanges}, checkpoint_id=folder)
+    exchanges.close()
+
+
+def thawed_under_scales(folder: str, scaled: bool) -> list[str]:
+    """Digests of the means of each step after a resume, without the scale. A part is frozen until the scale has changed."""
+    model = sharded(network())
+    exchanges = fsdp2.compress(model, FEEDBACK)
+    exchanges.load_state_dict(fsdp2.saved_states(folder))
+    means = []
+    for step, scale_loss, scale in scaled_steps(scaled):
+        model[2].requires_grad_(step == 2)
+        scale_loss(model(batch(step)[0]).square().mean()).backward()
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        means.append(digest([grad.full_tensor() / scale for grad in grads]))
+        model.zero_grad()
+    exchanges.close()
+    return means
+
+
+@pytest.mark.parametrize("ranks", [2, 3], ids=["the same ranks", "more ranks"])
+def test_residuals_that_wait_in_a_state_follow_the_scale_of_the_loss(worlds: Worlds, tmp_path: Path, ranks: int) -> None:
+    found = []
+    for scaled in (True, False):
+        folder = str(tmp_path / f"{scaled}")
+        worlds.run(2, saved_under_a_scale, folder, scaled)
+        found.append(worlds.run(ranks, thawed_under_scales, folder, scaled))
+    assert found[0] == found[1]
+
+
 def refused(how: str) -> list[str]:
     """The errors of a scaled loss and of one with a scale of 1, with a spec that has a magnitude of its own for one module."""
     told = []
@@ -653,6 +689,9 @@ def read_early(ours: bool, how: str) -> tuple[list[float], list[bool]]:
     if how == "hooked":
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.to_local().double().sum().item()))
+    if how == "all-reduce hook":
+        for each in (*model[1:-1], model):
+            each.set_all_reduce_hook(lambda reduced: seen.append(reduced.double().sum().item()))
     ran = []
     if exchanges is not None:
         model[0].register_full_backward_pre_hook(lambda *_: ran.append(exchanges._turns._running is not None))
@@ -669,7 +708,7 @@ def read_early(ours: bool, how: str) -> tuple[list[float], list[bool]]:
     return seen, ran
 
 
-@pytest.mark.parametrize("how", ["ordinary", "added", "hooked", "converted"])
+@pytest.mark.parametrize("how", ["ordinary", "added", "hooked", "all-reduce hook", "converted"])
 def test_backward_waits_only_where_fsdp_reads_the_result_at_once(worlds: Worlds, how: str) -> None:
     for (theirs, _), (ours, ran) in zip(worlds.run(2, read_early, False, how), worlds.run(2, read_early, True, how), strict=True):
         assert ours == pytest.approx(theirs, rel=0.02 if how == "converted" else 1e-4, abs=1e-4)

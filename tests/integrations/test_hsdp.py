@@ -15,6 +15,7 @@ from worlds import Worlds, digest, mesh_of, seeded
 
 import gradwire as gw
 from gradwire.integrations import fsdp2
+from gradwire.integrations.shards import reshard
 
 TWO_BITS = gw.ErrorFeedback(gw.QSGD(bits=2))
 FIFTHS = gw.ErrorFeedback(gw.TopK(0.2))
@@ -178,3 +179,39 @@ def misused() -> str:
 def test_reduce_scatters_have_one_scheme(worlds: Worlds) -> None:
     for told in worlds.run(2, misused):
         assert told.startswith("the policy's scheme is 'hierarchical', and reduce-scatters of FSDP2 travel by 'alltoall'")
+
+
+def with_compressed_shards() -> float:
+    """The largest difference from FSDP2's own gradients where gradwire does the reduce-scatters, too."""
+    native, ours = Hybrid(None, 2), Hybrid(gw.Identity(), 2)
+    inside = fsdp2.compress(ours.model, gw.Identity())
+    for each in (native, ours):
+        each.run(range(3))
+    for each in (inside, ours):
+        each.close()
+    return max((ours.sums[name] - whole).abs().max().item() for name, whole in native.sums.items())
+
+
+def test_replicas_average_shards_that_gradwire_reduced(worlds: Worlds) -> None:
+    assert max(worlds.run(4, with_compressed_shards)) < 1e-5
+
+
+def shared_after_a_forward() -> str:
+    """A digest of all parameters, of which nodes had their own before."""
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(dist.get_rank() // 2)
+    model = nn.Sequential(nn.Linear(24, 9), nn.Tanh(), nn.Linear(9, 4))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh["inside"])
+    with torch.no_grad():
+        model(torch.ones(1, 24))
+    exchanges = fsdp2.replicate(model, mesh["between"].get_group(), gw.Identity())
+    reshard(model)  # as the end of a backward does
+    found = digest(each.full_tensor() for each in model.parameters())
+    exchanges.close()
+    return found
+
+
+def test_replicas_begin_alike_after_a_forward(worlds: Worlds) -> None:
+    """The outermost module keeps whole parameters after a forward."""
+    assert len({*worlds.run(4, shared_after_a_forward)}) == 1

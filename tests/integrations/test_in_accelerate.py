@@ -373,6 +373,24 @@ def test_two_models_have_a_handle_each(framework_worlds: Worlds, tmp_path: Path)
     assert framework_worlds.run(2, two_models, str(tmp_path), deadline_s=200.0) == expected
 
 
+def loaded_when_detached(folder: str) -> list[str]:
+    """What is saved of a model that trains on without its handle, and then loads."""
+    run = Run(FEEDBACK)
+    run.train(2)
+    run.accelerator.save_state(folder)
+    run.accelerator.gradwire[0].detach()
+    before = digest(run.model.parameters())
+    run.train(1)
+    run.accelerator.wait_for_everyone()
+    run.accelerator.load_state(folder)
+    assert digest(run.model.parameters()) == before
+    return sorted(path.name for path in Path(folder).glob("gradwire*"))
+
+
+def test_a_script_loads_after_it_detached_its_handle(framework_worlds: Worlds, tmp_path: Path) -> None:
+    assert framework_worlds.run(2, loaded_when_detached, str(tmp_path), deadline_s=200.0) == [["gradwire_0"]] * 2
+
+
 def copied() -> list[bool]:
     run = Run(gw.QSGD(bits=4))
     run.train(1)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -172,6 +173,21 @@ def test_a_script_need_not_keep_it_and_a_second_call_is_refused(worlds: Worlds) 
     assert len({before for before, *_ in ends}) == 2, "islands train apart"
     assert len({after for _, after, _ in ends}) == 1
     assert all("trains on islands already" in said for *_, said in ends)
+
+
+def detached_again() -> bool:
+    """Whether islands that follow others live on where the first ones are detached again."""
+    policy = gw.Uniform(gw.Identity(), schedule=gw.LocalSteps(every=EVERY))
+    model, optimizer, made = built(False, policy)
+    made.detach()
+    second = weakref.ref(gw.islands(model, optimizer, mesh_of(2, 2), policy))
+    made.detach()
+    gc.collect()
+    return second() is not None and any(map(REGISTRY.owns, model.parameters()))
+
+
+def test_a_second_detach_leaves_the_next_islands_alone(worlds: Worlds) -> None:
+    assert all(worlds.run(4, detached_again))
 
 
 def with_a_handle() -> list[str]:

@@ -107,6 +107,34 @@ def test_an_exchange_that_is_over_has_not_crossed(worlds: Worlds) -> None:
     assert worlds.run(2, after_a_long_broadcast) == [True, True]
 
 
+@soon_looked_at()
+def after_a_load() -> bool:
+    """Rank 1 is long in a step of the first handle, which then goes back to an earlier step. Rank 0 is long in a step of the
+    second handle, to which rank 1 comes late."""
+    models = [plain() for _ in range(2)]
+    handles = [gw.parallelize(model, plan=gw.Identity()) for model in models]
+
+    def train(model: torch.nn.Module, late: int = -1) -> None:
+        if dist.get_rank() == late:
+            time.sleep(2 * LONG_S)
+        model(batch(0)).square().mean().backward()
+
+    train(models[0])
+    state = handles[0].state_dict()
+    train(models[0])
+    train(models[0], late=0)
+    handles[0].load_state_dict(state)
+    train(models[1], late=1)
+    failures = [handle.session.lanes.failure for handle in handles]
+    for handle in handles:
+        handle.detach()
+    return failures == [None, None]
+
+
+def test_a_handle_that_goes_back_to_an_earlier_step_has_not_crossed(worlds: Worlds) -> None:
+    assert worlds.run(2, after_a_load) == [True, True]
+
+
 def test_the_store_is_not_freed_while_the_interpreter_ends() -> None:
     """Whoever frees it returns from C++, and a thread that does so then ends the whole process."""
     watch = crossing.Crossing()

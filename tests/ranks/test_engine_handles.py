@@ -1,6 +1,7 @@
 """A handle's life: made, kept or not, made twice, detached, on one rank, on a part of the ranks, from every kind of plan."""
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,24 @@ def detached() -> dict[str, Any]:
 def test_a_detached_model_is_an_ordinary_one(worlds: Worlds) -> None:
     for rank, found in enumerate(worlds.run(2, detached)):
         assert found == {"threads": [], "hooks": 0, "same keys": True, "grad": rank == 0}
+
+
+def detached_again() -> list[bool]:
+    """Whether means are exact after the first of two handles in turn is detached again. The script keeps only that one."""
+    model = Given([5, 300])
+    first = gw.parallelize(model, plan=gw.Identity(), process_group=here.group)
+    first.detach()
+    gw.parallelize(model, plan=gw.Identity(), process_group=here.group)
+    first.detach()
+    gc.collect()
+    exact = [mean_is_exact(model, step, (0, 1)) for step in range(2)]
+    with pytest.raises(gw.StepStateError, match="parallelized already"):
+        gw.parallelize(model, plan=gw.Identity(), process_group=here.group)
+    return exact
+
+
+def test_a_second_detach_leaves_the_next_handle_alone(threads: Threads) -> None:
+    assert threads.run(2, detached_again) == [[True] * 2] * 2
 
 
 def several_models() -> bool:

@@ -311,7 +311,9 @@ class Handle:
         self.session.settle()
 
     def detach(self) -> None:
-        """Make the model an ordinary one again. Gradients are no longer synchronised."""
+        """Make the model an ordinary one again. Gradients are no longer synchronised. A second call does nothing."""
+        if self._detached:
+            return
         session, self._detached = self.session, True
-        session.detach()
         REGISTRY.forget(session.model, session.parameters.values())
+        session.detach()

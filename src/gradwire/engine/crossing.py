@@ -31,6 +31,8 @@ _MOST_PAUSE_S = 10.0
 class StepPlace(NamedTuple):
     """Where a rank is with one handle."""
 
+    loads: int
+    """How many states it has loaded, each of which may set the step back."""
     step: int
     """The number of the step that it is in, or comes to next."""
     beside: int
@@ -40,7 +42,7 @@ class StepPlace(NamedTuple):
     def has_yet_to_come_to(self, other: "StepPlace | None") -> bool:
         """Whether another rank is inside at a place that this one has not reached. The other one may be some broadcasts ahead,
         since their root does not wait."""
-        return other is not None and other.inside and not self.inside and self[:2] <= other[:2]
+        return other is not None and other.inside and not self.inside and self[:3] <= other[:3]
 
 
 _HANDLES = itertools.count(1)
@@ -53,7 +55,7 @@ class Whereabouts:
         self._reducer, self.lanes = reducer, reducer.lanes
         self.since: float | None = None
         """When it came into the step, or the exchange between steps, that it is in (time.monotonic)."""
-        self._beside = 0
+        self._loads = self._beside = 0
         self.label = f"handle {next(_HANDLES)} (of a {model})"
         """A name that is equal on ranks that made their handles in the same order."""
         self.lanes.place = weakref.WeakMethod(self._in_words)
@@ -65,7 +67,7 @@ class Whereabouts:
     @property
     def place(self) -> StepPlace:
         """For other ranks."""
-        return StepPlace(self._reducer.step, self._beside, self.since is not None)
+        return StepPlace(self._loads, self._reducer.step, self._beside, self.since is not None)
 
     def enter(self) -> None:
         """Enter a step, or an exchange between steps."""
@@ -75,6 +77,10 @@ class Whereabouts:
         """Leave it. `beside`: an exchange between steps is over."""
         self.since = None
         self._beside += beside
+
+    def loaded(self) -> None:
+        """All ranks have loaded a state of the handle: what they wrote before is of earlier places."""
+        self._loads += 1
 
     def forget(self) -> None:
         """The handle is used no more."""

@@ -100,6 +100,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
     else:
         exchange.residuals.take_over(carried)
     session._script.loss_scale.forget()
+    session._whereabouts.loaded()
     session.reducer.step = saved.step
     session.reducer.batches.load(saved.samples, saved.own, saved.ranks / session.group.world_size)
     if isinstance(session.schedule, KeepsState):

@@ -165,7 +165,8 @@ def _handles_of(accelerator: Accelerator) -> _OwnHandles:
         load(*arguments, **named)
         folder = folders.pop()
         for handle, own in handles.folders(folder):  # last: some schedules compare their state with the weights
-            load_handle(handle, own)
+            if handle.attached:
+                load_handle(handle, own)
 
     def free_too(*objects: Any) -> Any:
         handles.forget(handles[:])

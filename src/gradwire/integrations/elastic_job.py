@@ -29,6 +29,7 @@ class ElasticJob:
         self._model = weakref.ref(model)
         self._members, self._means, self._auto = members, means, auto
         self._rounds = means if isinstance(means, LocalRounds) else None
+        self._left = False
 
     @property
     def step(self) -> int:
@@ -38,10 +39,13 @@ class ElasticJob:
 
     @step.setter
     def step(self, step: int) -> None:
+        self._check_step(step)
+        self._members.step = step
+
+    def _check_step(self, step: int) -> None:
         whole("step", step, "the steps of a checkpoint", error=PlanError)
         if self.world_size:
             raise StepStateError(f"step is set to {step}, and the members met already. Set it before the first forward.")
-        self._members.step = step
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and the outer momenta of local steps. Save it with the model, in `global_weights()`, and the optimizers. On
@@ -50,10 +54,12 @@ class ElasticJob:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` returned, before the first step. Members of an earlier checkpoint, or of none, get the state of
-        this one. Raises StepStateError after the first step, ValueError for the state of another model or plan."""
-        self.step = state["step"]
+        this one. Raises StepStateError after the first step, ValueError for the state of another model or plan. The job is
+        then as before."""
+        self._check_step(state["step"])
         if self._rounds is not None:
             self._rounds.take_momenta(state["momenta"])
+        self._members.step = state["step"]
 
     @property
     def rank(self) -> int:
@@ -96,7 +102,10 @@ class ElasticJob:
         return self._rounds.shown() if self._rounds is not None else nullcontext()
 
     def leave(self) -> None:
-        """Leave the job, and the model alone. The others go on."""
+        """Leave the job, and the model alone. The others go on. A second call does nothing."""
+        if self._left:
+            return
+        self._left = True
         self._means.detach()
-        self._members.leave()
         REGISTRY.forget(self._model(), self._means.trained.parameters.values())
+        self._members.leave()

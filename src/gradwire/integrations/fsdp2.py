@@ -22,6 +22,7 @@ from gradwire.core import Spec
 from gradwire.errors import PlanError
 from gradwire.integrations.fsdp2_comms import ModuleAllGather, ModuleReduceScatter, rounds_parameters
 from gradwire.integrations.fsdp2_exchanges import ModuleExchanges
+from gradwire.integrations.shards import reshard
 from gradwire.plan import Policy
 from gradwire.renames import has_renamed_keywords
 from gradwire.transport import TlsOption
@@ -93,6 +94,7 @@ def replicate(
         gradwire.integrations.fsdp2.replicate(model, mesh["between"].get_group())
     """
     exchanges = ModuleExchanges(model, plan, None, None, accuracy, tls)
+    reshard(model)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             shard = tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor

@@ -135,7 +135,7 @@ class ModuleExchanges:
 
     def average(self, module: str, group: ProcessGroup, shard: Tensor) -> None:
         """Average a shard of a module's gradients between the replicas of HSDP."""
-        self.run(module, {module: shard}, group, "both", lambda: None, only_viewed())
+        self.run(module, {module: shard}, group, "both", lambda: None, only_viewed(in_hook=True))
 
     def _exchanges_of(self, module: str) -> list[Exchange]:
         return [*self._packs[f"{GRADIENTS} of {module}"].exchanges.values()]

@@ -95,6 +95,7 @@ class Islands:
         """The exchange with the same place of the other islands; None on a rank without a tensor."""
         self._state = IslandState(self._outer, self.exchange, self._inside, self._between)
         self._model, self.trained = weakref.ref(model), TrainedParameters(model)
+        self._detached = False
         counts, cure = "islands count the steps of what gw.islands got", "call detach(), and gw.islands again, on all ranks"
         self._hooks: list[Any] = [StepWatch(self.trained, optimizers, counts, cure)]
         before, lower = StepHook(self, Islands._before_step), StepHook(self, Islands._lower_second_moments)
@@ -123,7 +124,10 @@ class Islands:
         self.steps = self._state.load(state)
 
     def detach(self) -> None:
-        """End the exchanges. The model keeps the weights that it has."""
+        """End the exchanges. The model keeps the weights that it has. A second call does nothing."""
+        if self._detached:
+            return
+        self._detached = True
         for hook in self._hooks:
             hook.remove()
         REGISTRY.forget(self._model(), self.trained.parameters.values())

@@ -115,6 +115,8 @@ class LocalRounds:
                     continue
             if not members.begins:  # nobody has trained: the weights would follow the momentum of a checkpoint
                 self._outer.step(means)
+            if not isinstance(found, Exchange):  # no local step of this member: if the others end here, it has nothing to send
+                self._outer.begin_anew()
             members.commit()
             if not members.is_behind:
                 break

@@ -57,6 +57,11 @@ class OuterSteps:
         self._optimizer.step(means)
 
     @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Let L be W: no outer gradient is left."""
+        self._write(self.weights)
+
+    @torch.no_grad()
     def take_up(self) -> None:
         """Let L take up W."""
         self.reshard()

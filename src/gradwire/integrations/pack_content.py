@@ -49,18 +49,20 @@ def pack_of(shard: Tensor, group: ProcessGroup) -> Pack:
     return Pack(names, numels, tuple(get_process_group_ranks(group)), str(shard.dtype).removeprefix("torch."))
 
 
-def only_viewed() -> bool:
+def only_viewed(in_hook: bool = False) -> bool:
     """Whether FSDP2 only makes views of the buffer that it asks to reduce now, and reads it when backward is over: no other
-    dtype, no factor, no all-reduce of its own, no gradient to add to, no hook of the script on a gradient, no copy elsewhere."""
+    dtype, no factor, no all-reduce of its own, no all-reduce hook, no gradient to add to, no hook of the script on a gradient,
+    no copy elsewhere. in_hook: the all-reduce hook itself asks, so none is left."""
     found = _packer(sys._getframe(1))
     local = found.f_locals if found is not None and found.f_code.co_name == "foreach_reduce" else {}
     parameters = local.get("fsdp_params", ())
-    known = {"orig_dtype", "reduce_dtype", "postdivide_factor", "all_reduce_group", "fsdp_params"} <= local.keys()
+    needed = {"orig_dtype", "reduce_dtype", "postdivide_factor", "all_reduce_group", "all_reduce_hook", "fsdp_params"}
     return (
-        known
+        needed <= local.keys()
         and local["orig_dtype"] in (None, local["reduce_dtype"])
         and local["postdivide_factor"] in (None, 1)
         and local["all_reduce_group"] is None
+        and (in_hook or local["all_reduce_hook"] is None)
         and not any(each.offload_to_cpu or each.sharded_param.grad is not None for each in parameters)
         and not any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in parameters)
     )

@@ -76,6 +76,8 @@ class ModulePacks:
         for exchange in self.exchanges.values():
             exchange.residuals.follow(factor, left_out)
         self._kept, self._wholes = (followed(each, factor, left_out) for each in (self._kept, self._wholes))
+        self._saved = {pack: _followed(state, factor, left_out) for pack, state in self._saved.items()}
+        self._others = {rank: _followed_packs(state, factor, left_out) for rank, state in self._others.items()}
 
     def state(self) -> dict[str, Any]:
         """The content that `load` takes."""
@@ -148,3 +150,24 @@ def shard_of(whole: Tensor, place: int, numel: int) -> Tensor:
     """Return the shard with this number, of so many elements, padded with zeros."""
     part = whole[place * numel : (place + 1) * numel]
     return torch.nn.functional.pad(part, (0, numel - part.numel()))
+
+
+def _followed_packs(saved: Mapping[str, Any], factor: float, left_out: bool) -> dict[str, Any]:
+    """The state of a module's packs after `Remembered.follow`."""
+    made = {**saved, "packs": [(pack, _followed(state, factor, left_out)) for pack, state in saved["packs"]]}
+    made["kept"] = followed(saved["kept"], factor, left_out)
+    if "wholes" in saved:
+        rank, wholes = saved["wholes"]
+        made["wholes"] = rank, followed(wholes, factor, left_out)
+    return made
+
+
+def _followed(saved: Mapping[str, Any], factor: float, left_out: bool) -> dict[str, Any]:
+    """The state of an exchange after `Remembered.follow`, with the same keys."""
+    made = dict(saved)
+    for key, value in saved.items():
+        _, _, memory = key.partition("/")  # behind the rank
+        if "/" in memory and isinstance(value, Tensor):
+            kept = followed({memory: value}, factor, left_out)
+            made[key] = kept[memory] if kept else torch.zeros_like(value)  # a state has all keys
+    return made

@@ -106,26 +106,30 @@ def elastic(
     schedule: Any = getattr(plan, "schedule", Backward())
     means: GradientMeans | LocalRounds
     exchanged: Mapping[str, torch.Tensor] = named
+    others: list[Any] = [*(optimizers if island is None else map(LocalState, optimizers)), *also]
+    state = state_of(model, () if schedule.word == "backward" else named, others)
     if island is not None:
         if schedule.word != "local":
             raise PlanError(f"islands train apart, so pass schedule=gw.LocalSteps(...): plan is {show(plan)}.")
         means, exchanged = island_rounds(model, optimizers, check_rounds(schedule), island)
-        state = means.state(state_of(model, named, [*map(LocalState, optimizers), *also]))
     elif schedule.word == "backward":
         means = GradientMeans(model, named, optimizers, auto)
-        state = state_of(model, (), [*optimizers, *also])
     elif schedule.word == "local":
         means = LocalRounds(model, OuterSteps(named, check_rounds(schedule)), optimizers, schedule)
-        state = means.state(state_of(model, named, [*optimizers, *also]))
     else:
         raise PlanError(
             f"members that come and go run the schedules backward and local, and plan has {show(schedule.word)}: what it leaves "
             "for the next step belongs to members that may be gone."
         )
-    tensors = {name: TensorMeta.of(exchanged[name], id(named[name]) in embeddings) for name in reversed([*exchanged])}
-    of_lighthouse = lighthouse, min_replicas, timedelta(seconds=timeout_s), patience_s
-    reached = Lighthouse(*of_lighthouse) if island is None else IslandLighthouse(island, *of_lighthouse)
-    members = Members(tensors, plan, state, reached, catches_up=island is None)
+    try:
+        tensors = {name: TensorMeta.of(exchanged[name], id(named[name]) in embeddings) for name in reversed([*exchanged])}
+        of_lighthouse = lighthouse, min_replicas, timedelta(seconds=timeout_s), patience_s
+        reached = Lighthouse(*of_lighthouse) if island is None else IslandLighthouse(island, *of_lighthouse)
+        state = means.state(state) if isinstance(means, LocalRounds) else state
+        members = Members(tensors, plan, state, reached, catches_up=island is None)
+    except BaseException:  # the model trains without a job
+        means.detach()
+        raise
     means.begin(members)
     job = ElasticJob(model, members, means, auto)
     REGISTRY.add(model, means.trained.parameters.values(), job)
