@@ -21,7 +21,7 @@ from rich.console import Console
 from benchmarks.common import RESULTS, write
 from benchmarks.markdown import table
 from benchmarks.sleeping_cells import failures, found_by, is_whole, milliseconds, predicted_ms, ratio
-from gradwire.bench.names import UNLIMITED
+from gradwire.bench.names import MOST_DECIDING_STEPS, UNLIMITED
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
 from gradwire.bench.statistics import wire_us
@@ -29,7 +29,7 @@ from gradwire.core.files import write_whole
 
 FOLDER = RESULTS / "far"
 PAGE = Path(__file__).parents[1] / "docs" / "far_links.md"
-JOB, SITES, MOST_DECIDING_STEPS = "transformer", 2, 70
+JOB, SITES = "transformer", 2
 TURN_STEPS = 5
 """Steps of a turn: a disturbance of some seconds falls on several methods. The first step of a pipelined turn has no gathers
 before it, so a turn has several."""

@@ -22,7 +22,7 @@ from benchmarks.common import RESULTS, write
 from benchmarks.markdown import table
 from benchmarks.sleeping_cells import failures, found_by, is_whole, milliseconds, ratio
 from gradwire.bench.jobs import make_job
-from gradwire.bench.names import UNLIMITED
+from gradwire.bench.names import MOST_DECIDING_STEPS, UNLIMITED
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.runner import BenchRequest, emulation_problem, gbps_of, run_bench
 from gradwire.core.files import write_whole
@@ -34,7 +34,6 @@ SIZES = {
     "transformer": "the bench's transformer has 6.09 million parameters",
     "bert": "the one with BERT-medium's layers 25.4 million",
 }
-MOST_DECIDING_STEPS = 70
 FLOOR, DDP, EXACT, BITS, AUTO = "no communication", "DDP", "auto, exact", "4 bits", "auto"
 WEIGHTED = "gradwire:ErrorFeedback(QSGD(bits={}, scale='ls', levels='lloyd'), weights=0.98, warm_up_steps=20)"
 COPIES = 4

@@ -44,8 +44,9 @@ DECIDING: dict[str, dict[str, Any]] = {
     "adaptive": {"plan": AdaptiveBits()},
     "adaptive-time": {"plan": AdaptiveBits(rule="time")},
 }
-"""The deciding methods behind `gradwire:`, with their arguments of `gw.parallelize`. A decision takes at most 15 steps. Use as
-many warm-up steps to measure only the chosen plan."""
+"""The deciding methods behind `gradwire:`, with their arguments of `gw.parallelize`."""
+MOST_DECIDING_STEPS = 70
+"""The most steps of a deciding method before its warm-up: a trial, a second look at the choice, a few under the choice."""
 _SCHEDULED = re.compile(
     r"(?P<policy>.+)@(?:(?P<word>backward|pipelined|delayed)|"
     r"delayed(?P<k>[1-9][0-9]{0,3}|none)(?P<whole>-unstaggered)?(?:\+(?P<correction>.+))?)",
