@@ -5,15 +5,21 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from made_up_runs import made_up_run
 from rich.console import Console
+from silent import silent
 
 import gradwire as gw
+from gradwire.bench import demo
 from gradwire.bench.demo import METHODS, DemoSummary, closing_lines, draw_demo, summarise, summary_table
 from gradwire.bench.methods import Gradwire
+from gradwire.bench.recorded import method_folder
 from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
 from gradwire.bench.statistics import alone_from, cells_from, median_ratio, step_times, wire_us
 from gradwire.bench.table import FULL_WIDTH, tables
+from gradwire.core import make_folder
 from gradwire.core.provenance import Made
+from gradwire.record import Run
 
 WARMUP = 1
 
@@ -211,3 +217,16 @@ def test_demo_over_loopback_compares_bytes(tmp_path):
     assert "8.0 times fewer bytes" in text_of(summary) and "loopback" in text_of(summary)
     draw_demo(summary, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("link", ["100mbit", "0.1 gbit"])
+def test_the_demo_reads_the_run_that_the_bench_recorded(monkeypatch, tmp_path, link):
+    def run_bench(request, *_):
+        group = method_folder(request.record, f"transformer-{link}")
+        made_up_run().save(make_folder(method_folder(group, METHODS["gradwire"])) / "run.json")
+        return race()
+
+    monkeypatch.setattr(demo, "run_bench", run_bench)
+    monkeypatch.setattr(demo, "run_profile", lambda *_: ())
+    assert demo.run_demo(link, 5.0, tmp_path, None, silent()).link == link
+    assert Run.read(tmp_path).notes == made_up_run().notes
