@@ -157,6 +157,16 @@ def test_ranks_that_die_are_a_failure_of_every_cell(monkeypatch):
     assert all("exit code 1" in failure for failure in run.failures)
 
 
+def test_a_group_that_takes_too_long_says_what_to_do(monkeypatch, tmp_path):
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr("gradwire.bench.runner.sys.executable", str(sleeper))
+    request = BenchRequest(jobs=["mlp"], links=["unlimited"], methods=["ddp"], alone_steps=0, group_timeout_s=0.2)
+    (failure,) = run_bench(request, PROBLEM, silent()).failures
+    assert "took longer than 0.2 s" in failure and "Take fewer steps or methods" in failure and "nothing last" in failure
+
+
 def test_launcher_reports_lines_codes_and_timeouts():
     lines = []
     program = "import os, sys; print(os.environ['RANK']); sys.exit(int(os.environ['RANK']) * 3)"

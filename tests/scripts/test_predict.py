@@ -111,7 +111,7 @@ def test_what_cannot_be_predicted_is_refused_by_name(testbed: None) -> None:
         asked(["100mbit"], ["ddp-fp16"])
     with pytest.raises(TestbedError, match="links of known rates: no namespaces"):
         run_predict(asked(["100mbit"]), "no namespaces", silent())
-    with pytest.raises(TestbedError, match=r"profiling mlp over 1kbit ended with exit code 1:\n\[0\] words.py"):
+    with pytest.raises(TestbedError, match=r"profiling mlp over 1kbit: the ranks ended with exit code 1:\n\[0\] words.py"):
         run_predict(asked(["1kbit"]), None, silent())
 
 

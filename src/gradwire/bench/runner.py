@@ -22,7 +22,14 @@ from gradwire.bench.results import Alone, BenchRun, BetweenSites, Cell, WorkerOr
 from gradwire.bench.statistics import alone_from, cells_from
 from gradwire.core import Made, Spec, make_folder
 from gradwire.errors import FormatError, TestbedError
-from gradwire.testbed import MOST_NODES, EmulatedCluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
+from gradwire.testbed import (
+    MOST_NODES,
+    TIMED_OUT,
+    EmulatedCluster,
+    parse_rate,
+    permission_problem,
+    reexec_in_user_namespace_if_needed,
+)
 
 FEWEST_WARMUP_STEPS = 3
 """Fewest warm-up steps. DDP rebuilds its buckets after the first, and torch's PowerSGD hook compresses from the third on."""
@@ -67,6 +74,7 @@ class BenchRequest:
     """The module that each rank executes: its `main` builds the methods."""
     collective_timeout_s: float = 120.0
     group_timeout_s: float = 3600.0
+    """The most that all methods of a job over a link may take together. The group fails if it takes longer."""
 
     def __post_init__(self) -> None:
         for job in self.jobs if self.model is None else ():
@@ -155,8 +163,15 @@ def run_profile(
                 timeout=request.group_timeout_s,
             )
     if code:
-        raise TestbedError(f"profiling {job} over {link} ended with exit code {code}:\n" + "\n".join(said))
+        raise TestbedError(f"profiling {job} over {link}: {_ended(code, request.group_timeout_s)}:\n" + "\n".join(said))
     return tuple(line.partition("UserWarning: ")[2] for line in said if "UserWarning: " in line)
+
+
+def _ended(code: int, limit_s: float) -> str:
+    """Say how the ranks of a group without a result ended."""
+    if code == TIMED_OUT:
+        return f"the ranks took longer than {limit_s:g} s, the limit of a job over a link. Take fewer steps or methods"
+    return f"the ranks ended with exit code {code}"
 
 
 def _cluster(request: BenchRequest) -> EmulatedCluster:
@@ -328,4 +343,4 @@ class _Runner:
             if code == 0 and result.exists():
                 return WorkerRecord.load(result)
         words = "\n".join(["", *said])
-        return f"the ranks ended with exit code {code}. Rank 0 finished {last} last. Their last output:{words}"
+        return f"{_ended(code, self.request.group_timeout_s)}. Rank 0 finished {last} last. Their last output:{words}"
