@@ -55,8 +55,11 @@ class FakeTestbed:
     def run(self, argv: Sequence[str], *, env: Any, on_line: Any, timeout: float) -> int:
         specs = [argv[at + 1] for at, word in enumerate(argv) if word == "--spec"]
         assert specs == [repr(spec) for spec in SPECS] and "profile" in argv
-        on_line(0, "stderr", "words.py:1: UserWarning: the line does not fit")
+        for rank in (0, 1):
+            on_line(rank, "stderr", "words.py:1: UserWarning: the line does not fit")
         if not self.failed:
+            for number in range(runner.FAILURE_LINES):
+                on_line(0, "stdout", f"line {number}")
             files(Path(argv[argv.index("--out") + 1]))
         return int(self.failed)
 

@@ -122,9 +122,10 @@ def run_demo(link: str, seconds: float, out: Path, problem: str | None, watch: V
         recorded = msgspec.structs.replace(recorded, notes=notes)
     else:
         try:
-            run_profile(request, JOB, link, SPECS, PROFILE_STEPS, out, watch)
+            more = run_profile(request, JOB, link, SPECS, PROFILE_STEPS, out, watch)
         except TestbedError as error:
-            recorded = msgspec.structs.replace(recorded, notes=(*recorded.notes, f"The step is not predicted: {error}"))
+            more = (f"The step is not predicted: {error}",)
+        recorded = msgspec.structs.replace(recorded, notes=(*recorded.notes, *more))
     recorded.save(out / "run.json")
     write_report(out)
     return summary

@@ -150,6 +150,13 @@ def run_profile(
     Raises TestbedError with the output of the ranks if the profiling fails.
     """
     said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
+    warned: dict[str, None] = {}  # in order; ranks may warn alike
+
+    def on_line(rank: int, stream: str, line: str) -> None:
+        said.append(f"[{rank}] {line}")
+        if "UserWarning: " in line:
+            warned[line.partition("UserWarning: ")[2]] = None
+
     argv = [sys.executable, "-u", "-m", "gradwire", "profile", "--job", job]
     argv += ["--out", str(folder), "--steps", str(steps), "--device", request.device]
     argv += [word for spec in specs for word in ("--spec", repr(spec))]
@@ -159,12 +166,12 @@ def run_profile(
             code = network.run(
                 argv,
                 env={"OMP_NUM_THREADS": "1"},
-                on_line=lambda rank, stream, line: said.append(f"[{rank}] {line}"),
+                on_line=on_line,
                 timeout=request.group_timeout_s,
             )
     if code:
         raise TestbedError(f"profiling {job} over {link}: {_ended(code, request.group_timeout_s)}:\n" + "\n".join(said))
-    return tuple(line.partition("UserWarning: ")[2] for line in said if "UserWarning: " in line)
+    return tuple(warned)
 
 
 def _ended(code: int, limit_s: float) -> str:

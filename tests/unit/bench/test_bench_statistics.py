@@ -227,6 +227,6 @@ def test_the_demo_reads_the_run_that_the_bench_recorded(monkeypatch, tmp_path, l
         return race()
 
     monkeypatch.setattr(demo, "run_bench", run_bench)
-    monkeypatch.setattr(demo, "run_profile", lambda *_: ())
+    monkeypatch.setattr(demo, "run_profile", lambda *_: ("the line does not fit",))
     assert demo.run_demo(link, 5.0, tmp_path, None, silent()).link == link
-    assert Run.read(tmp_path).notes == made_up_run().notes
+    assert Run.read(tmp_path).notes == (*made_up_run().notes, "the line does not fit")
