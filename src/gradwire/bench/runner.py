@@ -279,7 +279,9 @@ class _Runner:
 
     def result(self) -> BenchRun:
         """Return everything measured so far."""
-        asked = ("nodes", "ranks_per_node", "steps", "warmup_steps", "turn_steps", "seed")
+        asked = ["nodes", "ranks_per_node", "device", "steps", "warmup_steps", "turn_steps", "seed"]
+        if self.problem is None:
+            asked += ["intra", "sites", "wan"]
         return BenchRun(
             made=self.made,
             torch=importlib.metadata.version("torch"),
