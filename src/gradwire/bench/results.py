@@ -174,6 +174,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     phases: int | None = None
     """How often, one after another, the exchange of a bucket waits for other nodes or sites; null if unknown."""
     counted_over_planned: float | None = None
+    """null also where several ranks share a node: the counter lacks what they send each other."""
     cpu_us: float | None = None
     codec_us: float | None = None
     """CPU time of the kernels of a step, measured alone in the same run; null: the kernels cannot run alone."""

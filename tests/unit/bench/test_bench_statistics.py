@@ -129,6 +129,15 @@ def test_ranks_that_share_an_interface_share_its_count():
     assert ours.scaling_factor is None
 
 
+def test_bytes_of_nodes_with_several_ranks_are_not_compared_with_the_plan():
+    """The interface of a node has what leaves the node. Plain loopback has everything."""
+    of_nodes = msgspec.structs.replace(record(), world_size=4, ranks_per_interface=2)
+    ddp = cells_from(of_nodes, "500mbit", 0.5, 2, None)[1]
+    assert ddp.counted_bytes == 12_000_050 and ddp.counted_over_planned is None
+    on_loopback = msgspec.structs.replace(record(), world_size=4, ranks_per_interface=4)
+    assert cells_from(on_loopback, "unlimited", None, 2, None)[1].counted_over_planned is not None
+
+
 def test_several_ranks_a_node_have_no_ideal_on_a_limited_link():
     ddp = cells_from(record(), "500mbit", 0.5, 2, None)[1]
     assert ddp.ideal_us is None and ddp.attainable_us is None
