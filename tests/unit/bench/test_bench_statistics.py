@@ -13,8 +13,9 @@ import gradwire as gw
 from gradwire.bench import demo
 from gradwire.bench.demo import METHODS, DemoSummary, closing_lines, draw_demo, summarise, summary_table
 from gradwire.bench.methods import Gradwire
+from gradwire.bench.progress import ProgressView, RaceView
 from gradwire.bench.recorded import method_folder
-from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
+from gradwire.bench.results import Alone, BenchRun, MethodRecord, StepEvent, WorkerRecord
 from gradwire.bench.statistics import alone_from, cells_from, median_ratio, step_times, wire_us
 from gradwire.bench.table import FULL_WIDTH, tables
 from gradwire.core import make_folder
@@ -178,6 +179,26 @@ def test_table_fits_and_shows_failures(width):
     text = screen.getvalue()
     assert "gradwire:qsgd4" in text and "3.33x" in text and "FAILED" in text
     assert ("scaling" in text) == (width == FULL_WIDTH)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_of_models_and_methods_are_no_markup(terminal):
+    model, name = "my[bold]:build", "gradwire:plans[/b].json"
+    run = run_of([msgspec.structs.replace(cells()["ddp"], job=model, method=name)])
+
+    def shown(show):
+        screen = io.StringIO()
+        show(Console(file=screen, width=FULL_WIDTH, force_terminal=terminal))
+        return [each in screen.getvalue() for each in (model, name)]
+
+    def watch(view):
+        with view.group(model, [name], 3):
+            view.step(StepEvent(name, 0, 1e5, 2.0))
+            view.step(StepEvent(name, 0, 1e5, 2.0, held_out=2.0))
+
+    assert shown(lambda console: console.print(*tables(run))) == [True, True]
+    assert shown(lambda console: watch(ProgressView(console))) == [True, terminal]
+    assert shown(lambda console: watch(RaceView(console, 4))) == [True, True]
 
 
 def race(network="namespaces"):
