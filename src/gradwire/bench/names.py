@@ -179,6 +179,11 @@ def parse_policy(text: str) -> Policy | str:
     Raises `FormatError` for any other text, `SpecError` for a spec with an impossible value.
     """
     if match := _SCHEDULED.fullmatch(text):
+        if match["policy"] in DECIDING:
+            raise FormatError(
+                f"{text!r} sets a schedule for {match['policy']}, which takes none. Write auto@all, which also tries pipelined "
+                "and delayed, or a policy with a schedule, such as qsgd4@pipelined."
+            )
         policy = parse_policy(match["policy"])
         if isinstance(policy, str):
             raise FormatError(f"{text[:300]!r} sets a schedule, but the plan file already has one. Leave out the @ part.")
@@ -219,6 +224,8 @@ def parse_spec(text: str) -> Spec:
 
     Raises `FormatError` or `SpecError` for any other text.
     """
+    if text in DECIDING:
+        raise FormatError(f"{text!r} is no spec: it chooses specs while a job runs. Write one of them, such as QSGD(bits=4).")
     policy = parse_policy(text)
     if isinstance(policy, str) or policy != Uniform(policy.default):
         raise FormatError(f"{text[:300]!r} is no spec. Write a spec in Python or JSON, such as QSGD(bits=4).")
