@@ -34,7 +34,7 @@ gradwire compressors
   --json
 gradwire demo
   --link = 100mbit
-  --seconds = 30.0
+  --seconds = 25.0
   --out = runs/demo
   --json
 gradwire doctor
