@@ -41,7 +41,6 @@ PARTS = {
     "shards": "direct exchanges with a slow uplink: equal shards and shards by uplinks, beside the least time",
     "laboratory": "errors of the emulated network between sites: round trip, rate, loss",
     "planner": "milliseconds of planning by each method, and the steps of their plans",
-    "cells": "step times of the jobs on slow links, DDP beside gradwire",
     "matrix": "auto beside DDP and torch's hooks: docs/matrix.md; --measure measures cells",
     "steps": "step times of every compressor on slow links, beside DDP and PyTorch's PowerSGD hook",
     "accuracy": "what a codec costs in learning: held-out loss of any number of ranks in one process, paired by seed",

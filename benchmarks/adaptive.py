@@ -26,7 +26,7 @@ from benchmarks.campaigns.matrix_cells import paired_ratio
 from benchmarks.common import RESULTS, write
 from benchmarks.markdown import table
 from benchmarks.paired import interval
-from gradwire.bench.names import GRADWIRE_PREFIX
+from gradwire.bench.names import GRADWIRE_PREFIX, MOST_DECIDING_STEPS
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
@@ -42,7 +42,6 @@ METHODS = {
     AUTO: f"{GRADWIRE_PREFIX}auto",
 }
 """The methods by their names in tables. 4 bits are the policy that AdaptiveBits begins with: vectors stay uncompressed."""
-DECIDING_STEPS = 70
 LAST = 10
 """Steps at the end of which the loss is the mean."""
 WANTED = 1.15
@@ -77,7 +76,7 @@ def run(arguments: list[str]) -> int:
             links=[link],
             methods=list(METHODS.values()),
             steps=options.steps,
-            deciding_steps=DECIDING_STEPS,
+            deciding_steps=MOST_DECIDING_STEPS,
             alone_steps=0,
             seed=seed,
         )

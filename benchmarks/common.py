@@ -82,9 +82,20 @@ def write(path: Path, result: dict[str, Any], quiet: bool = False) -> None:
         print(f"written to {path}")
 
 
+def between(text: str, begin: str, end: str, block: str) -> str:
+    """The text with this block between its two marks. Raises ValueError where a mark is missing.
+
+    >>> between("a (old) b", "(", ")", "new")
+    'a (new) b'
+    """
+    before, opened, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (opened and closed):
+        raise ValueError(f"there is no mark {end if opened else begin!r} in the text. Write both marks where the block belongs.")
+    return before + begin + block + end + after
+
+
 def write_between(page: Path, begin: str, end: str, lines: list[str]) -> None:
     """Put lines between two marks of a page."""
-    before, _, rest = page.read_text().partition(begin)
-    _, _, after = rest.partition(end)
-    write_whole(page, "\n".join([before + begin, "", *lines, "", end + after]))
+    write_whole(page, between(page.read_text(), begin, end, "\n".join(["\n", *lines, "\n"])))
     print(f"written to {page}")

@@ -20,16 +20,27 @@ from rich.console import Console
 
 from benchmarks.common import RESULTS, write
 from benchmarks.markdown import table
-from benchmarks.sleeping_cells import failures, found_by, is_whole, milliseconds, predicted_ms, ratio
+from benchmarks.sleeping_cells import (
+    add_options,
+    failures,
+    found_by,
+    is_there,
+    milliseconds,
+    predicted_ms,
+    ratio,
+    request_of,
+    results_in,
+    status_of,
+)
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.progress import ProgressView
-from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
+from gradwire.bench.runner import emulation_problem, run_bench
 from gradwire.bench.statistics import wire_us
 from gradwire.core.files import write_whole
 
 FOLDER = RESULTS / "far"
 PAGE = Path(__file__).parents[1] / "docs" / "far_links.md"
-JOB, SITES, MOST_DECIDING_STEPS = "transformer", 2, 70
+JOB, SITES = "transformer", 2
 TURN_STEPS = 5
 """Steps of a turn: a disturbance of some seconds falls on several methods. The first step of a pipelined turn has no gathers
 before it, so a turn has several."""
@@ -78,8 +89,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--delays", nargs="+", type=int, default=[0, 10, 25, 50, 100], help="round trips, in ms")
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--rate", type=int, default=100, help="of a site, in Mb/s")
-    parser.add_argument("--steps", type=int, default=20, help=f"measured steps of each method, {TURN_STEPS} in a turn")
-    parser.add_argument("--again", action="store_true", help="measure what has results, too")
+    add_options(parser, 20, f"measured steps of each method, {TURN_STEPS} in a turn")
     options = parser.parse_args(arguments)
     if (problem := emulation_problem()) is not None:
         print(f"not measured: {problem}")
@@ -87,22 +97,11 @@ def run(arguments: list[str]) -> int:
     failed: list[str] = []
     for delay in options.delays:
         path = FOLDER / f"{options.nodes}-{options.rate}-{delay}.json"
-        if path.exists() and not options.again and is_whole(json.loads(path.read_text()), METHODS):
+        if not options.again and is_there(path, METHODS):
             continue
-        request = BenchRequest(
-            jobs=[JOB],
-            links=[UNLIMITED],
-            methods=list(METHODS.values()),
-            device="sleeping",
-            nodes=options.nodes,
-            sites=SITES,
-            wan=f"{delay}ms rate {options.rate}mbit",
-            steps=options.steps,
-            warmup_steps=3,
-            turn_steps=TURN_STEPS,
-            deciding_steps=MOST_DECIDING_STEPS,
-            alone_steps=0,
-        )
+        wan = f"{delay}ms rate {options.rate}mbit"
+        methods = list(METHODS.values())
+        request = request_of(JOB, UNLIMITED, methods, options.nodes, options.steps, TURN_STEPS, SITES, wan)
         done = run_bench(request, None, ProgressView(Console(stderr=True)))
         found = {name: found_by(done.cell(JOB, UNLIMITED, method)) for name, method in METHODS.items()}
         failed += failures(path.stem, found)
@@ -118,13 +117,11 @@ def run(arguments: list[str]) -> int:
         write(path, about | {"between_sites": between, "methods": found}, quiet=True)
         for note in done.notes:
             print(note, file=sys.stderr)
-    results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
-    results.sort(key=lambda each: (each["mbps"], each["nodes"], each["delay_ms"]))
+    results = sorted(results_in(FOLDER), key=lambda each: (each["mbps"], each["nodes"], each["delay_ms"]))
     tables, chosen = tables_of(results), chosen_of(results)
     print("\n".join([*tables, "", *chosen]))
     write_whole(PAGE, TEXT.format(tables="\n".join(tables), chosen="\n".join(chosen)))
-    print("\n".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+    return status_of(failed)
 
 
 def tables_of(results: list[dict[str, Any]]) -> list[str]:

@@ -8,9 +8,7 @@ what is there is not measured again, unless --again. The tables go to docs/many_
 """
 
 import argparse
-import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,21 @@ from rich.console import Console
 
 from benchmarks.common import RESULTS, write
 from benchmarks.markdown import table
-from benchmarks.sleeping_cells import failures, found_by, is_whole, milliseconds, ratio
+from benchmarks.sleeping_cells import (
+    add_options,
+    failures,
+    found_by,
+    is_there,
+    milliseconds,
+    ratio,
+    request_of,
+    results_in,
+    status_of,
+)
 from gradwire.bench.jobs import make_job
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.progress import ProgressView
-from gradwire.bench.runner import BenchRequest, emulation_problem, gbps_of, run_bench
+from gradwire.bench.runner import emulation_problem, gbps_of, run_bench
 from gradwire.core.files import write_whole
 
 FOLDER = RESULTS / "many_nodes"
@@ -34,7 +42,6 @@ SIZES = {
     "transformer": "the bench's transformer has 6.09 million parameters",
     "bert": "the one with BERT-medium's layers 25.4 million",
 }
-MOST_DECIDING_STEPS = 70
 FLOOR, DDP, EXACT, BITS, AUTO = "no communication", "DDP", "auto, exact", "4 bits", "auto"
 WEIGHTED = "gradwire:ErrorFeedback(QSGD(bits={}, scale='ls', levels='lloyd'), weights=0.98, warm_up_steps=20)"
 COPIES = 4
@@ -71,8 +78,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--nodes", nargs="+", type=int, default=NODES)
     parser.add_argument("--links", nargs="+", default=LINKS)
     parser.add_argument("--jobs", nargs="+", default=JOBS)
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of each method")
-    parser.add_argument("--again", action="store_true", help="measure what has results, too")
+    add_options(parser, 8)
     options = parser.parse_args(arguments)
     if (problem := emulation_problem()) is not None:
         print(f"not measured: {problem}")
@@ -80,19 +86,17 @@ def run(arguments: list[str]) -> int:
     failed: list[str] = []
     for nodes, job, link in ((nodes, job, link) for nodes in options.nodes for job in options.jobs for link in options.links):
         path = FOLDER / f"{nodes}-{job}-{link}.json"
-        if path.exists() and not options.again and is_whole(json.loads(path.read_text()), methods_of(nodes)):
+        if not options.again and is_there(path, methods_of(nodes)):
             continue
         found = measured(nodes, job, link, options.steps)
         failed += failures(path.stem, found)
         about = {"nodes": nodes, "job": job, "link": link, "steps": options.steps, "processors": os.cpu_count()}
         write(path, about | {"methods": found}, quiet=True)
-    results = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
-    results.sort(key=lambda each: (JOBS.index(each["job"]), LINKS.index(each["link"]), each["nodes"]))
+    results = sorted(results_in(FOLDER), key=lambda each: (JOBS.index(each["job"]), LINKS.index(each["link"]), each["nodes"]))
     page = page_of(results)
     print(page)
     write_whole(PAGE, page)
-    print("\n".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+    return status_of(failed)
 
 
 def methods_of(nodes: int) -> dict[str, str]:
@@ -116,18 +120,7 @@ def measured(nodes: int, job: str, link: str, steps: int) -> dict[str, dict[str,
     found: dict[str, dict[str, Any]] = {}
     for first in range(0, len(methods), together):
         names = list(methods)[first : first + together]
-        request = BenchRequest(
-            jobs=[job],
-            links=[link],
-            methods=[methods[name] for name in names],
-            device="sleeping",
-            nodes=nodes,
-            steps=steps,
-            warmup_steps=3,
-            turn_steps=(steps + 1) // 2,
-            deciding_steps=MOST_DECIDING_STEPS,
-            alone_steps=0,
-        )
+        request = request_of(job, link, [methods[name] for name in names], nodes, steps, (steps + 1) // 2)
         done = run_bench(request, None, ProgressView(Console(stderr=True)))
         found |= {name: found_by(done.cell(job, link, methods[name])) for name in names}
     return found

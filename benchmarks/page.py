@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.catalogue import ENTRIES, Entry
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, between
 from benchmarks.local_equal import equal_table, path_of
 from benchmarks.losses import above_ddp
 from benchmarks.markdown import table
@@ -60,8 +60,7 @@ def run(arguments: list[str]) -> int:
     figures = soak_figures(_read("soak.json"))
     parts = {OPTIONS: collectives_table(), SCHEDULES: schedules_table(), RELIABILITY: figures}
     for path, made in (parts | {LOCAL: "\n".join(equal_table(_read(path_of(ranks).name)) for ranks in (2, 4))}).items():
-        before, _, rest = path.read_text().partition(BEGIN)
-        write_whole(path, before + BEGIN + made + END + rest.partition(END)[2])
+        write_whole(path, between(path.read_text(), BEGIN, END, made))
     print(f"written to {PAGE}, {OPTIONS}, {SCHEDULES}, {LOCAL} and {RELIABILITY}")
     return 0
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, write
+from benchmarks.common import RESULTS, between, write
 from benchmarks.markdown import table
 from benchmarks.sleeping_cells import milliseconds
 from benchmarks.testbeds import Bed, Papers, fp32, step_ms
@@ -96,6 +96,4 @@ def in_readme(text: str, block: str) -> str:
     >>> in_readme("a\\n" + "\\nold\\n".join(MARKS) + "\\nb", "new") == "a\\n" + "\\nnew\\n".join(MARKS) + "\\nb"
     True
     """
-    begin, end = MARKS
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
+    return between(text, *MARKS, f"\n{block}\n")

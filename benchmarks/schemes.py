@@ -5,8 +5,8 @@ docs/schemes.md.
     python -m benchmarks schemes --measure [--links 200mbit] [--nodes 2] [--ranks-per-node 2] [--json FILE]
 
 The first command measures each link that has no results on 2 nodes of 2 ranks, about fifteen minutes in all, and writes the
-page. Needs network namespaces; without them only the errors are measured, and the page is left as it is. The second command
-measures, prints the tables, and writes no page. With several links the file's name gets the link before its suffix.
+page. Needs network namespaces; without them the page is left as it is. The second command measures, prints the tables, and writes
+no page. With several links the file's name gets the link before its suffix.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from rich.console import Console
 from benchmarks.campaigns.measuring import json_file
 from benchmarks.campaigns.schemes import SCHEMES, SchemesRun
 from benchmarks.campaigns.schemes_runner import SIZES, median_us, run_schemes, schemes_tables, size_name, verdict
-from benchmarks.common import RESULTS, print_wide, write
+from benchmarks.common import RESULTS, print_wide
 from benchmarks.markdown import table
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.runner import emulation_problem
@@ -85,11 +85,10 @@ def measure(links: list[str], nodes: int, ranks_per_node: int, json: Path | None
 
 def write_page(links: Sequence[str], again: bool) -> int:
     """Measure what is missing, and write the results and the page."""
-    errors = reduction_errors()
-    write(RESULTS / "schemes-errors.json", {"elements": ELEMENTS, "seeds": SEEDS, "worlds": WORLDS, "errors": errors})
     if problem := emulation_problem():
         print(f"schemes: not measured, {problem}")
         return 0
+    errors = reduction_errors()
     runs = []
     for link in links:
         path = RESULTS / f"schemes-{link}.json"

@@ -1,11 +1,63 @@
-"""What the benchmarks of nodes whose computation is a timed sleep keep of a method, and how their tables show it."""
+"""What the benchmarks of nodes whose computation is a timed sleep share: the request, what they keep of a method, and how their
+tables show it."""
 
-from collections.abc import Iterable, Mapping
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from gradwire.bench.names import MOST_DECIDING_STEPS
 from gradwire.bench.results import Cell, Decided
+from gradwire.bench.runner import FEWEST_WARMUP_STEPS, BenchRequest
 
-__all__ = ["failures", "found_by", "is_whole", "milliseconds", "predicted_ms", "ratio"]
+__all__ = [
+    "add_options", "failures", "found_by", "is_there", "is_whole", "milliseconds", "predicted_ms", "ratio", "request_of",
+    "results_in", "status_of",
+]  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser, steps: int, about: str = "measured steps of each method") -> None:
+    """Add --steps and --again."""
+    parser.add_argument("--steps", type=int, default=steps, help=about)
+    parser.add_argument("--again", action="store_true", help="measure what has results, too")
+
+
+def request_of(
+    job: str, link: str, methods: Sequence[str], nodes: int, steps: int, turn_steps: int, sites: int = 1, wan: str | None = None
+) -> BenchRequest:
+    """The request for a group of methods, whose computation is a timed sleep."""
+    return BenchRequest(
+        jobs=[job],
+        links=[link],
+        methods=methods,
+        device="sleeping",
+        nodes=nodes,
+        sites=sites,
+        wan=wan,
+        steps=steps,
+        warmup_steps=FEWEST_WARMUP_STEPS,
+        turn_steps=turn_steps,
+        deciding_steps=MOST_DECIDING_STEPS,
+        alone_steps=0,
+    )
+
+
+def is_there(path: Path, names: Iterable[str]) -> bool:
+    """Whether the file has a result with a time of every method of these names."""
+    return path.exists() and is_whole(json.loads(path.read_text()), names)
+
+
+def results_in(folder: Path) -> list[dict[str, Any]]:
+    """The results of all files of a folder."""
+    return [json.loads(path.read_text()) for path in folder.glob("*.json")]
+
+
+def status_of(failed: Sequence[str]) -> int:
+    """Print what failed. Returns the exit status."""
+    print("\n".join(failed), file=sys.stderr)
+    return 1 if failed else 0
 
 
 def found_by(cell: Cell | None) -> dict[str, Any]:

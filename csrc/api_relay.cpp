@@ -71,7 +71,7 @@ struct Access {
 struct Frame {
   double at_s;
   uint64_t number;
-  int site;  // to which it goes
+  int from, site;  // `site`: to which it goes
   PacketHeader header;
   std::vector<uint8_t> bytes;
 };
@@ -273,6 +273,7 @@ class Relay {
         continue;
       }
       frame.at_s = at;
+      frame.from = from;
       frame.site = to;
       deliver(frame, segments, sender.loss);
     }
@@ -303,7 +304,7 @@ class Relay {
   }
 
   void queue_part(const Frame& whole, const Segments& segments, int first, int last) {
-    Frame part{whole.at_s, 0, whole.site, {}, {}};
+    Frame part{whole.at_s, 0, whole.from, whole.site, {}, {}};
     segments.cut(whole, first, last, part.header, part.bytes);
     enqueue(std::move(part));
   }
@@ -328,6 +329,37 @@ class Relay {
       if (sendmsg(sockets_[size_t(next.site)], &message, 0) < 0) ++counts_.failed_sends;
       queue_.pop();
     }
+  }
+
+  // When a frame that comes now leaves at the latest: after full queues and the longest way.
+  double latest_s(double now, int from, int to) const {
+    const Access &sender = access_[size_t(from)], &receiver = access_[size_t(to)];
+    return now + sender.queue_s + sender.delay_s + sender.jitter_s + receiver.delay_s + receiver.jitter_s + receiver.queue_s;
+  }
+
+  // Bring forward the frames that wait for the link that `site` had before. Later frames follow them in order, and queues count
+  // them: later frames would be late, or dropped, until the old moments had passed.
+  void hasten(int site) {
+    const double now = now_s();
+    const int sites = int(access_.size());
+    access_[size_t(site)].up_free_s = std::min(access_[size_t(site)].up_free_s, now + access_[size_t(site)].queue_s);
+    for (int to = 0; to < sites; ++to) {
+      double latest = 0;
+      for (int from = 0; from < sites; ++from) {
+        if (from == to) continue;
+        latest = std::max(latest, latest_s(now, from, to));
+        double& last = last_[size_t(from) * access_.size() + size_t(to)];
+        if (from == site || to == site) last = std::min(last, latest_s(now, from, to));
+      }
+      access_[size_t(to)].down_free_s = std::min(access_[size_t(to)].down_free_s, latest);
+    }
+    std::vector<Frame> waiting;
+    for (; !queue_.empty(); queue_.pop()) {
+      waiting.push_back(std::move(const_cast<Frame&>(queue_.top())));
+      Frame& frame = waiting.back();
+      if (frame.from == site || frame.site == site) frame.at_s = std::min(frame.at_s, latest_s(now, frame.from, frame.site));
+    }
+    queue_ = decltype(queue_)(Later{}, std::move(waiting));
   }
 
   static uint64_t address(const uint8_t* at) {
@@ -373,6 +405,7 @@ class Relay {
         changed.up_bytes_per_s = up > 0 ? up : kNever;
         changed.down_bytes_per_s = down > 0 ? down : kNever;
         changed.delay_s = delay, changed.jitter_s = jitter, changed.loss = loss, changed.queue_s = queue, changed.port = port;
+        hasten(site);
         std::printf("changed %d\n", site);
       } else {
         std::printf("refused %s\n", line.c_str());

@@ -28,6 +28,7 @@ from benchmarks.accuracy.jobs import JOBS, job_of
 from benchmarks.accuracy.rivals import RIVALS
 from benchmarks.accuracy.training import train
 from benchmarks.paired import interval
+from gradwire.bench.names import split_names
 
 __all__ = ["REFERENCE", "run", "table"]
 
@@ -60,7 +61,7 @@ def run(arguments: list[str]) -> int:
     if options.frontier:
         write_frontier(read(options.out))
         return 0
-    forms = list(dict.fromkeys([REFERENCE, *_split(options.specs)]))
+    forms = list(dict.fromkeys([REFERENCE, *split_names(options.specs)]))
     cells = [
         dict(zip(KEYS, (job, int(ranks), form, seed, options.steps), strict=True))
         for seed, job, ranks, form in product(range(options.seeds), options.jobs.split(","), options.ranks.split(","), forms)
@@ -83,22 +84,6 @@ def run(arguments: list[str]) -> int:
 def read(path: Path) -> list[dict[str, Any]]:
     """The trainings of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _split(forms: str) -> list[str]:
-    """Forms with commas between them, which specs have inside their brackets too.
-
-    >>> _split("exact,QSGD(bits=4, block=64),four")
-    ['exact', 'QSGD(bits=4, block=64)', 'four']
-    """
-    found, depth = [""], 0
-    for character in forms:
-        depth += (character == "(") - (character == ")")
-        if character == "," and not depth:
-            found.append("")
-        else:
-            found[-1] += character
-    return found
 
 
 def table(trainings: Sequence[dict[str, Any]], reference: str = REFERENCE) -> list[str]:

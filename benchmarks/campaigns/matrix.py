@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from benchmarks.campaigns.matrix_cells import AGGRESSIVE, CANDIDATES, EXACT, METHODS, POWERSGD, RIVALS, SAFE, WINDOW, MatrixCell
 from benchmarks.campaigns.matrix_first import JUDGED_STEPS
-from gradwire.bench.names import UNLIMITED, check_job
+from gradwire.bench.names import MOST_DECIDING_STEPS, UNLIMITED, check_job
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.results import BenchRun
 from gradwire.bench.runner import BenchRequest, gbps_of, run_bench
@@ -34,8 +34,6 @@ WARMUP_STEPS = 3
 MOST_TURN_STEPS = 4
 TURN_S = 1.5
 """A turn of plain DDP takes about so long, and has at least one step and at most `MOST_TURN_STEPS`."""
-DECIDING_STEPS = 70
-"""A deciding method takes these steps in one turn at most: a trial, a second look at the choice, and a few under its choice."""
 LEARNERS = (SAFE, AGGRESSIVE, POWERSGD)
 """Methods that learn otherwise than DDP. They train until they have DDP's loss."""
 LEARNERS_STEPS = 1.2
@@ -133,7 +131,7 @@ def expected_seconds(learning: BenchRun, gbps: float | None, turn_steps: int, go
     seconds = START_S
     for name in METHODS:
         step_s = _step_us(learning, gbps, name) / 1e6
-        deciding = DECIDING_STEPS if name in (EXACT, SAFE, AGGRESSIVE) else 0
+        deciding = MOST_DECIDING_STEPS if name in (EXACT, SAFE, AGGRESSIVE) else 0
         steps = max(deciding + WARMUP_STEPS + ROUNDS * turn_steps, (goals or {}).get(name, 0))
         seconds += steps * step_s
         if deciding:
@@ -190,7 +188,7 @@ def _cell_request(request: MatrixRequest, key: _Key) -> BenchRequest:
         steps=ROUNDS * turn_steps,
         warmup_steps=WARMUP_STEPS,
         turn_steps=turn_steps,
-        deciding_steps=DECIDING_STEPS,
+        deciding_steps=MOST_DECIDING_STEPS,
         go_on_to=_goals(request, key),
         alone_steps=0,
         seed=request.seed,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.campaigns.requests import RepositoryRequest
-from gradwire.bench.names import split_names
+from gradwire.bench.names import MOST_DECIDING_STEPS, split_names
 from gradwire.bench.progress import ProgressView
 from gradwire.bench.results import BenchRun
 from gradwire.bench.runner import emulation_problem, run_bench
@@ -62,6 +62,7 @@ def request_from(options: argparse.Namespace, methods: Sequence[str], record: Pa
         steps=options.steps,
         warmup_steps=options.warmup,
         turn_steps=options.turn,
+        deciding_steps=MOST_DECIDING_STEPS,
         alone_steps=options.alone_steps,
         seed=options.seed,
         record=record,

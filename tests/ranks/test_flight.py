@@ -11,6 +11,7 @@ from worlds import Worlds
 import gradwire as gw
 from gradwire.cli import app
 from gradwire.doctor.flight import behind
+from gradwire.errors import FormatError
 from gradwire.transport.flight import FILES, STEPS, Flight, FlightRecord
 
 
@@ -40,6 +41,15 @@ def test_who_was_behind() -> None:
     assert behind([fast])[0].startswith("rank 1 wrote no record")
     assert behind([fast, record(1, 7, 4, "bucket 4")])[0].startswith("no rank was behind")
     assert behind([fast, record(1, 6, 9)])[0].startswith("rank 1 was behind: step 6")
+
+
+def test_records_of_more_than_one_failure_are_refused() -> None:
+    first, later = record(0, 7, 4), record(0, 9, 4)
+    with pytest.raises(FormatError, match=r"rank 0 has 2 records.*names agree between `gradwire-flight-` and `-rank`"):
+        behind([first, record(1, 7, 1), later])
+    of_three = FlightRecord.load(Flight(1, (0, 1, 2), "other").write("as ordered"))
+    with pytest.raises(FormatError, match="two groups, ranks 0, 1 and ranks 0 to 2"):
+        behind([first, of_three])
 
 
 def test_the_last_steps_are_kept() -> None:

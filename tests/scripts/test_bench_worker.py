@@ -74,7 +74,7 @@ def test_file_has_every_key_and_is_the_result(bench_run):
     assert not run.failures
     assert BenchRun.load(path) == run
     data = msgspec.json.decode(path.read_bytes())
-    assert set(data) == set(BenchRun.__struct_fields__)
+    assert set(data) == set(BenchRun.__struct_fields__) - set(BenchRun.omit_at_default)
     assert [cell["method"] for cell in data["cells"]] == ["floor", "ddp", "ddp-powersgd"]
     for cell in data["cells"]:
         assert set(cell) == set(Cell.__struct_fields__)
@@ -155,6 +155,16 @@ def test_ranks_that_die_are_a_failure_of_every_cell(monkeypatch):
     run = run_bench(request, PROBLEM, silent())
     assert len(run.failures) == 3
     assert all("exit code 1" in failure for failure in run.failures)
+
+
+def test_a_group_that_takes_too_long_says_what_to_do(monkeypatch, tmp_path):
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr("gradwire.bench.runner.sys.executable", str(sleeper))
+    request = BenchRequest(jobs=["mlp"], links=["unlimited"], methods=["ddp"], alone_steps=0, group_timeout_s=0.2)
+    (failure,) = run_bench(request, PROBLEM, silent()).failures
+    assert "took longer than 0.2 s" in failure and "Take fewer steps or methods" in failure and "nothing last" in failure
 
 
 def test_launcher_reports_lines_codes_and_timeouts():

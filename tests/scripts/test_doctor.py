@@ -210,6 +210,17 @@ def test_differences_are_told_by_rank():
     assert of_nccl.severity == "note" and "INFO on rank 3" in of_nccl.found
 
 
+def test_sites_and_encryption_on_some_machines_are_problems():
+    paris, lyon = ({"GRADWIRE_SITE": name, "GRADWIRE_TLS": f"{name}.pem:{name}.key:ca.pem"} for name in ("paris", "lyon"))
+    assert list(differences({0: facts(variables=paris), 1: facts(variables=lyon)})) == []
+    assert list(differences({0: HEALTHY, 1: facts(variables={"GRADWIRE_TLS": "0"})})) == []
+    found = list(differences({0: facts(variables=paris), 1: HEALTHY, 2: facts(variables={"GRADWIRE_TLS": "on"})}))
+    assert [(each.severity, each.found) for each in found] == [
+        ("problem", "GRADWIRE_SITE: set on rank 0; (not set) on ranks 1, 2"),
+        ("problem", "GRADWIRE_TLS: by certificates on rank 0; no encryption on rank 1; by the job's key on rank 2"),
+    ]
+
+
 def survey(size, **changed):
     nodes = {rank: facts(rank=rank, host=f"node{rank}") for rank in range(size)}
     return Survey(**{"present": nodes, **changed})

@@ -55,8 +55,11 @@ class FakeTestbed:
     def run(self, argv: Sequence[str], *, env: Any, on_line: Any, timeout: float) -> int:
         specs = [argv[at + 1] for at, word in enumerate(argv) if word == "--spec"]
         assert specs == [repr(spec) for spec in SPECS] and "profile" in argv
-        on_line(0, "stderr", "words.py:1: UserWarning: the line does not fit")
+        for rank in (0, 1):
+            on_line(rank, "stderr", "words.py:1: UserWarning: the line does not fit")
         if not self.failed:
+            for number in range(runner.FAILURE_LINES):
+                on_line(0, "stdout", f"line {number}")
             files(Path(argv[argv.index("--out") + 1]))
         return int(self.failed)
 
@@ -111,7 +114,7 @@ def test_what_cannot_be_predicted_is_refused_by_name(testbed: None) -> None:
         asked(["100mbit"], ["ddp-fp16"])
     with pytest.raises(TestbedError, match="links of known rates: no namespaces"):
         run_predict(asked(["100mbit"]), "no namespaces", silent())
-    with pytest.raises(TestbedError, match=r"profiling mlp over 1kbit ended with exit code 1:\n\[0\] words.py"):
+    with pytest.raises(TestbedError, match=r"profiling mlp over 1kbit: the ranks ended with exit code 1:\n\[0\] words.py"):
         run_predict(asked(["1kbit"]), None, silent())
 
 

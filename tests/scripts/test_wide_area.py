@@ -107,6 +107,30 @@ def test_every_byte_arrives_through_loss_at_three_sites(clean: None) -> None:
             cluster.set_wan("1ms", site=3)
 
 
+FLOOD = """
+import os, socket, time
+if os.environ["RANK"] == "1":
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as flood:
+        for _ in range(200):
+            flood.sendto(bytes(1400), (os.environ["MASTER_ADDR"], 5555))
+            time.sleep(0.002)
+"""
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("site", [None, 1])
+def test_a_faster_network_takes_frames_at_once(clean: None, site: int | None) -> None:
+    """Before, 100 kbit/s have filled their queue, which holds 10 s."""
+    with EmulatedCluster(2, sites=2, wan="10ms rate 100mbit") as cluster:
+        cluster.set_wan("10ms rate 100kbit", site)
+        assert cluster.run([sys.executable, "-c", FLOOD], on_line=lambda *_: None, timeout=60.0) == 0
+        assert (full := cluster.wan_counts().full_queue_segments) > 0
+        cluster.set_wan("10ms rate 100mbit", site)
+        talk = TALK.replace("3_000_000", "1_000")
+        assert cluster.run([sys.executable, "-c", talk], on_line=lambda *_: None, timeout=60.0) == 0
+        assert cluster.wan_counts().full_queue_segments == full
+
+
 def test_losses_that_nobody_ordered_are_a_problem() -> None:
     counts = RelayCounts(10_000, 70, 5, 0, 0, 20, 0.002, 1.0)
     assert counts.problem() is None

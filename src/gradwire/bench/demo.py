@@ -19,7 +19,7 @@ from gradwire.auto import all_specs
 from gradwire.bench.jobs import make_job
 from gradwire.bench.names import UNLIMITED
 from gradwire.bench.progress import View
-from gradwire.bench.recorded import method_folder, with_rivals
+from gradwire.bench.recorded import method_folder
 from gradwire.bench.results import BenchRun, Cell
 from gradwire.bench.runner import BenchRequest, run_bench, run_profile
 from gradwire.bench.table import milliseconds
@@ -112,22 +112,20 @@ def run_demo(link: str, seconds: float, out: Path, problem: str | None, watch: V
         run.save(out / "bench.json")
         if run.failures:
             raise GradwireError("the demo could not be measured:\n" + "\n".join(run.failures))
-        group = Path(folder) / f"{JOB}-{request.links[0]}"
+        group = method_folder(Path(folder), f"{JOB}-{request.links[0]}")
         recorded = Run.read(method_folder(group, _methods(problem)["gradwire"]))
     summary = summarise(run, link, out / "demo.png", problem)
     draw_demo(summary, out / "demo.png")
     summary.save(out / "summary.json")
-    cells = {name: _cell(run, name) for name in _methods(problem).values()}
-    recorded = msgspec.structs.replace(recorded, made=run.made)
-    recorded = with_rivals(recorded, cells[_methods(problem)["gradwire"]], cells, run.warmup_steps, run.turn_steps)
     if problem is not None:
         notes = (*recorded.notes, f"No link could be emulated: {problem}. All times are of loopback.")
         recorded = msgspec.structs.replace(recorded, notes=notes)
     else:
         try:
-            run_profile(request, JOB, link, SPECS, PROFILE_STEPS, out, watch)
+            more = run_profile(request, JOB, link, SPECS, PROFILE_STEPS, out, watch)
         except TestbedError as error:
-            recorded = msgspec.structs.replace(recorded, notes=(*recorded.notes, f"The step is not predicted: {error}"))
+            more = (f"The step is not predicted: {error}",)
+        recorded = msgspec.structs.replace(recorded, notes=(*recorded.notes, *more))
     recorded.save(out / "run.json")
     write_report(out)
     return summary

@@ -44,8 +44,9 @@ DECIDING: dict[str, dict[str, Any]] = {
     "adaptive": {"plan": AdaptiveBits()},
     "adaptive-time": {"plan": AdaptiveBits(rule="time")},
 }
-"""The deciding methods behind `gradwire:`, with their arguments of `gw.parallelize`. A decision takes at most 15 steps. Use as
-many warm-up steps to measure only the chosen plan."""
+"""The deciding methods behind `gradwire:`, with their arguments of `gw.parallelize`."""
+MOST_DECIDING_STEPS = 70
+"""The most steps of a deciding method before its warm-up: a trial, a second look at the choice, a few under the choice."""
 _SCHEDULED = re.compile(
     r"(?P<policy>.+)@(?:(?P<word>backward|pipelined|delayed)|"
     r"delayed(?P<k>[1-9][0-9]{0,3}|none)(?P<whole>-unstaggered)?(?:\+(?P<correction>.+))?)",
@@ -178,6 +179,11 @@ def parse_policy(text: str) -> Policy | str:
     Raises `FormatError` for any other text, `SpecError` for a spec with an impossible value.
     """
     if match := _SCHEDULED.fullmatch(text):
+        if match["policy"] in DECIDING:
+            raise FormatError(
+                f"{text!r} sets a schedule for {match['policy']}, which takes none. Write auto@all, which also tries pipelined "
+                "and delayed, or a policy with a schedule, such as qsgd4@pipelined."
+            )
         policy = parse_policy(match["policy"])
         if isinstance(policy, str):
             raise FormatError(f"{text[:300]!r} sets a schedule, but the plan file already has one. Leave out the @ part.")
@@ -218,6 +224,8 @@ def parse_spec(text: str) -> Spec:
 
     Raises `FormatError` or `SpecError` for any other text.
     """
+    if text in DECIDING:
+        raise FormatError(f"{text!r} is no spec: it chooses specs while a job runs. Write one of them, such as QSGD(bits=4).")
     policy = parse_policy(text)
     if isinstance(policy, str) or policy != Uniform(policy.default):
         raise FormatError(f"{text[:300]!r} is no spec. Write a spec in Python or JSON, such as QSGD(bits=4).")

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -34,7 +35,7 @@ class ProgressView:
     def group(self, title: str, methods: Sequence[str], steps: int) -> Iterator[None]:
         """Show a bar for each method until the context ends."""
         if not self.console.is_terminal:
-            self.console.print(f"{title}: {len(methods)} methods, {steps} steps each", highlight=False)
+            self.console.print(f"{title}: {len(methods)} methods, {steps} steps each", highlight=False, markup=False)
             yield
             return
         columns = (
@@ -45,8 +46,10 @@ class ProgressView:
             TimeElapsedColumn(),
         )
         with Progress(*columns, console=self.console, transient=True) as self._progress:
-            self._title = self._progress.add_task(f"[bold]{title}", total=None, now="starting the ranks", start=False)
-            self._tasks = {name: self._progress.add_task(f"  {name}", total=steps, now="", start=False) for name in methods}
+            self._title = self._progress.add_task(f"[bold]{escape(title)}", total=None, now="starting the ranks", start=False)
+            self._tasks = {
+                name: self._progress.add_task(f"  {escape(name)}", total=steps, now="", start=False) for name in methods
+            }
             try:
                 yield
             finally:
@@ -80,7 +83,7 @@ class RaceView:
         """Show the table until the context ends."""
         self._rows = {name: (0, 0.0, None) for name in methods if name != "floor"}
         self._title = title
-        self.console.print(f"{title} ...", highlight=False)
+        self.console.print(f"{title} ...", highlight=False, markup=False)
         if not self.console.is_terminal:
             yield
             return
@@ -101,15 +104,15 @@ class RaceView:
             self._rows[event.method] = steps, seconds, event.held_out
             if self._live is None:
                 words = f"  {event.method:<14} {seconds:5.1f} s  {steps:5} steps  {steps * self._samples:6} samples"
-                self.console.print(f"{words}  held-out loss {event.held_out:.3f}", highlight=False)
+                self.console.print(f"{words}  held-out loss {event.held_out:.3f}", highlight=False, markup=False)
         if self._live is not None:
             self._live.update(self._table())
 
     def _table(self) -> Table:
-        table = Table(title=self._title, title_justify="left")
+        table = Table(title=escape(self._title), title_justify="left")
         for name in ("", "seconds", "steps", "samples", "held-out loss"):
             table.add_column(name, justify="right" if name else "left")
         for name, (steps, seconds, loss) in self._rows.items():
             samples = str(steps * self._samples)
-            table.add_row(name, f"{seconds:.1f}", str(steps), samples, "-" if loss is None else f"{loss:.3f}")
+            table.add_row(escape(name), f"{seconds:.1f}", str(steps), samples, "-" if loss is None else f"{loss:.3f}")
         return table

@@ -174,6 +174,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     phases: int | None = None
     """How often, one after another, the exchange of a bucket waits for other nodes or sites; null if unknown."""
     counted_over_planned: float | None = None
+    """null also where several ranks share a node: the counter lacks what they send each other."""
     cpu_us: float | None = None
     codec_us: float | None = None
     """CPU time of the kernels of a step, measured alone in the same run; null: the kernels cannot run alone."""
@@ -241,6 +242,7 @@ class BenchRun(Document, frozen=True, kw_only=True):
 
     what: ClassVar[str] = "bench results file"
     remedy: ClassVar[str] = "Make it with `gradwire bench --json FILE`."
+    omit_at_default: ClassVar[tuple[str, ...]] = ("device", "intra", "sites", "wan")
 
     version: int = 1
     made: Made
@@ -250,6 +252,13 @@ class BenchRun(Document, frozen=True, kw_only=True):
     """"namespaces" for an emulated cluster; "loopback" for plain processes over an unlimited link."""
     nodes: int
     ranks_per_node: int
+    intra: str | None = None
+    """The emulated rate inside a node; null: no limit."""
+    sites: int = 1
+    wan: str | None = None
+    """The emulated network between sites; null: one site."""
+    device: str = "cpu"
+    """The device of the jobs: one of `gradwire.bench.names.DEVICES`."""
     steps: int
     warmup_steps: int
     turn_steps: int

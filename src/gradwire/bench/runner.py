@@ -22,7 +22,14 @@ from gradwire.bench.results import Alone, BenchRun, BetweenSites, Cell, WorkerOr
 from gradwire.bench.statistics import alone_from, cells_from
 from gradwire.core import Made, Spec, make_folder
 from gradwire.errors import FormatError, TestbedError
-from gradwire.testbed import MOST_NODES, EmulatedCluster, parse_rate, permission_problem, reexec_in_user_namespace_if_needed
+from gradwire.testbed import (
+    MOST_NODES,
+    TIMED_OUT,
+    EmulatedCluster,
+    parse_rate,
+    permission_problem,
+    reexec_in_user_namespace_if_needed,
+)
 
 FEWEST_WARMUP_STEPS = 3
 """Fewest warm-up steps. DDP rebuilds its buckets after the first, and torch's PowerSGD hook compresses from the third on."""
@@ -67,6 +74,7 @@ class BenchRequest:
     """The module that each rank executes: its `main` builds the methods."""
     collective_timeout_s: float = 120.0
     group_timeout_s: float = 3600.0
+    """The most that all methods of a job over a link may take together. The group fails if it takes longer."""
 
     def __post_init__(self) -> None:
         for job in self.jobs if self.model is None else ():
@@ -142,6 +150,13 @@ def run_profile(
     Raises TestbedError with the output of the ranks if the profiling fails.
     """
     said: collections.deque[str] = collections.deque(maxlen=FAILURE_LINES)
+    warned: dict[str, None] = {}  # in order; ranks may warn alike
+
+    def on_line(rank: int, stream: str, line: str) -> None:
+        said.append(f"[{rank}] {line}")
+        if "UserWarning: " in line:
+            warned[line.partition("UserWarning: ")[2]] = None
+
     argv = [sys.executable, "-u", "-m", "gradwire", "profile", "--job", job]
     argv += ["--out", str(folder), "--steps", str(steps), "--device", request.device]
     argv += [word for spec in specs for word in ("--spec", repr(spec))]
@@ -151,12 +166,19 @@ def run_profile(
             code = network.run(
                 argv,
                 env={"OMP_NUM_THREADS": "1"},
-                on_line=lambda rank, stream, line: said.append(f"[{rank}] {line}"),
+                on_line=on_line,
                 timeout=request.group_timeout_s,
             )
     if code:
-        raise TestbedError(f"profiling {job} over {link} ended with exit code {code}:\n" + "\n".join(said))
-    return tuple(line.partition("UserWarning: ")[2] for line in said if "UserWarning: " in line)
+        raise TestbedError(f"profiling {job} over {link}: {_ended(code, request.group_timeout_s)}:\n" + "\n".join(said))
+    return tuple(warned)
+
+
+def _ended(code: int, limit_s: float) -> str:
+    """Say how the ranks of a group without a result ended."""
+    if code == TIMED_OUT:
+        return f"the ranks took longer than {limit_s:g} s, the limit of a job over a link. Take fewer steps or methods"
+    return f"the ranks ended with exit code {code}"
 
 
 def _cluster(request: BenchRequest) -> EmulatedCluster:
@@ -257,7 +279,9 @@ class _Runner:
 
     def result(self) -> BenchRun:
         """Return everything measured so far."""
-        asked = ("nodes", "ranks_per_node", "steps", "warmup_steps", "turn_steps", "seed")
+        asked = ["nodes", "ranks_per_node", "device", "steps", "warmup_steps", "turn_steps", "seed"]
+        if self.problem is None:
+            asked += ["intra", "sites", "wan"]
         return BenchRun(
             made=self.made,
             torch=importlib.metadata.version("torch"),
@@ -328,4 +352,4 @@ class _Runner:
             if code == 0 and result.exists():
                 return WorkerRecord.load(result)
         words = "\n".join(["", *said])
-        return f"the ranks ended with exit code {code}. Rank 0 finished {last} last. Their last output:{words}"
+        return f"{_ended(code, self.request.group_timeout_s)}. Rank 0 finished {last} last. Their last output:{words}"

@@ -76,6 +76,8 @@ def cells_from(record: WorkerRecord, link: str, gbps: float | None, ranks_per_no
             continue
         times = step_times(counted[method.method])
         planned = method.planned_bytes[0]
+        # else the counter has what leaves the node, and the plan also what ranks of a node send each other
+        comparable = ranks_per_node == 1 or record.ranks_per_interface > ranks_per_node
         sent = _mean_of_counted(method.sent_bytes, ranges[method.method]) / record.ranks_per_interface
         codec = None if None in method.codec_us else float(np.mean([us for us in method.codec_us if us is not None]))
         wire = wire_us(planned, gbps) if planned is not None and (ranks_per_node == 1 or link == UNLIMITED) else None
@@ -94,7 +96,7 @@ def cells_from(record: WorkerRecord, link: str, gbps: float | None, ranks_per_no
             planned_bytes=planned,
             crossing_bytes=_sum(method.crossing_bytes),
             phases=method.phases,
-            counted_over_planned=sent / planned if planned else None,
+            counted_over_planned=sent / planned if planned and comparable else None,
             cpu_us=_median_of_counted(method.cpu_us, ranges[method.method]),
             codec_us=codec,
             exposed_us=times.median_us - compute_us if compute_us is not None else None,

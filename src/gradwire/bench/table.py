@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from gradwire.bench.results import BenchRun, Cell
@@ -51,7 +52,7 @@ def tables(run: BenchRun, width: int = FULL_WIDTH) -> Iterator[Table]:
     while sum(COLUMNS[name] + 3 for name in names) >= width and (name := next(left_out, None)):
         names.remove(name)
     for job in dict.fromkeys(cell.job for cell in run.cells):
-        table = Table(title=_title(run, job), title_justify="left")
+        table = Table(title=escape(_title(run, job)), title_justify="left")
         for name in names:
             justify: Literal["left", "right"] = "left" if name in ("link", "method") else "right"
             table.add_column(name, justify=justify, min_width=COLUMNS[name], overflow="fold")
@@ -94,7 +95,7 @@ def _title(run: BenchRun, job: str) -> str:
 
 def _texts(cell: Cell) -> dict[str, str]:
     """Return the text of each column. The message of a failed cell is printed below the table."""
-    texts = {"link": cell.link, "method": cell.method}
+    texts = {"link": escape(cell.link), "method": escape(cell.method)}
     if cell.failure is not None or cell.step is None:
         return texts | {"step ms": "FAILED"}
     step, ratio = cell.step, cell.speedup

@@ -98,7 +98,7 @@ def bench(
     _check_extra("sklearn")
     from rich.console import Console
 
-    from gradwire.bench.names import GivenModel, split_names
+    from gradwire.bench.names import MOST_DECIDING_STEPS, GivenModel, split_names
     from gradwire.bench.progress import ProgressView
     from gradwire.bench.runner import BenchRequest, emulation_problem, run_bench
     from gradwire.bench.table import print_run
@@ -119,6 +119,7 @@ def bench(
         ranks_per_node=size.ranks_per_node,
         steps=size.steps,
         warmup_steps=size.warmup,
+        deciding_steps=MOST_DECIDING_STEPS,
         record=files.record,
     )
     problem = emulation_problem()

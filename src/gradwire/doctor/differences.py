@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from gradwire.doctor.facts import Facts
+from gradwire.core import SWITCH_WORDS
+from gradwire.doctor.facts import SITE, TLS, Facts
 from gradwire.doctor.report import Finding, Severity
 
 
@@ -26,6 +27,19 @@ def _variable(name: str) -> Callable[[Facts], object]:
     return lambda facts: facts.variables.get(name, "(not set)")
 
 
+def _site(facts: Facts) -> str:
+    return "set" if facts.variables.get(SITE, "").strip() else "(not set)"
+
+
+def _encryption(facts: Facts) -> str:
+    """Return the kind of encryption that the environment asks for. Paths of certificates may differ between machines."""
+    words = facts.variables.get(TLS, "")
+    if words.count(":") == 2 or (not words and facts.variables.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS"):
+        return "by certificates"
+    on = SWITCH_WORDS.get(words or "off")
+    return words if on is None else "by the job's key" if on else "no encryption"
+
+
 _COMPARED: tuple[tuple[str, Callable[[Facts], object], Severity, str, str], ...] = (
     ("gradwire", lambda f: f.gradwire, "problem",
      "parallelize refuses to run, because versions may encode payloads differently.", "Install the same version everywhere."),
@@ -37,6 +51,10 @@ _COMPARED: tuple[tuple[str, Callable[[Facts], object], Severity, str, str], ...]
      "Use the same Python everywhere."),
     ("WORLD_SIZE", _variable("WORLD_SIZE"), "problem",
      "The ranks wait for different numbers of others.", "Start every rank with the same WORLD_SIZE."),
+    (SITE, _site, "problem", "parallelize refuses to run, because nobody knows which machines are near each other.",
+     "Export GRADWIRE_SITE on all machines, or on none."),
+    (TLS, _encryption, "problem", "parallelize refuses to run, unless the script passes the same tls= on all ranks.",
+     "Export the same GRADWIRE_TLS on all machines."),
     ("C++ kernels", lambda f: f.kernel_level or "plain torch", "note",
      "All levels give the same bytes, but the slowest rank limits the speed.", ""),
     ("ranks a node", lambda f: f.local_world_size, "note",

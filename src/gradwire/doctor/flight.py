@@ -1,12 +1,19 @@
 """Finds the rank that was behind when a step failed, from the flight records of ranks. Pure: no communication."""
 
+from collections import Counter
 from collections.abc import Sequence
 
+from gradwire.doctor.differences import rank_list
+from gradwire.errors import FormatError
 from gradwire.transport import FlightRecord
 
 
 def behind(records: Sequence[FlightRecord]) -> list[str]:
-    """Return lines to print: the rank that was behind and its open tasks, then the place of each rank."""
+    """Return lines to print: the rank that was behind and its open tasks, then the place of each rank.
+
+    Raises FormatError for records of more than one failure.
+    """
+    _check_one_failure(records)
     by_rank = {record.rank: record for record in records}
     ranks = sorted({rank for record in records for rank in record.ranks})
     silent = [rank for rank in ranks if rank not in by_rank]
@@ -20,6 +27,22 @@ def behind(records: Sequence[FlightRecord]) -> list[str]:
         lines.append("no rank was behind the others." if same else f"rank {last} was behind: {_place(by_rank[last])}.")
     lines += [f"rank {rank}: {_place(by_rank[rank])}. Its error: {by_rank[rank].error}" for rank in ranks if rank in by_rank]
     return lines
+
+
+def _check_one_failure(records: Sequence[FlightRecord]) -> None:
+    counts = Counter(record.rank for record in records)
+    twice = next((rank for rank, count in sorted(counts.items()) if count > 1), None)
+    groups = list(dict.fromkeys(tuple(record.ranks) for record in records))
+    if twice is not None:
+        what = f"rank {twice} has {counts[twice]} records"
+    elif len(groups) > 1:
+        what = f"the records are of two groups, {rank_list(groups[0])} and {rank_list(groups[1])}"
+    else:
+        return
+    raise FormatError(
+        f"{what}, so they are of more than one failure, and would name a wrong rank. Give the files of one failure: their names "
+        "agree between `gradwire-flight-` and `-rank`."
+    )
 
 
 def _progress(record: FlightRecord) -> tuple[int, int]:

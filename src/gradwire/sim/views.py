@@ -50,29 +50,32 @@ def _mb(size: float) -> str:
 def as_trace(timeline: Timeline) -> str:
     """JSON text of the trace: one row for each resource, one more for what a resource does at the same time, such as the
     tasks of several workers, and one for bubbles. Equal timelines give equal bytes."""
-    rows: dict[tuple[str, int], int] = {}
-    events: list[dict[str, Any]] = []
     free_at: dict[str, list[float]] = {name: [] for name in RESOURCES}
+    """When each row of a resource is free again."""
+    places: list[tuple[str, int]] = []
     for event in timeline.events:
         free = free_at[event.resource]
         place = next((place for place, time in enumerate(free) if time <= event.start_us), len(free))
         free[place : place + 1] = [event.end_us]
-        row = rows.setdefault((event.resource, place), 10 * RESOURCES.index(event.resource) + place)
+        places.append((event.resource, place))
+    numbered = [(name, place) for name, free in free_at.items() for place in range(len(free))]
+    rows = {place: row for row, place in enumerate(numbered)}
+    events: list[dict[str, Any]] = []
+    for event, place_of_event in zip(timeline.events, places, strict=True):
         if event.bucket < 0:
             name, about = f"{event.what} {event.tensor}".rstrip(), {"tensor": event.tensor, "step": event.step}
         else:
             name = f"{event.what} {event.bucket}" + f".{event.chunk}" * (event.chunk > 0)
             about = {"bucket": event.bucket, "chunk": event.chunk, "step": event.step}
-        events.append(_slice(name, event.start_us, event.end_us, row, about))
-    bubble_row = 10 * len(RESOURCES)
+        events.append(_slice(name, event.start_us, event.end_us, rows[place_of_event], about))
+    names = [name + f" {place + 1}" * (place > 0) for name, place in numbered]
     for bubble in timeline.bubbles:
         after = {"buckets sent before": list(bubble.before)}
-        events.append(_slice("bubble", bubble.start_us, bubble.end_us, bubble_row, after))
-    names = {row: name + f" {place + 1}" * (place > 0) for (name, place), row in rows.items()}
+        events.append(_slice("bubble", bubble.start_us, bubble.end_us, len(rows), after))
     if timeline.bubbles:
-        names[bubble_row] = "bubbles"
+        names.append("bubbles")
     row_names = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}} for row, name in sorted(names.items())
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}} for row, name in enumerate(names)
     ]
     step = {"step_us": timeline.step_us, "schedule": timeline.schedule}
     document = {"displayTimeUnit": "ms", "otherData": step, "traceEvents": row_names + events}

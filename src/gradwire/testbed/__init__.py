@@ -12,6 +12,7 @@ from gradwire.testbed.cluster import MOST_NODES, EmulatedCluster, emulate
 from gradwire.testbed.namespaces import permission_problem, reexec_in_user_namespace_if_needed
 from gradwire.testbed.network import parse_rate
 from gradwire.testbed.supervisor import (
+    TIMED_OUT,
     Grace,
     LineCallback,
     RankCommand,
@@ -23,7 +24,7 @@ from gradwire.testbed.supervisor import (
 from gradwire.testbed.wide_area import RelayCounts, WideArea, parse_wide_area
 
 __all__ = [
-    "MOST_NODES", "EmulatedCluster", "Grace", "LineCallback", "RankCommand", "RelayCounts", "Supervisor", "WideArea",
-    "emulate", "exit_on_termination", "free_port", "parse_rate", "parse_wide_area", "permission_problem", "rank_variables",
-    "reexec_in_user_namespace_if_needed",
+    "MOST_NODES", "TIMED_OUT", "EmulatedCluster", "Grace", "LineCallback", "RankCommand", "RelayCounts", "Supervisor",
+    "WideArea", "emulate", "exit_on_termination", "free_port", "parse_rate", "parse_wide_area", "permission_problem",
+    "rank_variables", "reexec_in_user_namespace_if_needed",
 ]  # fmt: skip

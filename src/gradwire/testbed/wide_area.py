@@ -160,7 +160,7 @@ class Relay:
             raise TestbedError(f"the relay between sites did not start: exit code {code}. {said} {errors.strip()}")
 
     def set(self, site: int, wide_area: WideArea) -> None:
-        """Change a site's way to the others. Frames that are on their way keep theirs."""
+        """Change a site's way to the others. Frames on their way keep theirs, but wait no longer than the new queues hold."""
         rates = [rate for rate in (wide_area.up, wide_area.down) if rate is not None]
         queue_s = wide_area.round_trip_s + max(_ROUTER_SECONDS, 8 * 128 * 1024 / min(rates) if rates else 0.0)
         numbers = [(wide_area.up or 0) / 8, (wide_area.down or 0) / 8, wide_area.round_trip_s / 4, wide_area.jitter_s / 2]

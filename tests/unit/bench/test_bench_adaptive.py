@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import adaptive
 from benchmarks.adaptive import AUTO, BY_BYTES, BY_TIME, METHODS, UNIFORM, found_in, lines_of, verdict
-from gradwire.bench.names import check_method
+from gradwire.bench.names import MOST_DECIDING_STEPS, check_method
 from gradwire.bench.results import BenchRun, Cell, Decided
 from gradwire.core.provenance import Made
 
@@ -17,7 +17,7 @@ def bench(seed: int, losses: Mapping[str, float]) -> BenchRun:
     """Methods that decide have 15 steps before all others; two turns count. Each seed has a machine of another speed."""
     cells = []
     for name, method in METHODS.items():
-        before = 5 if name in ("no communication", UNIFORM) else 5 + adaptive.DECIDING_STEPS
+        before = 5 if name in ("no communication", UNIFORM) else 5 + MOST_DECIDING_STEPS
         loss = [2.0 - 0.01 * step for step in range(before + 10)]
         cells.append(
             Cell(

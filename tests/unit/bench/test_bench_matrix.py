@@ -8,7 +8,6 @@ from rich.console import Console
 from silent import silent
 
 from benchmarks.campaigns.matrix import (
-    DECIDING_STEPS,
     RIVAL_STEPS,
     MatrixRequest,
     expected_seconds,
@@ -31,6 +30,7 @@ from benchmarks.campaigns.matrix_first import JUDGED_STEPS
 from benchmarks.campaigns.matrix_tables import matrix_page, terminal_tables
 from gradwire.auto.planning import words_of
 from gradwire.bench.jobs import make_job
+from gradwire.bench.names import MOST_DECIDING_STEPS
 from gradwire.bench.ranks import Ranks
 from gradwire.bench.results import BenchRun, Cell, Decided, WorkerOrder
 from gradwire.bench.runner import BenchRequest, gbps_of
@@ -273,7 +273,7 @@ def test_steps_follow_from_how_long_they_take(fake, tmp_path):
     assert (slow.turn_steps, slow.steps, slow.deciding_steps) == (
         1,
         9,
-        DECIDING_STEPS,
+        MOST_DECIDING_STEPS,
     )  # DDP: 100 ms and 1.7 s on the wire
     assert (fast.turn_steps, fast.steps) == (3, 27)
     assert slow.go_on_to == {SAFE: JUDGED_STEPS, AGGRESSIVE: 120, POWERSGD: 120}

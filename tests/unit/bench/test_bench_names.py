@@ -90,6 +90,9 @@ def test_policy_may_be_a_plan_file(tmp_path):
         ("gradwire:" + "x" * 100_000, FormatError, "is no policy"),
         ("gradwire:qsgd4@pipelned", FormatError, "'qsgd4@pipelned'"),
         ("gradwire:no/such/plan.json", FormatError, "no/such/plan.json"),
+        ("gradwire:auto@pipelined", FormatError, "sets a schedule for auto, which takes none. Write auto@all"),
+        ("gradwire:adaptive@delayed2", FormatError, "sets a schedule for adaptive, which takes none"),
+        ("gradwire:qsgd4@delayed2+auto", FormatError, "'auto' is no spec: it chooses specs while a job runs"),
     ],
 )
 def test_wrong_method_is_named(name, error, said):

@@ -5,15 +5,22 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from made_up_runs import made_up_run
 from rich.console import Console
+from silent import silent
 
 import gradwire as gw
+from gradwire.bench import demo
 from gradwire.bench.demo import METHODS, DemoSummary, closing_lines, draw_demo, summarise, summary_table
 from gradwire.bench.methods import Gradwire
-from gradwire.bench.results import Alone, BenchRun, MethodRecord, WorkerRecord
+from gradwire.bench.progress import ProgressView, RaceView
+from gradwire.bench.recorded import method_folder
+from gradwire.bench.results import Alone, BenchRun, MethodRecord, StepEvent, WorkerRecord
 from gradwire.bench.statistics import alone_from, cells_from, median_ratio, step_times, wire_us
 from gradwire.bench.table import FULL_WIDTH, tables
+from gradwire.core import make_folder
 from gradwire.core.provenance import Made
+from gradwire.record import Run
 
 WARMUP = 1
 
@@ -123,6 +130,15 @@ def test_ranks_that_share_an_interface_share_its_count():
     assert ours.scaling_factor is None
 
 
+def test_bytes_of_nodes_with_several_ranks_are_not_compared_with_the_plan():
+    """The interface of a node has what leaves the node. Plain loopback has everything."""
+    of_nodes = msgspec.structs.replace(record(), world_size=4, ranks_per_interface=2)
+    ddp = cells_from(of_nodes, "500mbit", 0.5, 2, None)[1]
+    assert ddp.counted_bytes == 12_000_050 and ddp.counted_over_planned is None
+    on_loopback = msgspec.structs.replace(record(), world_size=4, ranks_per_interface=4)
+    assert cells_from(on_loopback, "unlimited", None, 2, None)[1].counted_over_planned is not None
+
+
 def test_several_ranks_a_node_have_no_ideal_on_a_limited_link():
     ddp = cells_from(record(), "500mbit", 0.5, 2, None)[1]
     assert ddp.ideal_us is None and ddp.attainable_us is None
@@ -163,6 +179,26 @@ def test_table_fits_and_shows_failures(width):
     text = screen.getvalue()
     assert "gradwire:qsgd4" in text and "3.33x" in text and "FAILED" in text
     assert ("scaling" in text) == (width == FULL_WIDTH)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_of_models_and_methods_are_no_markup(terminal):
+    model, name = "my[bold]:build", "gradwire:plans[/b].json"
+    run = run_of([msgspec.structs.replace(cells()["ddp"], job=model, method=name)])
+
+    def shown(show):
+        screen = io.StringIO()
+        show(Console(file=screen, width=FULL_WIDTH, force_terminal=terminal))
+        return [each in screen.getvalue() for each in (model, name)]
+
+    def watch(view):
+        with view.group(model, [name], 3):
+            view.step(StepEvent(name, 0, 1e5, 2.0))
+            view.step(StepEvent(name, 0, 1e5, 2.0, held_out=2.0))
+
+    assert shown(lambda console: console.print(*tables(run))) == [True, True]
+    assert shown(lambda console: watch(ProgressView(console))) == [True, terminal]
+    assert shown(lambda console: watch(RaceView(console, 4))) == [True, True]
 
 
 def race(network="namespaces"):
@@ -211,3 +247,16 @@ def test_demo_over_loopback_compares_bytes(tmp_path):
     assert "8.0 times fewer bytes" in text_of(summary) and "loopback" in text_of(summary)
     draw_demo(summary, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("link", ["100mbit", "0.1 gbit"])
+def test_the_demo_reads_the_run_that_the_bench_recorded(monkeypatch, tmp_path, link):
+    def run_bench(request, *_):
+        group = method_folder(request.record, f"transformer-{link}")
+        made_up_run().save(make_folder(method_folder(group, METHODS["gradwire"])) / "run.json")
+        return race()
+
+    monkeypatch.setattr(demo, "run_bench", run_bench)
+    monkeypatch.setattr(demo, "run_profile", lambda *_: ("the line does not fit",))
+    assert demo.run_demo(link, 5.0, tmp_path, None, silent()).link == link
+    assert Run.read(tmp_path).notes == (*made_up_run().notes, "the line does not fit")

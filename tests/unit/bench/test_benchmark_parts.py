@@ -13,6 +13,7 @@ from benchmarks.__main__ import CAMPAIGNS, PARTS, main
 from benchmarks.campaigns.measuring import options_parser, request_from
 from benchmarks.campaigns.requests import RepositoryRequest
 from benchmarks.papers.methods import METHODS as OF_PAPERS
+from gradwire.bench.names import MOST_DECIDING_STEPS
 from gradwire.core import Costs
 from gradwire.planner.methods import METHODS
 
@@ -70,6 +71,7 @@ def test_options_become_the_request() -> None:
         steps=6,
         warmup_steps=4,
         turn_steps=2,
+        deciding_steps=MOST_DECIDING_STEPS,
         alone_steps=0,
         seed=7,
         record=Path("runs"),

@@ -114,6 +114,8 @@ def test_what_the_relay_did_between_sites_is_kept(monkeypatch: pytest.MonkeyPatc
     assert done.between_sites == BetweenSites(
         frames=10_000, late_frames=late, latest_ms=4.2, full_queue_segments=7, dropped_frames=0, wire_bytes=5_000_000, cpu_s=1.0
     )
+    asked = {"device": "sleeping", "sites": far.SITES, "wan": "50ms"}
+    assert done.to_dict().items() >= asked.items() and "intra" not in done.to_dict()
     notes = [note for note in done.notes if "was not as ordered" in note]
     assert len(notes) == (late > 100) and all("600 of 10000 frames" in note for note in notes)
 

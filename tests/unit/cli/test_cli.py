@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from gradwire import __version__
+from gradwire.bench.names import MOST_DECIDING_STEPS
 from gradwire.cli import app
 
 OPTIONS = """\
@@ -33,7 +34,7 @@ gradwire compressors
   --json
 gradwire demo
   --link = 100mbit
-  --seconds = 30.0
+  --seconds = 25.0
   --out = runs/demo
   --json
 gradwire doctor
@@ -176,6 +177,15 @@ def test_what_lists_does_not_import_torch(arguments, said):
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     assert all(word in finished.stdout for word in said)
+
+
+def test_bench_lets_methods_decide_before_it_measures(monkeypatch):
+    asked = []
+    monkeypatch.setattr("gradwire.bench.runner.run_bench", lambda request, *_: asked.append(request))
+    monkeypatch.setattr("gradwire.bench.runner.emulation_problem", lambda: None)
+    monkeypatch.setattr("gradwire.bench.table.print_run", lambda run: 0)
+    assert CliRunner().invoke(app, ["bench", "--methods", "floor,gradwire:auto"]).exit_code == 0
+    assert [each.deciding_steps for each in asked] == [MOST_DECIDING_STEPS]
 
 
 def test_version(gradwire):

@@ -25,7 +25,7 @@ from gradwire.errors import FormatError, PlanError
 from gradwire.sim.events import COMPUTE, INTER, INTRA, POOL, RESOURCES
 from gradwire.sim.rules import Rules, changed_rules, device_of, rules_of
 from gradwire.sim.simulator import Simulator
-from gradwire.sim.timeline import Timeline, simulate
+from gradwire.sim.timeline import Event, Timeline, simulate
 from gradwire.sim.views import as_trace
 
 
@@ -516,6 +516,18 @@ class TestTrace:
         timeline = simulate(plan, model, cluster(), codec(30.0, 0.0), Rules(cpu_workers=2))
         names = {e["args"]["name"] for e in json.loads(as_trace(timeline))["traceEvents"] if e["ph"] == "M"}
         assert {"cpu pool", "cpu pool 2"} <= names
+
+    def test_a_row_has_one_resource_however_much_runs_at_once(self):
+        at_once = [Event(resource="cpu pool", what="comp", start_us=0.0, end_us=9.0, bucket=bucket) for bucket in range(12)]
+        after = Event(resource="intra link", what="allreduce", start_us=3.0, end_us=4.0, bucket=0)
+        model = profile((40, 1.0))
+        made = simulate(plan_of(model, [PLAIN]), model, cluster(), Costs(codecs=()))
+        timeline = msgspec.structs.replace(made, events=(*at_once, after), bubbles=())
+        trace = json.loads(as_trace(timeline))["traceEvents"]
+        names = {event["tid"]: event["args"]["name"] for event in trace if event["ph"] == "M"}
+        rows = {names[event["tid"]] for event in trace if event["ph"] == "X"}
+        assert sorted(rows) == sorted(names.values()) and len(rows) == 13
+        assert list(names.values())[:2] == ["cpu pool", "cpu pool 2"] and names[12] == "intra link"
 
 
 def test_resources_have_the_numbers_of_their_names():
