@@ -663,6 +663,35 @@ def test_careless_use_is_refused_before_it_hangs_or_adds_wrongly(threads: Thread
     assert [said[: len(words)] for said in threads.run(2, careless, case)] == [words] * 2
 
 
+def waited_for_early() -> tuple[list[str], bool]:
+    """What waits for single tensors say under a plan that sends means after all sums, and whether all means arrive."""
+    mine = {f"t{at}": torch.full((3000,), float(here.rank + at)) for at in range(4)}
+    plan = gw.Uniform(gw.Identity(), scheme="alltoall", schedule="pipelined", bucket_bytes=12_000)
+    exchange, said = exchange_of(mine, plan=plan), list[str]()
+
+    def step(phases: str, first: str) -> None:
+        exchange.begin(phases)
+        exchange.ready(first)
+        said.append(refused(lambda: exchange.wait(first)))
+        for name in mine:
+            if name != first:
+                exchange.ready(name)
+        exchange.wait()
+
+    step("both", "t0")
+    means = all(torch.equal(mine[f"t{at}"], torch.full((3000,), at + 0.5)) for at in range(4))
+    step("reduce", "t0")  # alone, the reduce phase takes t0 first
+    step("gather", "t3")  # and the gather phase t3
+    exchange.close()
+    return said, means
+
+
+def test_a_wait_for_a_tensor_whose_mean_is_sent_after_sums_that_are_not_ready_does_not_hang(threads: Threads) -> None:
+    for (whole, reduced, gathered), means in threads.run(2, waited_for_early):
+        assert whole.startswith("StepStateError: wait() was called before 't1' and 2 more became ready") and "Pipelined" in whole
+        assert (reduced, gathered) == ("", "") and means
+
+
 def owed_once() -> list[float]:
     """Means of zeros after a residual was loaded that the plan keeps nowhere."""
     first = exchange_of({"w": torch.full((100,), 2.0)}, plan=gw.ErrorFeedback(gw.TopK(0.1)))

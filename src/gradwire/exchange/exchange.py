@@ -163,8 +163,6 @@ class Exchange:
         share_memory(self._executor.tasks, self._buckets)
         self.residuals = Remembered(self._buckets)
         """The tensors that compressors keep from step to step, by tensor."""
-        self._order = list(dict.fromkeys(bucket for bucket, _ in plan.launch))
-        """Buckets in the order in which lanes take them."""
         self.share = torch.tensor(1.0 / lanes.group.world_size, dtype=torch.float64, device="cpu")
         """The factor of this rank's values in a mean."""
         self.weight = 1.0
@@ -303,15 +301,8 @@ class Exchange:
         bucket = what if isinstance(what, int) else None if what is None else self.slots[what].bucket
         if bucket is not None:
             self._check_chosen(bucket, f"wait({what!r})")
-        # lanes take buckets in launch order, so those before it must be ready too
-        count = len(self._order) if bucket is None or self.lanes.holds else self._order.index(bucket) + 1
-        unready = [each for each in self._order[:count] if self._left and self._left[each]]
-        if missing := [slot.name for each in unready for slot in self._buckets[each].slots if slot not in self.sent]:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise StepStateError(
-                f"wait() was called before {missing[0]!r}{more} became ready: their buckets cannot be sent. Call ready() for "
-                "each tensor in every step."
-            )
+        if any(self._left):
+            self._check_ready(bucket)
         if self._left or others:
             with self._failures_named():
                 if bucket is None:
@@ -551,7 +542,6 @@ class Exchange:
         made.plan = plan
         made._buckets = [(others if index in chosen else self)._buckets[index] for index in range(len(plan.buckets))]
         made.slots = {slot.name: slot for buffers in made._buckets for slot in buffers.slots}
-        made._order = list(dict.fromkeys(bucket for bucket, _ in plan.launch))
         made._executor = Executor(plan, made._buckets, made.lanes)
         made.residuals = Remembered(made._buckets)
         made.random = [*self.random, *others.random]
@@ -714,6 +704,18 @@ class Exchange:
                 f"{call} was called, and bucket {bucket} ({_first_and_last(tensors)}) is not in step {self.step}, since "
                 f"begin(buckets={chosen}) left it out: its tensors are not exchanged. Add it to `buckets` on every rank, or call "
                 "ready() and wait() for the tensors of the step alone."
+            )
+
+    def _check_ready(self, bucket: int | None) -> None:
+        """Raises StepStateError where a lane would wait for a tensor that is not ready before it is done with this bucket; None:
+        with all."""
+        needed = self._executor.needed_for(None if self.lanes.holds else bucket, self._phases)
+        unready = [each for each in needed if self._left[each]]
+        if missing := [slot.name for each in unready for slot in self._buckets[each].slots if slot not in self.sent]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise StepStateError(
+                f"wait() was called before {missing[0]!r}{more} became ready: their buckets cannot be sent. Call ready() for "
+                "each tensor in every step; under gw.Pipelined(), which sends means after all sums, before any wait()."
             )
 
     @torch.no_grad()
@@ -921,6 +923,8 @@ class Executor:
         self._parts: dict[tuple[str, Sequence[int]], _StepTasks] = {}
         self.has_gate = plan.gate < len(plan.launch)
         self._order = list(dict.fromkeys(bucket for bucket, _ in plan.launch))
+        self._launched: dict[str, list[int]] = {}
+        """The bucket of each launch, by the phases that a step runs."""
 
     def start(self, phases: str = BOTH, buckets: Sequence[int] | None = None) -> None:
         """Begin a step, or the reduce or the gather phase of one alone, where all buckets have the two. `buckets`: of these
@@ -973,6 +977,18 @@ class Executor:
         bucket = self.plan.buckets[task.bucket]
         gathers = task.phase >= len(bucket.link_tasks) - bucket.gathers
         return gathers == (part == GATHER)
+
+    def needed_for(self, bucket: int | None, phases: str) -> list[int]:
+        """The buckets whose tasks lanes take before they are done with this one, itself included, in launch order; None: all.
+
+        A single lane takes all of them. The answer is the same for every number of lanes.
+        """
+        if phases not in self._launched:
+            tasks = [PhaseTask(*task) for task in launch_tasks(self.plan.launch, [1] * len(self.buckets), skew=False)]
+            self._launched[phases] = [task.bucket for task in tasks if self._is_of(task, phases)]
+        launched = self._launched[phases]
+        end = len(launched) if bucket is None else len(launched) - launched[::-1].index(bucket)
+        return list(dict.fromkeys(launched[:end]))
 
     def ready(self, bucket: int) -> None:
         self._held.append(bucket)
