@@ -567,6 +567,29 @@ def test_a_tensor_whose_bucket_is_not_in_the_step_is_refused(threads: Threads) -
             assert words.startswith(f"StepStateError: {call}") and "bucket 1 (b)" in words and "begin(buckets=[0])" in words
 
 
+def owed_beside_a_part() -> tuple[float, float, float]:
+    """The means of zeros with residuals of another plan: of the bucket of a first step of one bucket, of the other bucket in a
+    whole step, and of that bucket in one more."""
+    exchange, mine = two_buckets()
+    for tensor in mine.values():
+        tensor.zero_()
+    exchange.residuals.take_over({f"residual/{name}": torch.full((3000,), float(here.rank + 1)) for name in mine})
+    exchange.begin(buckets=[exchange.slots["a"].bucket])
+    exchange.ready("a")
+    exchange.wait()
+    found = [mine["a"].mean().item()]
+    for _ in range(2):
+        mine["b"].zero_()
+        exchange.average_()
+        found.append(mine["b"].mean().item())
+    exchange.close()
+    return found[0], found[1], found[2]
+
+
+def test_a_step_of_some_buckets_keeps_what_is_owed_to_the_others(threads: Threads) -> None:
+    assert threads.run(2, owed_beside_a_part) == [(3.0, 3.0, 0.0)] * 2
+
+
 WAITS: dict[str, Callable[[gw.Exchange], Any]] = {
     "the step": gw.Exchange.wait,
     "a tensor": lambda exchange: exchange.wait("a"),

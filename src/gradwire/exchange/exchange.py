@@ -320,7 +320,7 @@ class Exchange:
     def _end_step(self) -> None:
         """The step counts, and the next one is another."""
         self._lent.give_back()
-        for slot in self.slots.values() if self._phases != GATHER else ():
+        for slot in self.sent if self._phases != GATHER else ():
             slot.owed = None
         self.step += 1
         if self._owns_lanes and self.outdated(self.step):  # on lanes of others it ends with these specs: they make the next
