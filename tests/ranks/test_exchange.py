@@ -590,6 +590,24 @@ def test_a_step_of_some_buckets_keeps_what_is_owed_to_the_others(threads: Thread
     assert threads.run(2, owed_beside_a_part) == [(3.0, 3.0, 0.0)] * 2
 
 
+def waited_for_by_number() -> list[float]:
+    """The mean of a tensor after a wait for its bucket, and at the end of the step the tensor, which the script has changed."""
+    exchange, mine = two_buckets()
+    exchange.begin()
+    for name in mine:
+        exchange.ready(name)
+    exchange.wait(exchange.slots["a"].bucket)
+    found = [mine["a"].mean().item()]
+    mine["a"].fill_(9.0)
+    exchange.wait()
+    exchange.close()
+    return [*found, mine["a"].mean().item()]
+
+
+def test_a_wait_for_a_bucket_gives_its_tensors_their_means(threads: Threads) -> None:
+    assert threads.run(2, waited_for_by_number) == [[0.5, 9.0]] * 2
+
+
 WAITS: dict[str, Callable[[gw.Exchange], Any]] = {
     "the step": gw.Exchange.wait,
     "a tensor": lambda exchange: exchange.wait("a"),

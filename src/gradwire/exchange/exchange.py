@@ -297,8 +297,7 @@ class Exchange:
             self._check_open()
         if not self._left and what is not None:
             raise StepStateError(f"wait({what!r}) was called and no step runs. Call begin() and ready() first.")
-        names = list(self.slots) if what is None else [self._known(what)] if isinstance(what, str) else []
-        bucket = what if isinstance(what, int) else None if what is None else self.slots[what].bucket
+        bucket = what if isinstance(what, int) else None if what is None else self.slots[self._known(what)].bucket
         if bucket is not None:
             self._check_chosen(bucket, f"wait({what!r})")
         if any(self._left):
@@ -311,6 +310,8 @@ class Exchange:
                     self._executor.open_gate()
                     self._executor.await_tasks(bucket)
         if self._sources:
+            slots: Iterable[Slot] = self.slots.values() if bucket is None else self._buckets[bucket].slots
+            names = [what] if isinstance(what, str) else [slot.name for slot in slots]
             self._put_back({each: source for each in names if (source := self._sources.pop(each, None)) is not None})
         if bucket is None and self._left:
             self._left = []
