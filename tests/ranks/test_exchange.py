@@ -608,6 +608,30 @@ def test_a_wait_for_a_bucket_gives_its_tensors_their_means(threads: Threads) -> 
     assert threads.run(2, waited_for_by_number) == [[0.5, 9.0]] * 2
 
 
+def chosen_otherwise() -> tuple[list[str], list[float]]:
+    """What is said of numbers that no bucket has, and the mean of a tensor after steps whose buckets are an iterator and a list
+    that names a bucket twice."""
+    exchange, mine = two_buckets()
+    said = [refused(partial(exchange.begin, buckets=[number])) for number in (99, -1)]
+    found = []
+    for buckets in (iter([exchange.slots["a"].bucket]), [exchange.slots["a"].bucket] * 2):
+        exchange.begin(buckets=buckets)
+        said.append(refused(lambda: exchange.wait(99)))
+        exchange.ready("a", mine["a"].fill_(float(here.rank)))
+        exchange.wait()
+        found.append(mine["a"].mean().item())
+    exchange.close()
+    return said, found
+
+
+def test_the_buckets_of_a_step_are_numbers_of_the_plan_in_any_collection(threads: Threads) -> None:
+    for said, means in threads.run(2, chosen_otherwise):
+        calls = ("begin(buckets=[99])", "begin(buckets=[-1])", "wait(99)", "wait(99)")
+        for words, call in zip(said, calls, strict=True):
+            assert words.startswith(f"StepStateError: {call} was called, and no bucket has the number") and "plan has 2" in words
+        assert means == [0.5, 0.5]
+
+
 WAITS: dict[str, Callable[[gw.Exchange], Any]] = {
     "the step": gw.Exchange.wait,
     "a tensor": lambda exchange: exchange.wait("a"),

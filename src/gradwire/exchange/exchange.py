@@ -179,7 +179,7 @@ class Exchange:
         self.meters: list[Meter] = []
         """The times that the lanes measured in the last step."""
 
-    def begin(self, phases: str = BOTH, step: int | None = None, buckets: Sequence[int] | None = None) -> None:
+    def begin(self, phases: str = BOTH, step: int | None = None, buckets: Iterable[int] | None = None) -> None:
         """Begin a step.
 
         phases: "both"; or "reduce" or "gather" alone, where every bucket of the plan has two phases (`scheme="alltoall"`). After
@@ -187,9 +187,9 @@ class Exchange:
         and gets those of all ranks.
         step: the number of the step, from a caller that counts steps itself. `wait` then only waits: the caller uses means where
         they lie, calls `release`, and takes another exchange when specs change.
-        buckets: the buckets of this step. None: all.
+        buckets: the numbers of the buckets of this step, the same on all ranks. None: all.
 
-        Raises StepStateError if a step runs, PlanError for a plan without two phases.
+        Raises StepStateError if a step runs, and for a number that no bucket has; PlanError for a plan without two phases.
         """
         self._counts_steps = step is None
         if step is None:
@@ -197,6 +197,9 @@ class Exchange:
             self._check_open()
             if self._left:
                 raise StepStateError(f"begin() was called while step {step} runs. Call wait() first: it ends the step.")
+        chosen: Sequence[int] = range(len(self._buckets)) if buckets is None else tuple(dict.fromkeys(buckets))
+        for bucket in () if buckets is None else chosen:
+            self._check_number(bucket, f"begin(buckets={[*chosen]})")
         if phases not in (BOTH, REDUCE, GATHER):
             raise PlanError(f"phases is {show(phases)}: write {BOTH!r}, {REDUCE!r} or {GATHER!r}.")
         if phases != BOTH:
@@ -206,11 +209,11 @@ class Exchange:
         self.lanes.begin(step)
         self._lent.give_back()
         self.step, self._phases, self.sent = step, phases, set()
-        self._chosen = range(len(self._buckets)) if buckets is None else tuple(buckets)
+        self._chosen = chosen
         self._left = [len(each.slots) if each.index in self._chosen else 0 for each in self._buckets]
         for keys in self.random:
             keys[:, :, 1].fill_(step)  # an assignment would make a tensor first
-        self._executor.start(phases, buckets)
+        self._executor.start(phases, chosen)
 
     def weigh(self, weight: float) -> None:
         """Multiply this rank's values by `weight` in the steps that begin from now on. With 0 the rank sends zeros."""
@@ -697,9 +700,18 @@ class Exchange:
             raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
         return slot
 
+    def _check_number(self, bucket: int, call: str) -> None:
+        """Raises StepStateError for a bucket that the plan does not have."""
+        if bucket not in range(len(self._buckets)):
+            raise StepStateError(
+                f"{call} was called, and no bucket has the number {show(bucket)}: nothing would be sent for it. The plan has "
+                f"{len(self._buckets)}, numbered from 0. `exchange.slots[name].bucket` is the number of a tensor's bucket."
+            )
+
     def _check_chosen(self, bucket: int, call: str) -> None:
         """Raises StepStateError where `begin` left out the bucket: nothing would be sent, and a wait would never end."""
         if bucket not in self._chosen:
+            self._check_number(bucket, call)
             tensors, chosen = self.plan.buckets[bucket].tensors, [*self._chosen]
             raise StepStateError(
                 f"{call} was called, and bucket {bucket} ({_first_and_last(tensors)}) is not in step {self.step}, since "
