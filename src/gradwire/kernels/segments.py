@@ -35,7 +35,7 @@ class Segments:
     names: tuple[str, ...] = ()
     """The tensors' names, where they are known."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """The tensors' shapes, where they are known; () of one that is cut."""
+    """The tensors' shapes as they lie in memory, where they are known; () of one that is cut."""
     weights: torch.Tensor | None = field(default=None, compare=False)
     """The weights of the elements of the flat buffer, as long as it; see `gradwire.kernels.reference.weights`."""
     launches: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
