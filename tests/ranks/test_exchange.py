@@ -180,6 +180,20 @@ def test_a_vector_is_owed_the_residual_of_another_plan(threads: Threads, ranks: 
     assert threads.run(ranks, owed_residual) == [(True, True)] * 2
 
 
+def residual_of_the_own_shard(spec: gw.Spec) -> list[bool]:
+    """Whether the first encode has all of a residual that another plan left, and whether the encode of sums has any of it."""
+    exchange = exchange_of({"w": torch.zeros(100, 10)}, plan=gw.Uniform(spec, scheme="alltoall"))
+    exchange.residuals.take_over({"residual/w": torch.ones(1000)})
+    state = exchange.residuals.state()
+    exchange.close()
+    return [bool(state["residual/0/w"].all()), bool(state["residual/1/w"].any())]
+
+
+@pytest.mark.parametrize(("spec", "expected"), [(gw.DGC(0.1), [True, False]), (gw.ErrorFeedback(gw.TopK(0.1)), [False, True])])
+def test_the_encode_that_has_the_own_shard_takes_its_residual(threads: Threads, spec: gw.Spec, expected: list[bool]) -> None:
+    assert threads.run(2, residual_of_the_own_shard, spec) == [expected] * 2
+
+
 # ---- the interface
 
 
