@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of one flat buffer, as Python rows and as an int64 table of shape (rows, 5) on the device."""
+    """The segments of one flat buffer."""
 
     rows: tuple[Segment, ...]
     device: torch.device
@@ -45,10 +45,6 @@ class Segments:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"launches": {}}  # addresses, which mean nothing elsewhere
-
-    @cached_property
-    def table(self) -> torch.Tensor:
-        return torch.tensor(self.rows, dtype=torch.int64, device=self.device).reshape(-1, 5)
 
     @cached_property
     def joined(self) -> "Segments":
