@@ -1,5 +1,6 @@
 """`gw.Exchange` alone: the bits of `parallelize`, phases alone, states, and wrong use."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -158,6 +159,33 @@ def test_blocks_of_a_bucket_ignore_where_tensors_end_in_an_exchange(threads: Thr
     told = threads.run(ranks, blocks_of_a_bucket)
     assert len(set(told[0]["bucket"])) == 1 and len(set(told[0]["tensor"])) == 2
     assert all(each == told[0] for each in told)
+
+
+def clipped_whole() -> dict[str, bool]:
+    """By scheme, whether means are those of whole tensors that are clipped, where buckets have many pieces and shards."""
+    spec, size, found = gw.DGC(1.0, momentum=0.0, clip=1.0), here.world_size, {}
+
+    def given(of_rank: int) -> dict[str, torch.Tensor]:
+        generator = seeded(5, of_rank)
+        return {"w": torch.randn(1000, generator=generator), "v": torch.randn(7, 43, generator=generator)}
+
+    expected = {name: torch.zeros_like(tensor) for name, tensor in given(0).items()}
+    for rank in range(size):
+        for name, tensor in given(rank).items():
+            expected[name] += tensor / size * min(1.0, 1.0 / math.sqrt(size) / float(tensor.norm()))
+    for scheme in (name for name, each in COLLECTIVES.items() if each.carries(spec)):
+        means = given(here.rank)
+        exchange = exchange_of(means, plan=gw.Uniform(spec, scheme=scheme, chunk_bytes=800))
+        exchange.average_()
+        exchange.close()
+        found[scheme] = all(torch.allclose(means[name], expected[name], atol=1e-6) for name in means)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_dgc_clips_whole_tensors_whatever_the_pieces_and_shards(threads: Threads, ranks: int) -> None:
+    for found in threads.run(ranks, clipped_whole):
+        assert {"alltoall", "allgather"} <= found.keys() and all(found.values()), found
 
 
 def owed_residual() -> tuple[bool, bool]:
