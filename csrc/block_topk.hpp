@@ -1,5 +1,5 @@
 // Block Top-k: the values of all blocks, then one byte each, its place in its block. Included inside a level's namespace.
-// The meaning is src/gradwire/kernels/reference/block_topk.py.
+// The meaning is src/gradwire/kernels/reference/sparse.py.
 
 constexpr i64 kMaxPlaces = 256;  // elements of a block: a place is one byte
 

@@ -438,7 +438,7 @@ def refused(joining: bool) -> tuple[str, float]:
     gradients = []
     for scale in (1.0, 2.0**16):
         model = Given([8], seed=0)
-        run, _ = wrapped(model, gw.Policy(default=gw.SignSGD(), exempt_vectors=False))
+        run, _ = wrapped(model, gw.Policy(default=gw.TwoBit(threshold=0.5), exempt_vectors=False))
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         try:
             with run.join() if joining and scale != 1 else nullcontext():
@@ -453,7 +453,33 @@ def refused(joining: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("joining", [False, True])
 def test_a_spec_with_a_magnitude_of_its_own_is_refused_under_a_loss_scale(worlds: Worlds, joining: bool) -> None:
     for words, mean in worlds.run(2, refused, joining):
-        assert words.startswith("a GradScaler multiplied the loss by 65536, and the plan has SignSGD") and mean == 1.0
+        assert words.startswith("a GradScaler multiplied the loss by 65536, and the plan has TwoBit") and mean == 0.5
+
+
+VOTES = [
+    gw.Policy(default=gw.SignSGD(), exempt_vectors=False),
+    gw.Policy(default=gw.QSGD(bits=4), rules=[("p0", gw.Signum())], exempt_vectors=False),
+]
+
+
+def voting_in_join() -> list[str]:
+    """The errors of a backward inside `join()` under plans with votes. Rank 1 has no batch."""
+    told = []
+    for plan in VOTES:
+        run, _ = wrapped(Given([8, 8], seed=0), plan)
+        try:
+            with run.join():
+                if dist.get_rank() == 0:
+                    run([torch.full((8,), -0.75)] * 2).backward()
+        except gw.StepStateError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_plan_with_votes_is_refused_in_join_on_all_ranks(worlds: Worlds) -> None:
+    for told in worlds.run(2, voting_in_join):
+        for words, spec in zip(told, ("SignSGD()", "Signum("), strict=True):
+            assert words.startswith(f"backward was called inside join(), and the plan has {spec}") and "EFSignSGD" in words
 
 
 def with_a_group_beside(reverse: bool) -> tuple[str, bool]:

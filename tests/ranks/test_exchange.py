@@ -1,5 +1,6 @@
 """`gw.Exchange` alone: the bits of `parallelize`, phases alone, states, and wrong use."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -160,6 +161,33 @@ def test_blocks_of_a_bucket_ignore_where_tensors_end_in_an_exchange(threads: Thr
     assert all(each == told[0] for each in told)
 
 
+def clipped_whole() -> dict[str, bool]:
+    """By scheme, whether means are those of whole tensors that are clipped, where buckets have many pieces and shards."""
+    spec, size, found = gw.DGC(1.0, momentum=0.0, clip=1.0), here.world_size, {}
+
+    def given(of_rank: int) -> dict[str, torch.Tensor]:
+        generator = seeded(5, of_rank)
+        return {"w": torch.randn(1000, generator=generator), "v": torch.randn(7, 43, generator=generator)}
+
+    expected = {name: torch.zeros_like(tensor) for name, tensor in given(0).items()}
+    for rank in range(size):
+        for name, tensor in given(rank).items():
+            expected[name] += tensor / size * min(1.0, 1.0 / math.sqrt(size) / float(tensor.norm()))
+    for scheme in (name for name, each in COLLECTIVES.items() if each.carries(spec)):
+        means = given(here.rank)
+        exchange = exchange_of(means, plan=gw.Uniform(spec, scheme=scheme, chunk_bytes=800))
+        exchange.average_()
+        exchange.close()
+        found[scheme] = all(torch.allclose(means[name], expected[name], atol=1e-6) for name in means)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_dgc_clips_whole_tensors_whatever_the_pieces_and_shards(threads: Threads, ranks: int) -> None:
+    for found in threads.run(ranks, clipped_whole):
+        assert {"alltoall", "allgather"} <= found.keys() and all(found.values()), found
+
+
 def owed_residual() -> tuple[bool, bool]:
     """Whether a residual of another plan reaches the mean of an uncompressed vector, once."""
     rank, own = here.rank, {"m": torch.zeros(40, 40), "v": torch.zeros(40)}
@@ -178,6 +206,20 @@ def owed_residual() -> tuple[bool, bool]:
 @pytest.mark.parametrize("ranks", [2])
 def test_a_vector_is_owed_the_residual_of_another_plan(threads: Threads, ranks: int) -> None:
     assert threads.run(ranks, owed_residual) == [(True, True)] * 2
+
+
+def residual_of_the_own_shard(spec: gw.Spec) -> list[bool]:
+    """Whether the first encode has all of a residual that another plan left, and whether the encode of sums has any of it."""
+    exchange = exchange_of({"w": torch.zeros(100, 10)}, plan=gw.Uniform(spec, scheme="alltoall"))
+    exchange.residuals.take_over({"residual/w": torch.ones(1000)})
+    state = exchange.residuals.state()
+    exchange.close()
+    return [bool(state["residual/0/w"].all()), bool(state["residual/1/w"].any())]
+
+
+@pytest.mark.parametrize(("spec", "expected"), [(gw.DGC(0.1), [True, False]), (gw.ErrorFeedback(gw.TopK(0.1)), [False, True])])
+def test_the_encode_that_has_the_own_shard_takes_its_residual(threads: Threads, spec: gw.Spec, expected: list[bool]) -> None:
+    assert threads.run(2, residual_of_the_own_shard, spec) == [expected] * 2
 
 
 # ---- the interface
@@ -567,6 +609,71 @@ def test_a_tensor_whose_bucket_is_not_in_the_step_is_refused(threads: Threads) -
             assert words.startswith(f"StepStateError: {call}") and "bucket 1 (b)" in words and "begin(buckets=[0])" in words
 
 
+def owed_beside_a_part() -> tuple[float, float, float]:
+    """The means of zeros with residuals of another plan: of the bucket of a first step of one bucket, of the other bucket in a
+    whole step, and of that bucket in one more."""
+    exchange, mine = two_buckets()
+    for tensor in mine.values():
+        tensor.zero_()
+    exchange.residuals.take_over({f"residual/{name}": torch.full((3000,), float(here.rank + 1)) for name in mine})
+    exchange.begin(buckets=[exchange.slots["a"].bucket])
+    exchange.ready("a")
+    exchange.wait()
+    found = [mine["a"].mean().item()]
+    for _ in range(2):
+        mine["b"].zero_()
+        exchange.average_()
+        found.append(mine["b"].mean().item())
+    exchange.close()
+    return found[0], found[1], found[2]
+
+
+def test_a_step_of_some_buckets_keeps_what_is_owed_to_the_others(threads: Threads) -> None:
+    assert threads.run(2, owed_beside_a_part) == [(3.0, 3.0, 0.0)] * 2
+
+
+def waited_for_by_number() -> list[float]:
+    """The mean of a tensor after a wait for its bucket, and at the end of the step the tensor, which the script has changed."""
+    exchange, mine = two_buckets()
+    exchange.begin()
+    for name in mine:
+        exchange.ready(name)
+    exchange.wait(exchange.slots["a"].bucket)
+    found = [mine["a"].mean().item()]
+    mine["a"].fill_(9.0)
+    exchange.wait()
+    exchange.close()
+    return [*found, mine["a"].mean().item()]
+
+
+def test_a_wait_for_a_bucket_gives_its_tensors_their_means(threads: Threads) -> None:
+    assert threads.run(2, waited_for_by_number) == [[0.5, 9.0]] * 2
+
+
+def chosen_otherwise() -> tuple[list[str], list[float]]:
+    """What is said of numbers that no bucket has, and the mean of a tensor after steps whose buckets are an iterator and a list
+    that names a bucket twice."""
+    exchange, mine = two_buckets()
+    said = [refused(partial(exchange.begin, buckets=[number])) for number in (99, -1)]
+    found = []
+    for buckets in (iter([exchange.slots["a"].bucket]), [exchange.slots["a"].bucket] * 2):
+        exchange.begin(buckets=buckets)
+        said.append(refused(lambda: exchange.wait(99)))
+        exchange.ready("a", mine["a"].fill_(float(here.rank)))
+        exchange.wait()
+        found.append(mine["a"].mean().item())
+    exchange.close()
+    return said, found
+
+
+def test_the_buckets_of_a_step_are_numbers_of_the_plan_in_any_collection(threads: Threads) -> None:
+    for said, means in threads.run(2, chosen_otherwise):
+        calls = ("begin(buckets=[99])", "begin(buckets=[-1])", "wait(99)", "wait(99)")
+        for words, call in zip(said, calls, strict=True):
+            assert words.startswith(f"StepStateError: {call} was called, and no bucket has the number") and "plan has 2" in words
+        assert means == [0.5, 0.5]
+
+
 WAITS: dict[str, Callable[[gw.Exchange], Any]] = {
     "the step": gw.Exchange.wait,
     "a tensor": lambda exchange: exchange.wait("a"),
@@ -661,6 +768,35 @@ def careless(case: str) -> str:
 )
 def test_careless_use_is_refused_before_it_hangs_or_adds_wrongly(threads: Threads, case: str, words: str) -> None:
     assert [said[: len(words)] for said in threads.run(2, careless, case)] == [words] * 2
+
+
+def waited_for_early() -> tuple[list[str], bool]:
+    """What waits for single tensors say under a plan that sends means after all sums, and whether all means arrive."""
+    mine = {f"t{at}": torch.full((3000,), float(here.rank + at)) for at in range(4)}
+    plan = gw.Uniform(gw.Identity(), scheme="alltoall", schedule="pipelined", bucket_bytes=12_000)
+    exchange, said = exchange_of(mine, plan=plan), list[str]()
+
+    def step(phases: str, first: str) -> None:
+        exchange.begin(phases)
+        exchange.ready(first)
+        said.append(refused(lambda: exchange.wait(first)))
+        for name in mine:
+            if name != first:
+                exchange.ready(name)
+        exchange.wait()
+
+    step("both", "t0")
+    means = all(torch.equal(mine[f"t{at}"], torch.full((3000,), at + 0.5)) for at in range(4))
+    step("reduce", "t0")  # alone, the reduce phase takes t0 first
+    step("gather", "t3")  # and the gather phase t3
+    exchange.close()
+    return said, means
+
+
+def test_a_wait_for_a_tensor_whose_mean_is_sent_after_sums_that_are_not_ready_does_not_hang(threads: Threads) -> None:
+    for (whole, reduced, gathered), means in threads.run(2, waited_for_early):
+        assert whole.startswith("StepStateError: wait() was called before 't1' and 2 more became ready") and "Pipelined" in whole
+        assert (reduced, gathered) == ("", "") and means
 
 
 def owed_once() -> list[float]:

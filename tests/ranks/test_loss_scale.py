@@ -9,6 +9,7 @@ from threads import Threads, built, here
 from worlds import Given, Worlds, digest
 
 import gradwire as gw
+from gradwire.exchange import followed
 
 BACKOFFS = 4
 
@@ -83,6 +84,35 @@ def gone_on(other_scale: float) -> str:
 
 def test_residuals_that_were_loaded_are_of_the_next_scale(threads: Threads) -> None:
     assert threads.run(2, gone_on, 2.0**4) == threads.run(2, gone_on, 2.0**10)
+
+
+def after_a_step_that_was_left_out(spec: gw.Spec, scaled: bool) -> tuple[bool, bool, bool]:
+    """Whether momentum stays, times the change of the scale, whether no residual is left, and whether copies follow alike."""
+    model = built(0, lambda: Given([(40, 50)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gw.parallelize(model, optimizer, plan=gw.Policy(default=spec), process_group=here.group)
+    for step in range(2):
+        model.zero_grad()
+        model(model.random_gradients(here.rank, step)).backward()
+    residuals = handle.session.exchange.residuals
+    before = residuals.carried()
+    copies = followed(before, 0.5, left_out=True)
+    if scaled:
+        residuals.follow(0.5, left_out=True)
+    else:
+        handle.drop_residuals()
+    after = residuals.carried()
+    handle.detach()
+    momentum = before["momentum/p0"]
+    kept = bool(momentum.any()) and torch.equal(after["momentum/p0"], momentum * (0.5 if scaled else 1.0))
+    dropped = not any(value.any() for key, value in after.items() if key.startswith("residual/"))
+    return kept, dropped, list(copies) == ["momentum/p0"] and torch.equal(copies["momentum/p0"], momentum * 0.5)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("spec", [gw.Signum(), gw.DGC(0.1)], ids=repr)
+def test_a_step_that_is_left_out_drops_residuals_and_keeps_momentum(threads: Threads, spec: gw.Spec, scaled: bool) -> None:
+    assert threads.run(2, after_a_step_that_was_left_out, spec, scaled) == [(True, True, True)] * 2
 
 
 def refusal(spec: gw.Spec, scale: float) -> tuple[str, float]:

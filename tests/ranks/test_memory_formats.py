@@ -106,6 +106,28 @@ def test_residuals_belong_to_elements_and_not_to_places(threads: Threads, before
     assert threads.run(2, residuals_by_element, before, after) == [(True, True)] * 2
 
 
+def of_low_rank(kind: str) -> float:
+    """The relative error of the mean of a matrix of rank 1, in the memory of a tensor of this kind."""
+    matrix = torch.outer(torch.randn(8, generator=seeded(1)), torch.randn(120, generator=seeded(2)))
+    tensor = {
+        "contiguous": matrix.view(8, 12, 10),
+        "transposed": matrix.t(),
+        "permuted": matrix.view(8, 12, 10).permute(1, 2, 0),
+        "channels last": matrix.view(8, 2, 6, 10).permute(0, 3, 1, 2),
+    }[kind]
+    mean = torch.empty_like(tensor).copy_(tensor)
+    assert mean.stride() == tensor.stride()
+    exchange = gw.Exchange({"w": mean}, gw.Uniform(gw.PowerSGD(rank=1, start_step=0)), here.group)
+    exchange.average_()
+    exchange.close()
+    return float((mean - tensor).norm() / tensor.norm())
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "permuted", "channels last"])
+def test_powersgd_factors_the_matrix_that_lies_in_memory(threads: Threads, kind: str) -> None:
+    assert max(threads.run(2, of_low_rank, kind)) < 1e-5
+
+
 def eval_in_join(parts: bool) -> tuple[int, str]:
     """BatchNorm, one batch on rank 0 and three on rank 1, in eval mode or by calling parts of the model."""
     model = built(0, lambda: torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)))

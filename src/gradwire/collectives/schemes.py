@@ -213,6 +213,7 @@ class TwoPhase(Transfers):
         self.of_sum = piece.memory(again, 1, bounds[rank], bounds[rank + 1], shards[rank])
         self.memory = [*self.own, self.of_sum]
         self.of_gradient = [own for to, own in enumerate(self.own) if to != rank or codec.encodes_own_part]
+        self._encodes_own_part = codec.encodes_own_part
         self.remembers = codec.state
         self.aliases = [piece.flat, *(part for part in self.parts if isinstance(part, torch.Tensor))]
         if piece.apart is not None:
@@ -297,9 +298,9 @@ class TwoPhase(Transfers):
 
     def take_over(self, what: str, start: int, values: torch.Tensor) -> None:
         for owner, own in enumerate(self.own):
-            # of the own shard the second encode takes it: the first has none
-            memory = self.of_sum if owner == self.rank and what in self.of_sum.names else own
-            memory.add(what, start, values)
+            # of the own shard the second encode takes it, unless the first one encodes that shard, too
+            by_sum = owner == self.rank and not self._encodes_own_part and what in self.of_sum.names
+            (self.of_sum if by_sum else own).add(what, start, values)
 
 
 class PlainTwoPhase(TwoPhase):

@@ -163,8 +163,6 @@ class Exchange:
         share_memory(self._executor.tasks, self._buckets)
         self.residuals = Remembered(self._buckets)
         """The tensors that compressors keep from step to step, by tensor."""
-        self._order = list(dict.fromkeys(bucket for bucket, _ in plan.launch))
-        """Buckets in the order in which lanes take them."""
         self.share = torch.tensor(1.0 / lanes.group.world_size, dtype=torch.float64, device="cpu")
         """The factor of this rank's values in a mean."""
         self.weight = 1.0
@@ -181,7 +179,7 @@ class Exchange:
         self.meters: list[Meter] = []
         """The times that the lanes measured in the last step."""
 
-    def begin(self, phases: str = BOTH, step: int | None = None, buckets: Sequence[int] | None = None) -> None:
+    def begin(self, phases: str = BOTH, step: int | None = None, buckets: Iterable[int] | None = None) -> None:
         """Begin a step.
 
         phases: "both"; or "reduce" or "gather" alone, where every bucket of the plan has two phases (`scheme="alltoall"`). After
@@ -189,9 +187,9 @@ class Exchange:
         and gets those of all ranks.
         step: the number of the step, from a caller that counts steps itself. `wait` then only waits: the caller uses means where
         they lie, calls `release`, and takes another exchange when specs change.
-        buckets: the buckets of this step. None: all.
+        buckets: the numbers of the buckets of this step, the same on all ranks. None: all.
 
-        Raises StepStateError if a step runs, PlanError for a plan without two phases.
+        Raises StepStateError if a step runs, and for a number that no bucket has; PlanError for a plan without two phases.
         """
         self._counts_steps = step is None
         if step is None:
@@ -199,6 +197,9 @@ class Exchange:
             self._check_open()
             if self._left:
                 raise StepStateError(f"begin() was called while step {step} runs. Call wait() first: it ends the step.")
+        chosen: Sequence[int] = range(len(self._buckets)) if buckets is None else tuple(dict.fromkeys(buckets))
+        for bucket in () if buckets is None else chosen:
+            self._check_number(bucket, f"begin(buckets={[*chosen]})")
         if phases not in (BOTH, REDUCE, GATHER):
             raise PlanError(f"phases is {show(phases)}: write {BOTH!r}, {REDUCE!r} or {GATHER!r}.")
         if phases != BOTH:
@@ -208,11 +209,11 @@ class Exchange:
         self.lanes.begin(step)
         self._lent.give_back()
         self.step, self._phases, self.sent = step, phases, set()
-        self._chosen = range(len(self._buckets)) if buckets is None else tuple(buckets)
+        self._chosen = chosen
         self._left = [len(each.slots) if each.index in self._chosen else 0 for each in self._buckets]
         for keys in self.random:
             keys[:, :, 1].fill_(step)  # an assignment would make a tensor first
-        self._executor.start(phases, buckets)
+        self._executor.start(phases, chosen)
 
     def weigh(self, weight: float) -> None:
         """Multiply this rank's values by `weight` in the steps that begin from now on. With 0 the rank sends zeros."""
@@ -299,19 +300,11 @@ class Exchange:
             self._check_open()
         if not self._left and what is not None:
             raise StepStateError(f"wait({what!r}) was called and no step runs. Call begin() and ready() first.")
-        names = list(self.slots) if what is None else [self._known(what)] if isinstance(what, str) else []
-        bucket = what if isinstance(what, int) else None if what is None else self.slots[what].bucket
+        bucket = what if isinstance(what, int) else None if what is None else self.slots[self._known(what)].bucket
         if bucket is not None:
             self._check_chosen(bucket, f"wait({what!r})")
-        # lanes take buckets in launch order, so those before it must be ready too
-        count = len(self._order) if bucket is None or self.lanes.holds else self._order.index(bucket) + 1
-        unready = [each for each in self._order[:count] if self._left and self._left[each]]
-        if missing := [slot.name for each in unready for slot in self._buckets[each].slots if slot not in self.sent]:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise StepStateError(
-                f"wait() was called before {missing[0]!r}{more} became ready: their buckets cannot be sent. Call ready() for "
-                "each tensor in every step."
-            )
+        if any(self._left):
+            self._check_ready(bucket)
         if self._left or others:
             with self._failures_named():
                 if bucket is None:
@@ -320,6 +313,8 @@ class Exchange:
                     self._executor.open_gate()
                     self._executor.await_tasks(bucket)
         if self._sources:
+            slots: Iterable[Slot] = self.slots.values() if bucket is None else self._buckets[bucket].slots
+            names = [what] if isinstance(what, str) else [slot.name for slot in slots]
             self._put_back({each: source for each in names if (source := self._sources.pop(each, None)) is not None})
         if bucket is None and self._left:
             self._left = []
@@ -329,7 +324,7 @@ class Exchange:
     def _end_step(self) -> None:
         """The step counts, and the next one is another."""
         self._lent.give_back()
-        for slot in self.slots.values() if self._phases != GATHER else ():
+        for slot in self.sent if self._phases != GATHER else ():
             slot.owed = None
         self.step += 1
         if self._owns_lanes and self.outdated(self.step):  # on lanes of others it ends with these specs: they make the next
@@ -551,7 +546,6 @@ class Exchange:
         made.plan = plan
         made._buckets = [(others if index in chosen else self)._buckets[index] for index in range(len(plan.buckets))]
         made.slots = {slot.name: slot for buffers in made._buckets for slot in buffers.slots}
-        made._order = list(dict.fromkeys(bucket for bucket, _ in plan.launch))
         made._executor = Executor(plan, made._buckets, made.lanes)
         made.residuals = Remembered(made._buckets)
         made.random = [*self.random, *others.random]
@@ -706,14 +700,35 @@ class Exchange:
             raise StepStateError(f"ready({name!r}) was called twice in step {self.step}. Call it once for each tensor.")
         return slot
 
+    def _check_number(self, bucket: int, call: str) -> None:
+        """Raises StepStateError for a bucket that the plan does not have."""
+        if bucket not in range(len(self._buckets)):
+            raise StepStateError(
+                f"{call} was called, and no bucket has the number {show(bucket)}: nothing would be sent for it. The plan has "
+                f"{len(self._buckets)}, numbered from 0. `exchange.slots[name].bucket` is the number of a tensor's bucket."
+            )
+
     def _check_chosen(self, bucket: int, call: str) -> None:
         """Raises StepStateError where `begin` left out the bucket: nothing would be sent, and a wait would never end."""
         if bucket not in self._chosen:
+            self._check_number(bucket, call)
             tensors, chosen = self.plan.buckets[bucket].tensors, [*self._chosen]
             raise StepStateError(
                 f"{call} was called, and bucket {bucket} ({_first_and_last(tensors)}) is not in step {self.step}, since "
                 f"begin(buckets={chosen}) left it out: its tensors are not exchanged. Add it to `buckets` on every rank, or call "
                 "ready() and wait() for the tensors of the step alone."
+            )
+
+    def _check_ready(self, bucket: int | None) -> None:
+        """Raises StepStateError where a lane would wait for a tensor that is not ready before it is done with this bucket; None:
+        with all."""
+        needed = self._executor.needed_for(None if self.lanes.holds else bucket, self._phases)
+        unready = [each for each in needed if self._left[each]]
+        if missing := [slot.name for each in unready for slot in self._buckets[each].slots if slot not in self.sent]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise StepStateError(
+                f"wait() was called before {missing[0]!r}{more} became ready: their buckets cannot be sent. Call ready() for "
+                "each tensor in every step; under gw.Pipelined(), which sends means after all sums, before any wait()."
             )
 
     @torch.no_grad()
@@ -921,6 +936,8 @@ class Executor:
         self._parts: dict[tuple[str, Sequence[int]], _StepTasks] = {}
         self.has_gate = plan.gate < len(plan.launch)
         self._order = list(dict.fromkeys(bucket for bucket, _ in plan.launch))
+        self._launched: dict[str, list[int]] = {}
+        """The bucket of each launch, by the phases that a step runs."""
 
     def start(self, phases: str = BOTH, buckets: Sequence[int] | None = None) -> None:
         """Begin a step, or the reduce or the gather phase of one alone, where all buckets have the two. `buckets`: of these
@@ -973,6 +990,18 @@ class Executor:
         bucket = self.plan.buckets[task.bucket]
         gathers = task.phase >= len(bucket.link_tasks) - bucket.gathers
         return gathers == (part == GATHER)
+
+    def needed_for(self, bucket: int | None, phases: str) -> list[int]:
+        """The buckets whose tasks lanes take before they are done with this one, itself included, in launch order; None: all.
+
+        A single lane takes all of them. The answer is the same for every number of lanes.
+        """
+        if phases not in self._launched:
+            tasks = [PhaseTask(*task) for task in launch_tasks(self.plan.launch, [1] * len(self.buckets), skew=False)]
+            self._launched[phases] = [task.bucket for task in tasks if self._is_of(task, phases)]
+        launched = self._launched[phases]
+        end = len(launched) if bucket is None else len(launched) - launched[::-1].index(bucket)
+        return list(dict.fromkeys(launched[:end]))
 
     def ready(self, bucket: int) -> None:
         self._held.append(bucket)

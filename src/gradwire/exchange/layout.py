@@ -313,7 +313,7 @@ class _Rows:
         self.tensors, at = [], 0
         for name, member in zip(bucket.tensors, members, strict=True):
             whole = Segment(at, member.numel(), tensor_key(name), 0, bucket.bits_of(name, step))
-            self.tensors.append((whole, name, tuple(member.shape)))
+            self.tensors.append((whole, name, _shape_in_memory(member)))
             at += member.numel()
         self._ends = list(accumulate(self.numels))
 
@@ -387,6 +387,13 @@ def _place_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     for stride, size in strides:
         dense, expected = dense and stride == expected, expected * size
     return tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+
+
+def _shape_in_memory(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of the dimensions in the order in which the elements lie. Dimensions of one element stay where they are."""
+    strides = _place_strides(tensor)
+    order = iter(sorted((at for at, size in enumerate(tensor.shape) if size > 1), key=lambda at: -strides[at]))
+    return tuple(tensor.shape[next(order)] if size > 1 else size for size in tensor.shape)
 
 
 def _order(strides: Sequence[int], shape: Sequence[int]) -> list[int]:

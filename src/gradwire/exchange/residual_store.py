@@ -207,7 +207,7 @@ class Remembered:
                         chunk.take_over(what, at, part)
 
     def scale(self, factor: float) -> None:
-        """Multiply all that was not sent yet."""
+        """Multiply all that was not sent yet, and momentum."""
         for run in self._runs(change=True):
             _scale(run.key, run.part, factor)
         for key, slot, field in self._left():
@@ -215,12 +215,13 @@ class Remembered:
                 setattr(slot, field, scaled({key: kept}, factor)[key])
 
     def drop(self) -> None:
-        """Forget what was not sent yet, since the script left out the last update. Values that all ranks have alike stay."""
+        """Forget what was not sent yet, since the script left out the last update. Momentum and values that all ranks have alike
+        stay."""
         for run in self._runs(change=True):
-            if not is_alike(run.key):
+            if _is_residual(run.key):
                 run.part.zero_()
         for key, slot, field in self._left():
-            if not is_alike(key):
+            if _is_residual(key):
                 setattr(slot, field, None)
 
     def follow(self, factor: float, left_out: bool) -> None:
@@ -320,7 +321,7 @@ def scaled(carried: State, factor: float) -> dict[str, torch.Tensor]:
 
 def followed(carried: State, factor: float, left_out: bool) -> dict[str, torch.Tensor]:
     """Return copies of these values after `Remembered.follow`."""
-    return scaled({key: value for key, value in carried.items() if not left_out or is_alike(key)}, factor)
+    return scaled({key: value for key, value in carried.items() if not (left_out and _is_residual(key))}, factor)
 
 
 def is_alike(key: str) -> bool:
@@ -328,8 +329,13 @@ def is_alike(key: str) -> bool:
     return key.partition("/")[0] in (SHARED, ENERGY)
 
 
+def _is_residual(key: str) -> bool:
+    """Whether the values of this key of `Remembered.state` or `carried` were not sent yet."""
+    return key.partition("/")[0].removesuffix(COPY) == "residual"
+
+
 def _scale(key: str, values: torch.Tensor, factor: float) -> None:
-    """Multiply values that were not sent yet, in place."""
+    """Multiply values that were not sent yet, or momentum, in place."""
     what = key.partition("/")[0]
     if what == ENERGY:
         scale_energy(values, factor)

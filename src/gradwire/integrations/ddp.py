@@ -44,7 +44,7 @@ class DDPState:
     parameter that no rank used in a step (`find_unused_parameters`) loses its residual. torch averages sparse gradients.
     Raises PlanError for a plan that DDP cannot run, and for `accuracy` with a plan that is not "auto". In backward the hook
     raises PlanError if the plan does not fit the model, StepStateError on all ranks where a GradScaler scaled the loss and a spec
-    has a magnitude of its own, DisagreementError on all ranks if ranks differ, CommunicationError if a rank died or stalled.
+    has its own magnitude, or votes in `join()`, DisagreementError if ranks differ, CommunicationError if a rank died or stalled.
 
     Example, in a script started by torchrun::
 
@@ -156,7 +156,7 @@ class DDPState:
             self._start()
         self._came = [*self._came[-1:], []]
         if self._exchange is not None:
-            self._scale.follow(self._exchange, joining=is_joining(job.model))
+            self._scale.follow(self._exchange, joining=is_joining(job.model, self._exchange))
             job.observers.begins()
             self._exchange.begin()
 

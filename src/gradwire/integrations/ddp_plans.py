@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.auto import say
 from gradwire.core import Backward, Plan, Spec, show
 from gradwire.errors import PlanError, StepStateError
-from gradwire.exchange import embeddings_of, info_of, plan_for
+from gradwire.exchange import Exchange, embeddings_of, info_of, plan_for
 from gradwire.integrations.handles import all_objects
 from gradwire.plan import Policy
 
@@ -69,9 +69,18 @@ def averaged(model: torch.nn.Module, bucketed: Iterable[torch.Tensor]) -> dict[s
     return {name: each for name, each in model.named_parameters() if each in dense}
 
 
-def is_joining(model: torch.nn.Module | None) -> bool:
-    """Whether ranks may be without a batch, and so without a backward: inside `join()`. The same on all ranks."""
-    return isinstance(model, DistributedDataParallel) and model._join_config.enable
+def is_joining(model: torch.nn.Module | None, exchange: Exchange) -> bool:
+    """Whether ranks may be without a batch, and so without a backward: inside `join()`. The same on all ranks. Raises
+    StepStateError there for a plan with votes, in which zeros count."""
+    joining = isinstance(model, DistributedDataParallel) and model._join_config.enable
+    voting = next((spec for spec in exchange.plan.specs if spec.votes), None) if joining else None
+    if voting is not None and exchange.group.world_size > 1:
+        raise StepStateError(
+            f"backward was called inside join(), and the plan has {voting!r}, a vote of all ranks: zeros of a rank without a "
+            "batch count as 1 in it. Give all ranks the same number of batches, or use a spec with magnitudes, such as "
+            "gw.EFSignSGD()."
+        )
+    return joining
 
 
 def model_of(state: object) -> DistributedDataParallel:

@@ -28,14 +28,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of one flat buffer, as Python rows and as an int64 table of shape (rows, 5) on the device."""
+    """The segments of one flat buffer."""
 
     rows: tuple[Segment, ...]
     device: torch.device
     names: tuple[str, ...] = ()
     """The tensors' names, where they are known."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """The tensors' shapes, where they are known; () of one that is cut."""
+    """The tensors' shapes as they lie in memory, where they are known; () of one that is cut."""
     weights: torch.Tensor | None = field(default=None, compare=False)
     """The weights of the elements of the flat buffer, as long as it; see `gradwire.kernels.reference.weights`."""
     launches: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
@@ -45,10 +45,6 @@ class Segments:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"launches": {}}  # addresses, which mean nothing elsewhere
-
-    @cached_property
-    def table(self) -> torch.Tensor:
-        return torch.tensor(self.rows, dtype=torch.int64, device=self.device).reshape(-1, 5)
 
     @cached_property
     def joined(self) -> "Segments":

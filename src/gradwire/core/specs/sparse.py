@@ -247,7 +247,8 @@ class DGC(_Selected, frozen=True):
     momentum: float = 0.9
     """Momentum of the gradients, before selection."""
     clip: float = 0.0
-    """The largest norm of a tensor's gradient before momentum, divided by the root of the number of ranks. 0: no clipping."""
+    """The largest norm of a tensor's gradient before momentum, divided by the root of the number of ranks. 0: no clipping. With
+    clipping no tensor is cut into pieces or shards, since its norm is that of all its elements: large tensors overlap less."""
     warm_up_steps: int = 0
     """Steps in which the ratio falls from 0.25 to `ratio`, a quarter at a time. 0: no warm-up."""
     selection: str = "exact"
@@ -267,6 +268,10 @@ class DGC(_Selected, frozen=True):
     @property
     def follows_scale(self) -> bool:  # type: ignore[override]
         return not self.clip
+
+    @property
+    def granularity(self) -> int:
+        return 0 if self.clip else 1
 
     def at_step(self, step: int) -> "DGC":
         """
