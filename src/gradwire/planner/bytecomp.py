@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+import msgspec
+
 from gradwire.errors import PlanError
 from gradwire.plan import DEVICES, RESTRICTED, carries
-from gradwire.planner.drafts import BYTECOMP_ONLY, Choice, Draft, Part, PlanningJob, numbered
+from gradwire.planner.drafts import BYTECOMP_ONLY, Choice, Draft, Part, PlanningJob, exempt_of, numbered
 from gradwire.planner.offload import offload, on_cpu
 from gradwire.planner.select import by_own_times, select_options
 from gradwire.planner.starts import best_of, fused_by, layer_wise
@@ -76,7 +78,9 @@ def _selected(job: PlanningJob, looks: int | None) -> Draft:
     choices = [*job.plain, *(Choice(spec, option) for spec in job.specs for option in job.coded[spec])]
     if restrict == "all-compressed":
         if job.exempt:
-            cures = ["let all tensors be compressed (--all-tensors)", "search without restrict='all-compressed'"]
+            cures = ["search without restrict='all-compressed'"]
+            if not exempt_of(job.profile, msgspec.structs.replace(job.limits, exempt_vectors=False)):
+                cures.insert(0, "let all tensors be compressed (--all-tensors)")
             raise PlanError(
                 f"restrict is 'all-compressed', but {len(job.exempt)} tensors must stay uncompressed. {numbered(cures)}"
             )

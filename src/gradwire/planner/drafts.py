@@ -13,6 +13,7 @@ import msgspec
 
 from gradwire.core import (
     COLLECTIVES,
+    ENCODED_DTYPES,
     Backward,
     Bucket,
     Cluster,
@@ -165,8 +166,7 @@ class PlanningJob:
             [fs_of(t.backward_us) for t in tensors],
             self.simulator.workers,
         )
-        vectors = frozenset(place for place, tensor in enumerate(tensors) if len(tensor.shape) < 2)
-        self.exempt = vectors if self.limits.exempt_vectors else frozenset()
+        self.exempt = exempt_of(profile, self.limits)
         """The tensors that must stay uncompressed."""
         self._mixed = len({tensor.dtype for tensor in tensors}) > 1
         self.specs = tuple(spec for spec in specs if spec.encodes)
@@ -417,6 +417,15 @@ class PlanningJob:
 
     def _exemptions(self) -> list[tuple[TensorProfile, bool]]:
         return [(tensor, place in self.exempt) for place, tensor in enumerate(self.profile.tensors)]
+
+
+def exempt_of(profile: Profile, limits: Limits) -> frozenset[int]:
+    """The tensors that must stay uncompressed: those of dtypes that compressors do not take, and vectors if the limits say so."""
+    return frozenset(
+        place
+        for place, tensor in enumerate(profile.tensors)
+        if tensor.dtype not in ENCODED_DTYPES or (limits.exempt_vectors and len(tensor.shape) < 2)
+    )
 
 
 def _undominated(job: PlanningJob, choices: Sequence[Choice]) -> list[Choice]:

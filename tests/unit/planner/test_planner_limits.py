@@ -14,6 +14,7 @@ from gradwire.plan.schemes import RESTRICTED
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import every_start, joint
 from gradwire.planner.methods import explain_plan, make_plan
+from gradwire.planner.sweep import check_some_may
 from gradwire.sim.simulator import FS_PER_US
 
 
@@ -122,3 +123,36 @@ def test_times_that_fall_do_not_lift_the_bound():
     for option in odd.coded[SPEC]:
         assert odd.pricer.sequence_us(option, SPEC, size) <= sum(odd.pricer.program(option, SPEC, larger).busy) / FS_PER_US
     assert odd.pricer.sequence_us(odd.plain[0].option, Identity(), size) > 0
+
+
+def wide_job(limits, every=2):
+    """A job in which every second tensor, or each `every`th, is float64, which compressors do not take."""
+    given = job_of(1, 8, gbps=1.0, nodes=4, ranks_per_node=2)
+    tensors = [
+        msgspec.structs.replace(tensor, dtype="float64") if place % every == 0 else tensor
+        for place, tensor in enumerate(given.profile.tensors)
+    ]
+    profile = msgspec.structs.replace(given.profile, tensors=tuple(tensors))
+    return PlanningJob(profile, given.cluster, Costs(codecs=CODECS), [SPEC], limits)
+
+
+@pytest.mark.parametrize("method", ["joint", "fusion", "grace", "hipress", "hitopkcomm", "bytecomp"])
+def test_gradients_that_compressors_do_not_take_stay_uncompressed(method):
+    job = wide_job(Limits(exempt_vectors=False))
+    encoded = {name for bucket in make_plan(job, method).plan.buckets for name in bucket.compressed}
+    assert encoded and not encoded & {tensor.name for tensor in job.profile.tensors if tensor.dtype == "float64"}
+
+
+def test_a_job_of_gradients_that_compressors_do_not_take_is_refused():
+    job = wide_job(Limits(exempt_vectors=False), every=1)
+    with pytest.raises(PlanError, match=r"none of the 8 tensors .*gradients are float64.* take float32, bfloat16, float16"):
+        check_some_may(job.profile, job.specs, job.limits)
+    check_some_may(job.profile, (), job.limits)
+    rows = [
+        msgspec.structs.replace(tensor, dtype="float64" if len(tensor.shape) > 1 else "float32") for tensor in job.profile.tensors
+    ]
+    mixed = msgspec.structs.replace(job.profile, tensors=tuple(rows))
+    with pytest.raises(PlanError, match=r"all but those of float64 have one dimension.*--all-tensors"):
+        check_some_may(mixed, job.specs, Limits())
+    with pytest.raises(PlanError, match=r"4 tensors must stay uncompressed\. What helps: search without restrict="):
+        make_plan(wide_job(Limits(restrict="all-compressed", exempt_vectors=False)), "bytecomp")
