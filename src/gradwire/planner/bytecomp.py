@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from gradwire.errors import PlanError
-from gradwire.plan import DEVICES, RESTRICTED, carries
+from gradwire.plan import RESTRICTED, carries
 from gradwire.planner.drafts import BYTECOMP_ONLY, Choice, Draft, Part, PlanningJob, exempt_of, numbered
 from gradwire.planner.offload import offload, on_cpu
 from gradwire.planner.select import by_own_times, select_options
@@ -50,12 +50,8 @@ def bytecomp(job: PlanningJob) -> Moved:
 def _simpler(job: PlanningJob) -> Iterator[tuple[str, Moved]]:
     """The plans of restricted searches, and of simpler rules."""
     searched = [(job.plain, job.coded)]
-    allowed = job.limits.devices
-    forbidden = [device for device in DEVICES if allowed is not None and device not in allowed]
     for restrict in dict.fromkeys((*RESTRICTED, *BYTECOMP_ONLY)):
-        if restrict in forbidden:
-            continue
-        with suppress(PlanError):  # the restriction has no option for this job, or some tensors must not be compressed
+        with suppress(PlanError):  # no option or device is left for this job, or some tensors must not be compressed
             part = job.restricted(restrict)
             if restrict not in BYTECOMP_ONLY and (part.plain, part.coded) in searched:
                 continue

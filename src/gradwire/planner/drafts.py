@@ -123,8 +123,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 "devices (--devices) is an empty list, so nothing could encode. Name gpu, cpu or both, or leave it out for all "
                 "devices that were measured."
             )
+        for device in self.devices or ():
+            word("devices (--devices)", device, DEVICES, error=PlanError)
         if self.restrict is not None:
             word("restrict", self.restrict, (*RESTRICTED, "myopic"), error=PlanError)
+        if self.devices is not None and self.restrict in DEVICES and self.restrict not in self.devices:
+            raise PlanError(
+                f"restrict (--restrict) is {self.restrict!r}, and devices (--devices) has {', '.join(self.devices)} alone: "
+                f"nothing could encode. Add {self.restrict} to devices, or leave out one of the two."
+            )
 
     def in_backward(self) -> "Limits":
         """Return these limits with plain DDP's schedule."""

@@ -100,6 +100,20 @@ def test_no_device_at_all_is_refused(files, devices):  # noqa: F811
     assert isinstance(told, PlanError) and "devices (--devices) is an empty list" in str(told)
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--devices", "gpu,tpu"], "devices (--devices) is 'tpu': it must be one of gpu, cpu"),
+        (["--devices", "cpu", "--restrict", "gpu"], "restrict (--restrict) is 'gpu', and devices (--devices) has cpu alone"),
+        (["--devices", "gpu", "--restrict", "cpu"], "Add cpu to devices, or leave out one of the two."),
+    ],
+)
+def test_devices_that_are_unknown_or_contradict_the_restriction_are_refused(files, more, told):  # noqa: F811
+    refused = plan(files, *more).exception
+    assert isinstance(refused, PlanError) and told in str(refused)
+    assert plan(files, "--devices", "gpu,cpu", "--restrict", "gpu").exit_code == 0
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_no_plan_is_below_the_bound(seed):
     job = job_of(seed, 9, gbps=[1.0, 10.0, 1000.0][seed % 3], limits=Limits(exempt_vectors=seed % 2 == 0))
