@@ -309,8 +309,9 @@ def _as_bucket_spec(value: object, tensors: tuple[str, ...]) -> Spec | dict[str,
             raise FormatError(
                 f"spec has no entry for tensor {show(name)} of this bucket. A map needs every tensor: add an entry."
             )
+    known = {*tensors}
     for name, spec in specs.items():
-        if name not in tensors:
+        if name not in known:
             raise FormatError(f"spec[{show(name)}] is {show(spec)}, but this bucket has no such tensor{near(name, tensors)}.")
     main = next((name for name in tensors if specs[name].encodes), tensors[0])
     for name in tensors:
