@@ -14,6 +14,7 @@ from gradwire.core import Cluster, Costs, Link, Plan, Profile, Spec
 from gradwire.errors import PlanError
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.methods import make_plan
+from gradwire.planner.shards import with_shares
 from gradwire.planner.starts import ddp_draft
 from gradwire.sim import Rules, as_ddp, device_of, rules_of, simulate
 
@@ -169,7 +170,7 @@ def plans_for_slow_node(
     for done, factor in enumerate(slower, 1):
         case = min(slow_cases(cluster, factor), key=lambda case: _slowest(case.cluster)).cluster
         draft = make_plan(PlanningJob(profile, case, costs, specs, limits, rules), method).draft
-        plan = given.plan(draft, baseline)
+        plan, _ = with_shares(given, given.plan(draft, baseline))
         if plan not in plans.values():
             plans[f"planned for {factor:g}"] = plan
         seen(done)
