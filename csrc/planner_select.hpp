@@ -153,7 +153,9 @@ class Selection {
 
   // All tensors with the one uncompressed option that is best for all.
   void start() {
-    const int tensors = alone_.count(), options = static_cast<int>(tables_[0].size());
+    const int tensors = alone_.count();
+    int options = static_cast<int>(tables_[0].size());  // of all tensors
+    for (const auto& table : tables_) options = std::min(options, static_cast<int>(table.size()));
     std::vector<int> plain;
     for (int option = 0; option < options; option++)
       if (!tables_[0][option]->codecs) plain.push_back(option);

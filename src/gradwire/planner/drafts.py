@@ -175,6 +175,8 @@ class PlanningJob:
         )
         self.exempt = exempt_of(profile, self.limits)
         """The tensors that must stay uncompressed."""
+        self.embeddings = frozenset(place for place, tensor in enumerate(tensors) if tensor.embedding)
+        """The tensors with rows that are looked up: a spec without a code for zero would change rows that no batch uses."""
         self._mixed = len({tensor.dtype for tensor in tensors}) > 1
         self.specs = tuple(spec for spec in specs if spec.encodes)
         self.size = cache(self._size)
@@ -182,8 +184,7 @@ class PlanningJob:
         self.program = cache(self._program)
         """A bucket's tasks."""
         self.classes = cache(self._classes_of)
-        """The classes of tensors, for choices that compress (True) or do not. Tensors of a class have one dtype. For choices that
-        compress they are all exempt or all not exempt."""
+        """The classes of tensors for a spec. Tensors of a class have one dtype, and all of them may have the spec, or none."""
         self._folded = cache(fold)
         self.fusion_costs = cache(self._fusion_costs)
         """The costs of a bucket of any size for a choice, from the simulator's prices; strategies of fusion use them. Exchanges
@@ -255,17 +256,19 @@ class PlanningJob:
 
     def may(self, tensors: Sequence[int], choice: Choice) -> bool:
         """Whether these tensors may share a bucket. All must have one dtype. If the choice compresses, one of them must not be
-        exempt, and exempt ones must be able to travel uncompressed in the same payload."""
+        exempt, and exempt ones must be able to travel uncompressed in the same payload. Embeddings need a code for zero."""
         if self._mixed and len({self.profile.tensors[place].dtype for place in tensors}) > 1:
+            return False
+        if self.embeddings and not (choice.spec.keeps_zeros or self.embeddings.isdisjoint(tensors)):
             return False
         raw = self.exempt.intersection(tensors)
         return not (choice.encodes and raw) or (choice.spec.carries_uncompressed and len(raw) < len(tensors))
 
-    def _classes_of(self, encodes: bool) -> list[TensorClass]:
-        tensors = self.profile.tensors
+    def _classes_of(self, spec: Spec) -> list[TensorClass]:
+        tensors, choice = self.profile.tensors, Choice(spec, ())
         found: dict[tuple[str, bool], list[int]] = {}
         for place, tensor in enumerate(tensors):
-            found.setdefault((tensor.dtype, encodes and place in self.exempt), []).append(place)
+            found.setdefault((tensor.dtype, self.may((place,), choice)), []).append(place)
         classes = []
         for places in found.values():
             ready = [0, *(place + 1 for place in places)]

@@ -7,13 +7,13 @@ import pytest
 from every_method import EVERY_METHOD
 from test_planner_joint import CODECS, SPEC, files, job_of, made_up, plan  # noqa: F401
 
-from gradwire.core import Costs, Identity
+from gradwire.core import Costs, EFSignSGD, Identity
 from gradwire.errors import PlanError
 from gradwire.plan.options import option_of
 from gradwire.plan.schemes import RESTRICTED
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import every_start, joint
-from gradwire.planner.methods import explain_plan, make_plan
+from gradwire.planner.methods import METHODS, explain_plan, make_plan
 from gradwire.planner.sweep import check_some_may
 from gradwire.sim.simulator import FS_PER_US
 
@@ -170,3 +170,35 @@ def test_a_job_of_gradients_that_compressors_do_not_take_is_refused():
         check_some_may(mixed, job.specs, Limits())
     with pytest.raises(PlanError, match=r"4 tensors must stay uncompressed\. What helps: search without restrict="):
         make_plan(wide_job(Limits(restrict="all-compressed", exempt_vectors=False)), "bytecomp")
+
+
+def embedding_job(specs, limits=None, **cluster):
+    """A job whose first and third matrices are embeddings, with the same times for each spec."""
+    profile, links = made_up(3, 10, gbps=1.0, **({"nodes": 4, "ranks_per_node": 2} | cluster))
+    matrices = [place for place, tensor in enumerate(profile.tensors) if len(tensor.shape) > 1]
+    tensors = list(profile.tensors)
+    for place in (matrices[0], matrices[2]):
+        tensors[place] = msgspec.structs.replace(tensors[place], embedding=True)
+    costs = [msgspec.structs.replace(codec, spec=spec) for codec in CODECS[:2] for spec in specs]
+    return PlanningJob(msgspec.structs.replace(profile, tensors=tuple(tensors)), links, Costs(codecs=costs), specs, limits)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "ddp"])
+@pytest.mark.parametrize("specs", [[EFSignSGD()], [EFSignSGD(), SPEC]], ids=len)
+def test_embeddings_travel_only_with_a_code_for_zero(method, specs):
+    job = embedding_job(specs)
+    made = make_plan(job, method)
+    spec_of = {name: bucket.spec_of(name) for bucket in made.plan.buckets for name in bucket.tensors}
+    assert all(spec_of[tensor.name].keeps_zeros for tensor in job.profile.tensors if tensor.embedding)
+    assert len(specs) > 1 or not all(spec.keeps_zeros for spec in spec_of.values()), "others are sent so"
+    assert "2 embeddings are not sent with EFSignSGD()" in explain_plan(job, made)
+
+
+def test_all_tensors_compressed_begin_with_what_embeddings_may_have():
+    limits = Limits(restrict="all-compressed", exempt_vectors=False)
+    job = embedding_job([EFSignSGD(), SPEC], limits)
+    assert all(part.choice.encodes for part in make_plan(job, "bytecomp").draft.parts)
+    job.line.native = None
+    assert all(part.choice.encodes for part in make_plan(job, "bytecomp").draft.parts)
+    with pytest.raises(PlanError, match=r"2 tensors must stay uncompressed\. What helps: search without restrict="):
+        make_plan(embedding_job([EFSignSGD()], limits), "bytecomp")
