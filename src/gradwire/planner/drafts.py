@@ -40,6 +40,7 @@ from gradwire.planner.partition import FusionCosts
 from gradwire.planner.programs import Pricer, least_alone_us, least_step_us
 from gradwire.sim import (
     FS_PER_US,
+    MOST_LINK_TASKS,
     NEVER,
     LightPlan,
     Replayer,
@@ -234,12 +235,14 @@ class PlanningJob:
         found = [option.tasks for option in self.options if option.compresses]
         found = [tasks for tasks in found if carries(tasks, spec, self.rules.device)]
         most, anywhere = self.limits.max_encodes, self.limits.restrict in (None, *DEVICES, *BYTECOMP_ONLY)
-        if spec.rounds and device == self.rules.device and anywhere and (most is None or spec.rounds <= most):
+        most_rounds = MOST_LINK_TASKS if most is None else min(most, MOST_LINK_TASKS)
+        if 0 < spec.rounds <= most_rounds and device == self.rules.device and anywhere:
             found.append(tasks_of("allreduce", device, spec))
         if not found:
+            rounds = f" in {spec.rounds} rounds, and plans have at most {MOST_LINK_TASKS}" * (spec.rounds > MOST_LINK_TASKS)
             raise PlanError(
-                f"no allowed option can carry payloads of {spec!r}: they travel only by {' or '.join(spec.schemes)}. max_encodes "
-                f"is {most}, restrict is {self.limits.restrict!r}. Leave out the spec, or the limits."
+                f"no allowed option can carry payloads of {spec!r}: they travel only by {' or '.join(spec.schemes)}{rounds}. "
+                f"max_encodes is {most}, restrict is {self.limits.restrict!r}. Leave out the spec, or the limits."
             )
         return found
 
