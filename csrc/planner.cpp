@@ -28,7 +28,7 @@ void copy_exchanges(const Alone& alone, Time* begins, Time* ends) {
 }
 
 // What the calls say instead of a step.
-constexpr Time kAboveLimit = -1, kTooLong = -2;
+constexpr Time kAboveLimit = -1, kTooLong = -2, kNoMemory = -3;
 
 }  // namespace
 
@@ -80,7 +80,7 @@ Time gw_step(void* handle, const std::int32_t* programs, const std::int32_t* rel
 // counts: candidates, simulated, ruled out.
 Time gw_select(void* handle, const std::int32_t* tables, std::int32_t tensors, std::int32_t options, const std::int32_t* sizes,
                const std::int32_t* order, std::int32_t visits, std::int32_t skew, std::int32_t prune, std::int32_t looks,
-               std::int32_t* chosen, Time* begins, Time* ends, Time* counts) {
+               std::int32_t* chosen, Time* begins, Time* ends, Time* counts) try {
   const Line& line = *static_cast<const Line*>(handle);
   std::vector<std::vector<const Program*>> rows(tensors);
   double sum = 0;
@@ -100,13 +100,15 @@ Time gw_select(void* handle, const std::int32_t* tables, std::int32_t tensors, s
   counts[1] = selection.alone().simulated;
   counts[2] = selection.ruled_out;
   return selection.alone().best;
+} catch (const std::bad_alloc&) {
+  return kNoMemory;  // no exception may leave a C function
 }
 
 // moved: -1 where a tensor stays. members: of all groups one after the other, ends[g] behind the last one of group g.
 // counts: offloaded of each group.
 Time gw_offload(void* handle, const std::int32_t* programs, const std::int32_t* moved, std::int32_t tensors,
                 const std::int32_t* members, const std::int32_t* group_ends, std::int32_t groups, std::int32_t skew,
-                std::int32_t exhaustive, std::int32_t* counts, Time* begins, Time* ends, Time* simulated) {
+                std::int32_t exhaustive, std::int32_t* counts, Time* begins, Time* ends, Time* simulated) try {
   const Line& line = *static_cast<const Line*>(handle);
   std::vector<std::vector<int>> grouped(groups);
   for (int group = 0; group < groups; group++)
@@ -126,6 +128,8 @@ Time gw_offload(void* handle, const std::int32_t* programs, const std::int32_t* 
   copy_exchanges(offload.alone, begins, ends);
   *simulated = offload.alone.simulated;
   return offload.alone.best;
+} catch (const std::bad_alloc&) {
+  return kNoMemory;
 }
 
 // ready, sent: tensors + 1 values each. decode: by tensor. boundaries: room for one by tensor. Their number.

@@ -1,6 +1,8 @@
 """The C++ timelines and searches beside their Python twins: equal to the femtosecond, on everything they may be given."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 from test_planner_joint import job_of
@@ -135,3 +137,29 @@ def test_without_the_library_python_does_it(monkeypatch):
     program = ReplayProgram(((INTER, 5, 0, 0),), (INTER,), (0, 0, 0, 5), 0)
     assert line.native is None
     assert line.step([program], [1], 1) == 15
+
+
+@needed
+def test_a_search_without_enough_memory_is_an_error():
+    """In a process of its own, which may have 64 MB more: the states of 3,000 tensors that wait for decodes take 144 MB."""
+    code = (
+        "import resource\n"
+        "from gradwire.errors import PlanError\n"
+        "from gradwire.planner.offload import offload\n"
+        "from gradwire.planner.select import select_options\n"
+        "from gradwire.sim.native import ReplayProgram\n"
+        "from gradwire.sim.replay import Replayer\n"
+        "count, program = 3000, ReplayProgram(((3, 100, 0, 0), (0, 1, 1, 0)), (3,), (1, 0, 0, 100), 1)\n"
+        "line = Replayer(0, [1] * count)\n"
+        "taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (taken + 2**26, taken + 2**26))\n"
+        "for search in (lambda: select_options(line, [[program]] * count, [4] * count),\n"
+        "               lambda: offload(line, [program] * count, {}, [0] * count)):\n"
+        "    try:\n"
+        "        search()\n"
+        "    except PlanError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ByteComp's search among 3000 tensors needs more memory than this process may have") == 2
