@@ -63,14 +63,12 @@ std::int32_t gw_add(void* handle, const Time* tasks, std::int32_t count, std::in
 Time gw_step(void* handle, const std::int32_t* programs, const std::int32_t* releases, std::int32_t count, std::int32_t skew,
              Time limit) {
   const Line& line = *static_cast<const Line*>(handle);
-  Buckets buckets({releases, releases + count}, skew);
+  const auto own = named(line, programs, count);
   double sum = 0;
-  for (int bucket = 0; bucket < count; bucket++) {
-    const Program* program = line.programs[programs[bucket]].get();
-    sum += static_cast<double>(program->chain);
-    buckets.set(bucket, program);
-  }
+  for (const Program* program : own) sum += static_cast<double>(program->chain);
   if (!line.fits(sum)) return kTooLong;
+  Buckets buckets({releases, releases + count}, skew);
+  for (int bucket = 0; bucket < count; bucket++) buckets.set(bucket, own[bucket]);
   Step step(line);
   std::vector<State> none;
   return step.run<false>(buckets, limit, none, 0) ? step.length : kAboveLimit;
@@ -83,17 +81,12 @@ Time gw_select(void* handle, const std::int32_t* tables, std::int32_t tensors, s
                std::int32_t* chosen, Time* begins, Time* ends, Time* counts) try {
   const Line& line = *static_cast<const Line*>(handle);
   std::vector<std::vector<const Program*>> rows(tensors);
-  double sum = 0;
   for (int tensor = 0; tensor < tensors; tensor++) {
     rows[tensor] = named(line, tables + static_cast<std::ptrdiff_t>(tensor) * options, options);
     while (rows[tensor].back() == nullptr) rows[tensor].pop_back();
-    Time longest = 0;
-    for (const Program* program : rows[tensor]) longest = std::max(longest, program->chain);
-    sum += static_cast<double>(longest);
   }
-  if (!line.fits(sum)) return kTooLong;
   Selection selection(line, std::move(rows), {sizes, sizes + tensors}, skew, prune != 0, looks);
-  selection.run({order, order + visits});
+  if (!selection.run({order, order + visits})) return kTooLong;
   std::copy(selection.chosen.begin(), selection.chosen.end(), chosen);
   copy_exchanges(selection.alone(), begins, ends);
   counts[0] = selection.candidates;

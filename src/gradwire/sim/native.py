@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from gradwire.core import native
 from gradwire.errors import PlanError
+from gradwire.sim.events import INTER
 
 _ABOVE_LIMIT, _TOO_LONG, _NO_MEMORY = -1, -2, -3
 _LONGEST = 2**62
@@ -157,10 +158,10 @@ class Native:
     def _number(self, program: ReplayProgram) -> int:
         number = self._numbers.get(id(program))
         if number is None:
-            if sum(program.busy) >= _LONGEST:
-                raise TooLongError
-            tasks = _longs([value for task in program.tasks for value in task])
-            number = self._library.gw_add(self._line, tasks, len(program.tasks), program.codecs)
+            # of a program that no step has time for, it is enough to know that
+            own = program.tasks if sum(program.busy) < _LONGEST else ((INTER, _LONGEST, 0, 0),)
+            tasks = _longs([value for task in own for value in task])
+            number = self._library.gw_add(self._line, tasks, len(own), program.codecs)
             self._numbers[id(program)] = number
             self._kept.append(program)
         return number
