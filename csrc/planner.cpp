@@ -28,7 +28,7 @@ void copy_exchanges(const Alone& alone, Time* begins, Time* ends) {
 }
 
 // What the calls say instead of a step.
-constexpr Time kAboveLimit = -1, kTooLong = -2;
+constexpr Time kAboveLimit = -1, kTooLong = -2, kNoMemory = -3;
 
 }  // namespace
 
@@ -63,14 +63,12 @@ std::int32_t gw_add(void* handle, const Time* tasks, std::int32_t count, std::in
 Time gw_step(void* handle, const std::int32_t* programs, const std::int32_t* releases, std::int32_t count, std::int32_t skew,
              Time limit) {
   const Line& line = *static_cast<const Line*>(handle);
-  Buckets buckets({releases, releases + count}, skew);
+  const auto own = named(line, programs, count);
   double sum = 0;
-  for (int bucket = 0; bucket < count; bucket++) {
-    const Program* program = line.programs[programs[bucket]].get();
-    sum += static_cast<double>(program->chain);
-    buckets.set(bucket, program);
-  }
+  for (const Program* program : own) sum += static_cast<double>(program->chain);
   if (!line.fits(sum)) return kTooLong;
+  Buckets buckets({releases, releases + count}, skew);
+  for (int bucket = 0; bucket < count; bucket++) buckets.set(bucket, own[bucket]);
   Step step(line);
   std::vector<State> none;
   return step.run<false>(buckets, limit, none, 0) ? step.length : kAboveLimit;
@@ -80,33 +78,30 @@ Time gw_step(void* handle, const std::int32_t* programs, const std::int32_t* rel
 // counts: candidates, simulated, ruled out.
 Time gw_select(void* handle, const std::int32_t* tables, std::int32_t tensors, std::int32_t options, const std::int32_t* sizes,
                const std::int32_t* order, std::int32_t visits, std::int32_t skew, std::int32_t prune, std::int32_t looks,
-               std::int32_t* chosen, Time* begins, Time* ends, Time* counts) {
+               std::int32_t* chosen, Time* begins, Time* ends, Time* counts) try {
   const Line& line = *static_cast<const Line*>(handle);
   std::vector<std::vector<const Program*>> rows(tensors);
-  double sum = 0;
   for (int tensor = 0; tensor < tensors; tensor++) {
     rows[tensor] = named(line, tables + static_cast<std::ptrdiff_t>(tensor) * options, options);
     while (rows[tensor].back() == nullptr) rows[tensor].pop_back();
-    Time longest = 0;
-    for (const Program* program : rows[tensor]) longest = std::max(longest, program->chain);
-    sum += static_cast<double>(longest);
   }
-  if (!line.fits(sum)) return kTooLong;
   Selection selection(line, std::move(rows), {sizes, sizes + tensors}, skew, prune != 0, looks);
-  selection.run({order, order + visits});
+  if (!selection.run({order, order + visits})) return kTooLong;
   std::copy(selection.chosen.begin(), selection.chosen.end(), chosen);
   copy_exchanges(selection.alone(), begins, ends);
   counts[0] = selection.candidates;
   counts[1] = selection.alone().simulated;
   counts[2] = selection.ruled_out;
   return selection.alone().best;
+} catch (const std::bad_alloc&) {
+  return kNoMemory;  // no exception may leave a C function
 }
 
 // moved: -1 where a tensor stays. members: of all groups one after the other, ends[g] behind the last one of group g.
 // counts: offloaded of each group.
 Time gw_offload(void* handle, const std::int32_t* programs, const std::int32_t* moved, std::int32_t tensors,
                 const std::int32_t* members, const std::int32_t* group_ends, std::int32_t groups, std::int32_t skew,
-                std::int32_t exhaustive, std::int32_t* counts, Time* begins, Time* ends, Time* simulated) {
+                std::int32_t exhaustive, std::int32_t* counts, Time* begins, Time* ends, Time* simulated) try {
   const Line& line = *static_cast<const Line*>(handle);
   std::vector<std::vector<int>> grouped(groups);
   for (int group = 0; group < groups; group++)
@@ -126,6 +121,8 @@ Time gw_offload(void* handle, const std::int32_t* programs, const std::int32_t* 
   copy_exchanges(offload.alone, begins, ends);
   *simulated = offload.alone.simulated;
   return offload.alone.best;
+} catch (const std::bad_alloc&) {
+  return kNoMemory;
 }
 
 // ready, sent: tensors + 1 values each. decode: by tensor. boundaries: room for one by tensor. Their number.

@@ -126,15 +126,16 @@ class Selection {
     winners_.assign(most + 1, -1);
   }
 
-  // order: tensors in the order of their visits.
-  void run(const std::vector<int>& order) {
-    start();
+  // order: tensors in the order of their visits. False if 64 bits might not hold a sum of times.
+  bool run(const std::vector<int>& order) {
+    if (!start() || !fits()) return false;
     rule_out();
     for (int tensor : order) {
       if (!left_[tensor]) continue;
       left_[tensor] = false;
       if (decide(tensor)) rule_out();
     }
+    return true;
   }
 
   const Alone& alone() const { return alone_; }
@@ -151,9 +152,11 @@ class Selection {
   std::vector<bool> left_;
   std::vector<int> winners_;  // by size
 
-  // All tensors with the one uncompressed option that is best for all.
-  void start() {
-    const int tensors = alone_.count(), options = static_cast<int>(tables_[0].size());
+  // All tensors with the one uncompressed option that is best for all. False if 64 bits might not hold what finding it takes.
+  bool start() {
+    const int tensors = alone_.count();
+    int options = static_cast<int>(tables_[0].size());  // of all tensors
+    for (const auto& table : tables_) options = std::min(options, static_cast<int>(table.size()));
     std::vector<int> plain;
     for (int option = 0; option < options; option++)
       if (!tables_[0][option]->codecs) plain.push_back(option);
@@ -161,14 +164,53 @@ class Selection {
       for (int option = 0; option < options; option++) plain.push_back(option);
     Time best = kNever;
     int found = -1;
+    std::vector<int> long_ones;
     for (int option : plain) {
+      if (!line_.fits(work(option).first)) {
+        long_ones.push_back(option);
+        continue;
+      }
       for (int tensor = 0; tensor < tensors; tensor++) alone_.buckets.set(tensor, tables_[tensor][option]);
       const Time step = alone_.try_it(kNever, 0, nullptr);
       if (found < 0 || step < best) best = step, found = option;
     }
+    if (found < 0) return false;
+    for (int option : long_ones) {
+      if (work(option).second < 1.01 * static_cast<double>(best)) return false;
+      alone_.simulated++;  // to an end that is certainly later
+    }
     for (int tensor = 0; tensor < tensors; tensor++) alone_.buckets.set(tensor, tables_[tensor][found]);
     chosen.assign(tensors, found);
     alone_.record(0);
+    return true;
+  }
+
+  // Femtoseconds of an option's tasks for all tensors: one after the other, and of the link that has more to do.
+  std::pair<double, double> work(int option) const {
+    double all = 0, on[RESOURCES] = {0, 0, 0, 0};
+    for (const auto& table : tables_) {
+      all += static_cast<double>(table[option]->chain);
+      for (const int link : {INTRA, INTER}) on[link] += static_cast<double>(table[option]->busy[link]);
+    }
+    return {all, std::max(on[INTRA], on[INTER])};
+  }
+
+  // Whether 64 bits hold every sum of times, once the best uncompressed option is known. They do if the longest programs of all
+  // tensors fit together. They also do where such programs have no chance: each plan that is tried is like one whose step is no
+  // longer than the best, in which no link, worker or compute has more work than that, but for one tensor; and a program that is
+  // longer than the best step is not tried.
+  bool fits() const {
+    double sum = 0;
+    Time longest = 0;
+    for (const auto& table : tables_) {
+      Time most = 0;
+      for (const Program* program : table) {
+        most = std::max(most, program->chain);
+        if (!prune_ || program->chain < alone_.best) longest = std::max(longest, program->chain);
+      }
+      sum += static_cast<double>(most);
+    }
+    return line_.fits(sum) || line_.fits((4.0 + line_.workers) * static_cast<double>(alone_.best) + static_cast<double>(longest));
   }
 
   void rule_out() {

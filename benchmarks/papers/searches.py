@@ -51,7 +51,7 @@ def fusion_searches(job: PlanningJob, choice: Choice, seconds: float) -> list[Fu
 
     All take the same lines through the costs, since the prunings are proven for lines only.
     """
-    (tensors,) = job.classes(choice.encodes)
+    (tensors,) = job.classes(choice.spec)
     costs = along_lines(job.fusion_costs(choice))
     began = time.process_time()
     best = optimal(tensors.gaps_us, tensors.nbytes, costs.encode, costs.exchange, costs.decode, costs.decoding)
@@ -78,7 +78,7 @@ class FusionGains(NamedTuple):
 def best_fusion_over_rules(job: PlanningJob) -> FusionGains:
     """The most that any fusion with the paper's option gains over Cupcake's two rules, along the published curves."""
     choice = Choice(job.specs[0], gathered(job))
-    (tensors,) = job.classes(choice.encodes)
+    (tensors,) = job.classes(choice.spec)
     costs = job.fusion_costs(choice)
     steps = []
     for rule in (by_curves, close_after, even_split):

@@ -14,12 +14,12 @@ SIZES, STEPS = [(300, 40), (4097,), (50, 20), (1,)], 4
 SHARES = (4, 4, 1, 4), (1, 1, 0, 1), (1, 5, 2)
 
 
-def means(spec: gw.Spec, shares: tuple[int, ...], chunk_bytes: int) -> tuple[list[torch.Tensor], int]:
+def means(spec: gw.Spec, shares: tuple[int, ...], chunk_bytes: int, scheme: str = "alltoall") -> tuple[list[torch.Tensor], int]:
     """The gradients after each step, and the bytes that this rank sends in a step."""
     torch.manual_seed(0)
     model = Given(SIZES)
     infos = [gw.TensorInfo(name, tuple(p.shape), "float32") for name, p in reversed(list(model.named_parameters()))]
-    policy = gw.Uniform(spec, scheme="alltoall", bucket_bytes=2**20, chunk_bytes=chunk_bytes)
+    policy = gw.Uniform(spec, scheme=scheme, bucket_bytes=2**20, chunk_bytes=chunk_bytes)
     plan = msgspec.structs.replace(policy.plan(infos, here.world_size), shares=shares)
     handle = gw.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, process_group=here.group)
     found = []
@@ -46,6 +46,12 @@ def test_all_ranks_have_the_same_bits(threads: Threads, spec: gw.Spec, shares: A
     assert distance(of_ranks[0][0], exact) <= 1.2 * distance(even[0][0], exact)
     smallest = shares.index(min(shares))
     assert of_ranks[smallest][1] < even[smallest][1]
+
+
+@pytest.mark.parametrize("scheme", ["ring", "allgather"])
+def test_only_direct_exchanges_have_shares(threads: Threads, scheme: str) -> None:
+    given, even = (threads.run(3, means, gw.QSGD(bits=4), shares, 0, scheme) for shares in ((1, 5, 2), ()))
+    assert [(digest(found), sent) for found, sent in given] == [(digest(found), sent) for found, sent in even]
 
 
 def distance(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from gradwire.auto.measured_losses import COUNTS, EIGHT_BITS, FOUR_BITS, WEIGHTED_3, WEIGHTED_4, WEIGHTED_8, allowed
 from gradwire.core import (
+    ENCODED_DTYPES,
     QSGD,
     Delayed,
     EFSignSGD,
@@ -50,7 +51,6 @@ _SAFE_DELAYED = tuple(Delayed(k, correction, stagger=correction is None) for k i
 SPARSELOCO: Spec = ErrorFeedback(TopK(0.02, values=QSGD(bits=2)), decay=0.95)
 LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)), SPARSELOCO)
 """The specs of outer gradients under `local`, the most accurate first (docs/local_steps.md)."""
-_ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_accuracy(accuracy: str | float) -> None:
@@ -114,7 +114,7 @@ def schedules_of(accuracy: str | float, words: Sequence[str], ranks: int) -> tup
 
 def specs_of(accuracy: str | float, tensors: Sequence[TensorInfo], ranks: int) -> tuple[Spec, ...]:
     """The specs allowed for these tensors in addition to no compression, the most accurate first."""
-    return all_specs(accuracy, ranks) if any(tensor.dtype in _ENCODED_DTYPES for tensor in tensors) else ()
+    return all_specs(accuracy, ranks) if any(tensor.dtype in ENCODED_DTYPES for tensor in tensors) else ()
 
 
 def with_embeddings(specs: Iterable[Spec]) -> tuple[Spec, ...]:
@@ -196,7 +196,7 @@ def policy_of(spec: Spec, tensors: Sequence[TensorInfo]) -> Policy:
     """Return a policy with this spec for tensors of a dtype that can be encoded, except vectors. Others stay uncompressed."""
     if not spec.encodes:
         return Uniform(spec)
-    others = sorted({tensor.dtype for tensor in tensors} - {*_ENCODED_DTYPES})
+    others = sorted({tensor.dtype for tensor in tensors} - {*ENCODED_DTYPES})
     return Policy(default=spec, rules=[(Where(dtype=dtype), Identity()) for dtype in others])
 
 

@@ -328,7 +328,7 @@ def plan_slow_node(inputs: PlanInputs, method: str, slower: str, out: Path | Non
         plans = plans_for_slow_node(profile, cluster, costs, factors, specs, limits, rules, method, seen)
     answer = steps_with_slow_node(plans, profile, cluster, costs, factors, rules)
     if out is not None:
-        plans[answer.best.name].save(out)
+        plans[answer.best_plan.name].save(out)
     typer.echo(answer.as_json() if json else answer.as_table(), nl=False)
 
 

@@ -3,6 +3,7 @@
 from gradwire.core import entry_points, native, schedules, specs
 from gradwire.core.checks import (
     DTYPE_BYTES,
+    ENCODED_DTYPES,
     changed,
     error_words,
     flags,
@@ -110,11 +111,12 @@ from gradwire.core.switches import SHARED_MEMORY, SWITCH_WORDS, check_switches, 
 from gradwire.core.tensors import Shaped, TensorInfo, fingerprint
 
 __all__ = [
-    "ALL_REDUCE", "AT_ONCE", "CODEC_TASKS", "COLLECTIVES", "DGC", "DTYPE_BYTES", "FAR_US", "FIRST_K", "FP8", "LANES", "LIBRARY",
-    "LINKS", "LINK_TASKS", "MOST_RANKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "ROUTINES", "SHARED_MEMORY", "SIGN_UNIT",
-    "SWITCH_WORDS", "Backward", "BlockTopK", "Bucket", "Cast", "Cluster", "CodecCosts", "Collective", "Costs", "Delayed",
-    "Document", "EFSignSGD", "ElementRun", "ElementWeights", "ErrorFeedback", "Identity", "Int8", "Link", "LocalSteps", "Made",
-    "MemoryRecord", "Natural", "Nesterov", "OneBit", "Pipelined", "Plan", "Points", "PowerSGD", "Prediction", "ProcessorNeed",
+    "ALL_REDUCE", "AT_ONCE", "CODEC_TASKS", "COLLECTIVES", "DGC", "DTYPE_BYTES", "ENCODED_DTYPES", "FAR_US", "FIRST_K", "FP8",
+    "LANES", "LIBRARY", "LINKS", "LINK_TASKS", "MOST_RANKS", "QSGD", "RAW", "RESIDUAL_DTYPES", "ROUTINES", "SHARED_MEMORY",
+    "SIGN_UNIT", "SWITCH_WORDS", "Backward", "BlockTopK", "Bucket", "Cast", "Cluster", "CodecCosts", "Collective", "Costs",
+    "Delayed", "Document", "EFSignSGD", "ElementRun", "ElementWeights", "ErrorFeedback", "Identity", "Int8", "Link",
+    "LocalSteps", "Made", "MemoryRecord", "Natural", "Nesterov", "OneBit", "Pipelined", "Plan", "Points", "PowerSGD",
+    "Prediction", "ProcessorNeed",
     "Profile", "RandomK", "Schedule", "Shaped", "SignSGD", "Signum", "Spec", "TensorInfo", "TensorProfile", "TernGrad",
     "Threshold", "TopK", "Truncate", "TwoBit", "as_schedule", "as_spec", "changed", "check_plain", "check_switches",
     "check_writable", "code_bytes", "coded_bytes", "codes_on_cpu", "collective", "collective_of", "columns_of", "convert",

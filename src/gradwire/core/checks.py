@@ -16,6 +16,8 @@ from gradwire.errors import FormatError, GradwireError
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one element, for each dtype a gradient may have."""
+ENCODED_DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes that compressors take. Gradients of other dtypes stay uncompressed."""
 
 _LARGEST = sys.float_info.max
 _INT64 = 2**63 - 1  # what torch, and readers in other languages, can hold

@@ -44,6 +44,9 @@ from gradwire.errors import FormatError, PlanError
 RESIDUAL_DTYPES = ("float32", "bfloat16", "int8")
 """The dtypes that residuals may be stored in."""
 
+_DIRECT = ("alltoall:inter", "allgather:inter")
+"""The link tasks of direct exchanges."""
+
 _CURE = "A plan belongs to one model: make it again for this one, as gradwire.Policy.plan(tensors) does, or pass a policy."
 
 if TYPE_CHECKING:
@@ -102,6 +105,11 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def gathers(self) -> int:
         """The number of link tasks of the gather phase, which are the last ones. 0: the option is indivisible."""
         return gathers_of(self.option)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether each rank gets its shard from each other rank and sends them its sum. Only such buckets have `Plan.shares`."""
+        return {task for task in self.option if task.partition(":")[2] in LINKS} == {*_DIRECT}
 
     def spec_of(self, tensor: str) -> Spec:
         """The spec of one of the bucket's tensors."""
@@ -171,8 +179,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     launch: tuple[tuple[int, str], ...]
     """All link tasks of a step as (bucket index, word). Every rank launches them in this order."""
     shares: tuple[int, ...] = ()
-    """The sizes of the shards of all ranks in direct exchanges, as parts in any unit. A rank with a smaller part sends fewer
-    bytes. Empty: shards are equal."""
+    """The sizes of the shards of all ranks in direct exchanges (`Bucket.is_direct`), as parts in any unit. A rank with a smaller
+    part sends fewer bytes. Empty: shards are equal."""
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
@@ -309,8 +317,9 @@ def _as_bucket_spec(value: object, tensors: tuple[str, ...]) -> Spec | dict[str,
             raise FormatError(
                 f"spec has no entry for tensor {show(name)} of this bucket. A map needs every tensor: add an entry."
             )
+    known = {*tensors}
     for name, spec in specs.items():
-        if name not in tensors:
+        if name not in known:
             raise FormatError(f"spec[{show(name)}] is {show(spec)}, but this bucket has no such tensor{near(name, tensors)}.")
     main = next((name for name in tensors if specs[name].encodes), tensors[0])
     for name in tensors:

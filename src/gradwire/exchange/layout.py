@@ -156,10 +156,11 @@ def build_buckets(
             f"shares has the parts of {len(plan.shares)} ranks, and there are {group.world_size}. Plan for this number of ranks, "
             "or leave shares out."
         )
+    shares = [plan.shares if bucket.is_direct else () for bucket in plan.buckets]
     with _no_collections():
         return [
             _build(
-                *(index, bucket, plan.shards_optimizer, plan.shares, parameters, group, random[index], step),
+                *(index, bucket, plan.shards_optimizer, shares[index], parameters, group, random[index], step),
                 flats[index] if flats is not None else None,
                 addresses,
             )

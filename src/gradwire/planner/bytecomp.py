@@ -5,13 +5,15 @@ of its restrictions can end with a shorter step than the whole search, and so ca
 the best of these plans, judged by the simulated step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+import msgspec
+
 from gradwire.errors import PlanError
-from gradwire.plan import DEVICES, RESTRICTED, carries
-from gradwire.planner.drafts import BYTECOMP_ONLY, Choice, Draft, Part, PlanningJob, numbered
+from gradwire.plan import RESTRICTED, carries
+from gradwire.planner.drafts import BYTECOMP_ONLY, Choice, Draft, Part, PlanningJob, exempt_of, numbered
 from gradwire.planner.offload import offload, on_cpu
 from gradwire.planner.select import by_own_times, select_options
 from gradwire.planner.starts import best_of, fused_by, layer_wise
@@ -48,12 +50,8 @@ def bytecomp(job: PlanningJob) -> Moved:
 def _simpler(job: PlanningJob) -> Iterator[tuple[str, Moved]]:
     """The plans of restricted searches, and of simpler rules."""
     searched = [(job.plain, job.coded)]
-    allowed = job.limits.devices
-    forbidden = [device for device in DEVICES if allowed is not None and device not in allowed]
     for restrict in dict.fromkeys((*RESTRICTED, *BYTECOMP_ONLY)):
-        if restrict in forbidden:
-            continue
-        with suppress(PlanError):  # the restriction has no option for this job, or some tensors must not be compressed
+        with suppress(PlanError):  # no option or device is left for this job, or some tensors must not be compressed
             part = job.restricted(restrict)
             if restrict not in BYTECOMP_ONLY and (part.plain, part.coded) in searched:
                 continue
@@ -73,27 +71,37 @@ def published(job: PlanningJob, looks: int | None = None, most: int = MOST) -> M
 def _selected(job: PlanningJob, looks: int | None) -> Draft:
     """Run Algorithm 1."""
     restrict = job.limits.restrict
-    choices = [*job.plain, *(Choice(spec, option) for spec in job.specs for option in job.coded[spec])]
+    # tables of embeddings end before the specs that have no code for zero
+    specs = sorted(job.specs, key=lambda spec: bool(job.embeddings) and not spec.keeps_zeros)
+    choices = [*job.plain, *(Choice(spec, option) for spec in specs for option in job.coded[spec])]
     if restrict == "all-compressed":
-        if job.exempt:
-            cures = ["let all tensors be compressed (--all-tensors)", "search without restrict='all-compressed'"]
-            raise PlanError(
-                f"restrict is 'all-compressed', but {len(job.exempt)} tensors must stay uncompressed. {numbered(cures)}"
-            )
         choices = choices[len(job.plain) :] or choices
+        _check_all_may(job, choices)
     tensors = job.profile.tensors
     by_size: dict[tuple[object, ...], list[ReplayProgram]] = {}
     tables = []
     for place, tensor in enumerate(tensors):
-        key = (tensor.shape, tensor.dtype, place in job.exempt)
+        key = (tensor.shape, tensor.dtype, place in job.exempt, place in job.embeddings)
         if key not in by_size:
-            by_size[key] = job.programs((place,), choices[: len(job.plain)] if place in job.exempt else choices)
+            by_size[key] = job.programs((place,), [choice for choice in choices if job.may((place,), choice)])
         tables.append(by_size[key])
     if restrict == "myopic":
         chosen = by_own_times(tables)
     else:
         chosen = select_options(job.line, tables, [tensor.nbytes for tensor in tensors], looks=looks).chosen
     return Draft(tuple(Part((place,), choices[index]) for place, index in enumerate(chosen)))
+
+
+def _check_all_may(job: PlanningJob, choices: Sequence[Choice]) -> None:
+    """Raise PlanError if a tensor may have none of the choices."""
+    tensors = range(len(job.profile.tensors))
+    left = [place for place in tensors if not any(job.may((place,), choice) for choice in choices)]
+    if not left:
+        return
+    cures = ["search without restrict='all-compressed'"]
+    if job.embeddings.union(exempt_of(job.profile, msgspec.structs.replace(job.limits, exempt_vectors=False))).isdisjoint(left):
+        cures.insert(0, "let all tensors be compressed (--all-tensors)")
+    raise PlanError(f"restrict is 'all-compressed', but {len(left)} tensors must stay uncompressed. {numbered(cures)}")
 
 
 def _offloaded(job: PlanningJob, draft: Draft, most: int) -> Moved:

@@ -13,6 +13,7 @@ import msgspec
 
 from gradwire.core import (
     COLLECTIVES,
+    ENCODED_DTYPES,
     Backward,
     Bucket,
     Cluster,
@@ -39,6 +40,7 @@ from gradwire.planner.partition import FusionCosts
 from gradwire.planner.programs import Pricer, least_alone_us, least_step_us
 from gradwire.sim import (
     FS_PER_US,
+    MOST_LINK_TASKS,
     NEVER,
     LightPlan,
     Replayer,
@@ -122,8 +124,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 "devices (--devices) is an empty list, so nothing could encode. Name gpu, cpu or both, or leave it out for all "
                 "devices that were measured."
             )
+        for device in self.devices or ():
+            word("devices (--devices)", device, DEVICES, error=PlanError)
         if self.restrict is not None:
             word("restrict", self.restrict, (*RESTRICTED, "myopic"), error=PlanError)
+        if self.devices is not None and self.restrict in DEVICES and self.restrict not in self.devices:
+            raise PlanError(
+                f"restrict (--restrict) is {self.restrict!r}, and devices (--devices) has {', '.join(self.devices)} alone: "
+                f"nothing could encode. Add {self.restrict} to devices, or leave out one of the two."
+            )
 
     def in_backward(self) -> "Limits":
         """Return these limits with plain DDP's schedule."""
@@ -165,9 +174,10 @@ class PlanningJob:
             [fs_of(t.backward_us) for t in tensors],
             self.simulator.workers,
         )
-        vectors = frozenset(place for place, tensor in enumerate(tensors) if len(tensor.shape) < 2)
-        self.exempt = vectors if self.limits.exempt_vectors else frozenset()
+        self.exempt = exempt_of(profile, self.limits)
         """The tensors that must stay uncompressed."""
+        self.embeddings = frozenset(place for place, tensor in enumerate(tensors) if tensor.embedding)
+        """The tensors with rows that are looked up: a spec without a code for zero would change rows that no batch uses."""
         self._mixed = len({tensor.dtype for tensor in tensors}) > 1
         self.specs = tuple(spec for spec in specs if spec.encodes)
         self.size = cache(self._size)
@@ -175,8 +185,7 @@ class PlanningJob:
         self.program = cache(self._program)
         """A bucket's tasks."""
         self.classes = cache(self._classes_of)
-        """The classes of tensors, for choices that compress (True) or do not. Tensors of a class have one dtype. For choices that
-        compress they are all exempt or all not exempt."""
+        """The classes of tensors for a spec. Tensors of a class have one dtype, and all of them may have the spec, or none."""
         self._folded = cache(fold)
         self.fusion_costs = cache(self._fusion_costs)
         """The costs of a bucket of any size for a choice, from the simulator's prices; strategies of fusion use them. Exchanges
@@ -226,12 +235,14 @@ class PlanningJob:
         found = [option.tasks for option in self.options if option.compresses]
         found = [tasks for tasks in found if carries(tasks, spec, self.rules.device)]
         most, anywhere = self.limits.max_encodes, self.limits.restrict in (None, *DEVICES, *BYTECOMP_ONLY)
-        if spec.rounds and device == self.rules.device and anywhere and (most is None or spec.rounds <= most):
+        most_rounds = MOST_LINK_TASKS if most is None else min(most, MOST_LINK_TASKS)
+        if 0 < spec.rounds <= most_rounds and device == self.rules.device and anywhere:
             found.append(tasks_of("allreduce", device, spec))
         if not found:
+            rounds = f" in {spec.rounds} rounds, and plans have at most {MOST_LINK_TASKS}" * (spec.rounds > MOST_LINK_TASKS)
             raise PlanError(
-                f"no allowed option can carry payloads of {spec!r}: they travel only by {' or '.join(spec.schemes)}. max_encodes "
-                f"is {most}, restrict is {self.limits.restrict!r}. Leave out the spec, or the limits."
+                f"no allowed option can carry payloads of {spec!r}: they travel only by {' or '.join(spec.schemes)}{rounds}. "
+                f"max_encodes is {most}, restrict is {self.limits.restrict!r}. Leave out the spec, or the limits."
             )
         return found
 
@@ -248,17 +259,19 @@ class PlanningJob:
 
     def may(self, tensors: Sequence[int], choice: Choice) -> bool:
         """Whether these tensors may share a bucket. All must have one dtype. If the choice compresses, one of them must not be
-        exempt, and exempt ones must be able to travel uncompressed in the same payload."""
+        exempt, and exempt ones must be able to travel uncompressed in the same payload. Embeddings need a code for zero."""
         if self._mixed and len({self.profile.tensors[place].dtype for place in tensors}) > 1:
+            return False
+        if self.embeddings and not (choice.spec.keeps_zeros or self.embeddings.isdisjoint(tensors)):
             return False
         raw = self.exempt.intersection(tensors)
         return not (choice.encodes and raw) or (choice.spec.carries_uncompressed and len(raw) < len(tensors))
 
-    def _classes_of(self, encodes: bool) -> list[TensorClass]:
-        tensors = self.profile.tensors
+    def _classes_of(self, spec: Spec) -> list[TensorClass]:
+        tensors, choice = self.profile.tensors, Choice(spec, ())
         found: dict[tuple[str, bool], list[int]] = {}
         for place, tensor in enumerate(tensors):
-            found.setdefault((tensor.dtype, encodes and place in self.exempt), []).append(place)
+            found.setdefault((tensor.dtype, self.may((place,), choice)), []).append(place)
         classes = []
         for places in found.values():
             ready = [0, *(place + 1 for place in places)]
@@ -417,6 +430,15 @@ class PlanningJob:
 
     def _exemptions(self) -> list[tuple[TensorProfile, bool]]:
         return [(tensor, place in self.exempt) for place, tensor in enumerate(self.profile.tensors)]
+
+
+def exempt_of(profile: Profile, limits: Limits) -> frozenset[int]:
+    """The tensors that must stay uncompressed: those of dtypes that compressors do not take, and vectors if the limits say so."""
+    return frozenset(
+        place
+        for place, tensor in enumerate(profile.tensors)
+        if tensor.dtype not in ENCODED_DTYPES or (limits.exempt_vectors and len(tensor.shape) < 2)
+    )
 
 
 def _undominated(job: PlanningJob, choices: Sequence[Choice]) -> list[Choice]:

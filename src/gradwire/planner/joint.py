@@ -172,8 +172,8 @@ def _carry(job: PlanningJob, draft: Draft, choices: Sequence[Choice]) -> Iterato
     for part in draft.parts:
         if part.choice.encodes or not job.exempt.issuperset(part.tensors):
             continue
-        carriers = [i for i, each in enumerate(parts) if job.may((*each.tensors, *part.tensors), each.choice)]
-        carriers = [index for index in carriers if parts[index].choice.encodes]
+        coded = [index for index, each in enumerate(parts) if each.choice.encodes]
+        carriers = [i for i in coded if job.may((*parts[i].tensors, *part.tensors), parts[i].choice)]
         if not carriers:
             continue
         for place in part.tensors:

@@ -94,6 +94,11 @@ def _summary(job: PlanningJob, made: MadePlan) -> list[str]:
         f"{prediction.bytes_per_rank / 1e6:.3f} MB, {prediction.extra_bytes_device / 1e6:.3f} MB of extra memory; "
         f"planned in {made.planning_ms:.0f} ms."
     )
+    if job.embeddings and (unfit := [repr(spec) for spec in job.specs if not spec.keeps_zeros]):
+        lines.append(
+            f"{len(job.embeddings)} embeddings are not sent with {' or '.join(unfit)}: without a code for zero, rows that no "
+            "batch uses would change."
+        )
     if round(step - baseline, 3) > 0:
         lines.append(_slower(job, step - baseline))
     if any(part.choice.encodes for part in made.draft.parts):

@@ -51,10 +51,11 @@ def select_options(
 ) -> Selection:
     """Run Algorithm 1 over tables[tensor][option], in gradient-ready order; tensors of equal size may share one table.
 
-    All tables have the same options in the same order. The table of a tensor that must not be compressed ends before the first
-    option that compresses. Options without codec tasks are the uncompressed ones; without any, all tensors begin with the best of
-    all. skew: see `gradwire.sim.replay`. prune: False simulates every candidate to its end, with the same result. looks: how many
-    candidates of a tensor are simulated at most; None: all that could win. There is at least one tensor and one option.
+    All tables have the same options in the same order. The table of a tensor that may have fewer ends before the first one that
+    it may not have. Options without codec tasks are the uncompressed ones, which all tensors may have; without any, all tensors
+    begin with the best of those in all tables. skew: see `gradwire.sim.replay`. prune: False simulates every candidate to its
+    end, with the same result. looks: how many candidates of a tensor are simulated at most; None: all that could win. There is at
+    least one tensor and one option.
     """
     order = sorted(range(len(tables)), key=lambda tensor: (-sizes[tensor], -tensor))
     if line.native is not None:
@@ -89,7 +90,7 @@ class _Search:
         plain = [index for index, program in enumerate(tables[0]) if not program.codecs]
         self.simulated = 0
         starts = []
-        for option in plain or range(len(tables[0])):
+        for option in plain or range(min(map(len, tables))):
             replayed = self._replay([table[option] for table in tables], NEVER)
             if replayed is None:
                 raise PlanError(

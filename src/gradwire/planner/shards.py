@@ -17,8 +17,6 @@ _UNIT = 1000
 """Shares are parts of so many, or of more where there are many nodes."""
 _LEAST_UNITS = 100
 """The least units of an equal share."""
-DIRECT = ("alltoall:inter", "allgather:inter")
-"""The link tasks of buckets that have shards of these sizes."""
 
 
 def uplinks_of(cluster: Cluster) -> tuple[float, ...]:
@@ -84,7 +82,7 @@ def with_shares(job: PlanningJob, plan: Plan) -> tuple[Plan, str]:
     rates = uplinks_of(cluster) if cluster.ranks_per_node == 1 else ()
     shares = shares_of(rates)
     tensors = {tensor.name: tensor for tensor in job.profile.tensors}
-    direct = [bucket for bucket in plan.buckets if {task for task in bucket.option if ":inter" in task} == {*DIRECT}]
+    direct = [bucket for bucket in plan.buckets if bucket.is_direct]
     if not shares or not direct or plan.shards_optimizer:
         return plan, ""
     nbytes = 0.0

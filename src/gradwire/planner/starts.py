@@ -37,7 +37,7 @@ def _cut(
     job: PlanningJob, strategy: Strategy, choice: Choice, others: Strategy, busiest: bool = False, exposed: bool = False
 ) -> Draft:
     """Cut as `fused` does. others: for all classes but the largest. busiest, exposed: as in `PlanningJob.fusion_costs`."""
-    parts, classes = [], job.classes(choice.encodes)
+    parts, classes = [], job.classes(choice.spec)
     largest = max(classes, key=lambda each: sum(each.nbytes))
     for each in classes:
         own = choice if job.may(each.places, choice) else job.plain[0]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradwire.core import MOST_RANKS, Cluster, Costs, Plan, Profile, Spec, show, word
+from gradwire.core import ENCODED_DTYPES, MOST_RANKS, Cluster, Costs, Plan, Profile, Spec, show, word
 from gradwire.errors import FormatError, PlanError
-from gradwire.planner.drafts import Limits, PlanningJob
+from gradwire.planner.drafts import Limits, PlanningJob, exempt_of
 from gradwire.planner.methods import METHODS, make_plan
 from gradwire.planner.starts import ddp_draft
 from gradwire.sim import FS_PER_US, Rules, as_ddp, device_of, rules_of, simulate
@@ -167,11 +167,21 @@ def _at(cluster: Cluster, gbps: float, nodes: int) -> Cluster:
 
 def check_some_may(profile: Profile, specs: Sequence[Spec], limits: Limits) -> None:
     """Raise PlanError if there are specs, but no tensor that they may compress."""
-    if specs and limits.exempt_vectors and all(len(tensor.shape) < 2 for tensor in profile.tensors):
+    tensors = profile.tensors
+    if not specs or len(exempt_of(profile, limits)) < len(tensors):
+        return
+    others = sorted({tensor.dtype for tensor in tensors} - {*ENCODED_DTYPES})
+    none = f"none of the {len(tensors)} tensors may be compressed"
+    if all(tensor.dtype in others for tensor in tensors):
         raise PlanError(
-            f"none of the {len(profile.tensors)} tensors may be compressed: all have one dimension, as in imported profiles, and "
-            "the planner takes such tensors for biases and norms. Give --all-tensors, or Limits(exempt_vectors=False)."
+            f"{none}: their gradients are {' and '.join(others)}, and compressors take {', '.join(ENCODED_DTYPES)}. Leave out "
+            "the specs, or profile the model in one of these dtypes."
         )
+    but = f" but those of {' and '.join(others)}" if others else ""
+    raise PlanError(
+        f"{none}: all{but} have one dimension, as in imported profiles, and the planner takes such tensors for biases and norms. "
+        "Give --all-tensors, or Limits(exempt_vectors=False)."
+    )
 
 
 def sweep_methods(

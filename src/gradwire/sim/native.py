@@ -12,8 +12,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gradwire.core import native
+from gradwire.errors import PlanError
+from gradwire.sim.events import INTER
 
-_ABOVE_LIMIT, _TOO_LONG = -1, -2
+_ABOVE_LIMIT, _TOO_LONG, _NO_MEMORY = -1, -2, -3
 _LONGEST = 2**62
 """Most femtoseconds of a step, over an hour. Longer steps are left to Python, whose integers are unbounded."""
 
@@ -108,7 +110,8 @@ class Native:
     ) -> tuple[list[int], int, list[int], list[int], list[int]]:
         """Algorithm 1: chosen options, step, begins, ends, and the counts of candidates, simulated and ruled out.
 
-        sizes: numbers from 0 on, equal for equal sizes. order: the order of the visits. Raises TooLongError.
+        sizes: numbers from 0 on, equal for equal sizes. order: the order of the visits. Raises TooLongError, and PlanError
+        without enough memory.
         """
         count, width = len(tables), max(map(len, tables))
         rows: dict[int, list[int]] = {}
@@ -122,8 +125,7 @@ class Native:
         step: int = self._library.gw_select(
             self._line, numbers, count, width, _ints(sizes), _ints(order), len(order), skew, prune, cut, *found
         )
-        if step == _TOO_LONG:
-            raise TooLongError
+        _check(step, count)
         return list(chosen), step, list(begins), list(ends), list(counts)
 
     def offload(
@@ -136,7 +138,8 @@ class Native:
     ) -> tuple[list[int], int, list[int], list[int], int]:
         """Algorithm 2: counts by group, step, begins, ends, and the number of simulated steps.
 
-        moved: None for a tensor that stays. members: tensors of each group, ascending. Raises TooLongError.
+        moved: None for a tensor that stays. members: tensors of each group, ascending. Raises TooLongError, and PlanError
+        without enough memory.
         """
         count, groups = len(programs), len(members)
         numbers = self._all(programs)
@@ -146,8 +149,7 @@ class Native:
         counts, begins, ends, simulated = _ints([0] * groups), _longs([0] * count), _longs([0] * count), _longs([0])
         found = (counts, begins, ends, simulated)
         step: int = self._library.gw_offload(self._line, numbers, elsewhere, count, flat, until, groups, skew, exhaustive, *found)
-        if step == _TOO_LONG:
-            raise TooLongError
+        _check(step, count)
         return list(counts), step, list(begins), list(ends), simulated[0]
 
     def _all(self, programs: Sequence[ReplayProgram]) -> "ctypes.Array[ctypes.c_int32]":
@@ -156,13 +158,23 @@ class Native:
     def _number(self, program: ReplayProgram) -> int:
         number = self._numbers.get(id(program))
         if number is None:
-            if sum(program.busy) >= _LONGEST:
-                raise TooLongError
-            tasks = _longs([value for task in program.tasks for value in task])
-            number = self._library.gw_add(self._line, tasks, len(program.tasks), program.codecs)
+            # of a program that no step has time for, it is enough to know that
+            own = program.tasks if sum(program.busy) < _LONGEST else ((INTER, _LONGEST, 0, 0),)
+            tasks = _longs([value for task in own for value in task])
+            number = self._library.gw_add(self._line, tasks, len(own), program.codecs)
             self._numbers[id(program)] = number
             self._kept.append(program)
         return number
+
+
+def _check(step: int, tensors: int) -> None:
+    if step == _TOO_LONG:
+        raise TooLongError
+    if step == _NO_MEMORY:
+        raise PlanError(
+            f"ByteComp's search among {tensors} tensors needs more memory than this process may have: it keeps the state of a "
+            "step for each tensor. Use another method, such as --method fusion, or allow more memory (ulimit -v)."
+        )
 
 
 def _doubles(values: Sequence[float]) -> "ctypes.Array[ctypes.c_double]":

@@ -20,8 +20,9 @@ from gradwire.sim.native import ReplayProgram, TooLongError, native_line
 NEVER = 1 << 80
 """Femtoseconds that no step takes."""
 _PHASE_BITS = 2
-"""An option has at most four link tasks."""
-_MOST_PHASES = 2**_PHASE_BITS - 1
+MOST_LINK_TASKS = 2**_PHASE_BITS
+"""The most link tasks of an option, so that launch keys differ."""
+_MOST_PHASES = MOST_LINK_TASKS - 1
 """The index of the fourth link task, and the bits of a launch key that hold the index."""
 
 

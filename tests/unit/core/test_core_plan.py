@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gradwire.core import (
     QSGD,
     Backward,
+    Bucket,
     Delayed,
     Identity,
     LocalSteps,
@@ -188,3 +189,19 @@ def test_steps_of_ranks_that_cannot_be_are_refused(fields: dict[str, Any], words
 def test_a_momentum_that_never_decays_is_refused(momentum: float) -> None:
     with pytest.raises(FormatError, match=r"momentum is "):
         Nesterov(momentum=momentum)
+
+
+def test_the_map_of_a_large_buckets_specs_is_checked_name_by_name() -> None:
+    class Counted(str):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Counted.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    names = tuple(Counted(f"layers.{index}.weight") for index in range(300))
+    specs = {str(name): QSGD(bits=2 + index % 2) for index, name in enumerate(names)}
+    Bucket(tensors=names, spec=specs, option=("comp:cpu", "allgather:inter", "decomp:cpu"))
+    assert Counted.compared <= 20 * len(names), "and not each with all others"

@@ -81,3 +81,13 @@ def test_a_spec_that_no_option_allowed_carries_is_named() -> None:
         job_with(gw.PowerSGD(rank=4), limits=Limits(max_encodes=1))
     with pytest.raises(PlanError, match="restrict is 'inter-allgather'"):
         job_with(gw.SignSGD(), ranks_per_node=2, limits=Limits(restrict="inter-allgather"))
+
+
+def test_a_spec_of_more_rounds_than_launch_keys_tell_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gw.PowerSGD, "rounds", 4)
+    job = job_with(gw.PowerSGD(rank=4))
+    plan = make_plan(job).plan
+    assert max(bucket.option.count("allreduce:inter") for bucket in plan.buckets) == 4
+    monkeypatch.setattr(gw.PowerSGD, "rounds", 5)
+    with pytest.raises(PlanError, match=r"only by allreduce in 5 rounds, and plans have at most 4\. max_encodes is None"):
+        job_with(gw.PowerSGD(rank=4))

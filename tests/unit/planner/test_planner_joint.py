@@ -27,7 +27,7 @@ from gradwire.costs.prices import bytes_of
 from gradwire.errors import PlanError
 from gradwire.planner.bytecomp import bytecomp
 from gradwire.planner.drafts import Choice, Draft, Limits, Part, PlanningJob
-from gradwire.planner.joint import joint, quick_starts
+from gradwire.planner.joint import _carry, joint, quick_starts
 from gradwire.planner.methods import explain_plan, make_plan
 from gradwire.planner.starts import ddp_draft
 from gradwire.sim.rules import Rules, rules_of
@@ -293,3 +293,10 @@ def test_byteps_compress_needs_times_of_cpus():
     assert any(
         part.choice.encodes for part in make_plan(job_of(3, 6, gbps=1.0, nodes=4, limits=limits), "hitopkcomm").draft.parts
     )
+
+
+def test_without_a_compressed_bucket_none_is_asked_whether_it_can_carry_others(monkeypatch):
+    job = job_of(4, 12)
+    draft = Draft(tuple(Part((place,), job.plain[0]) for place in range(12)))
+    monkeypatch.setattr(job, "may", lambda tensors, choice: pytest.fail(f"asked about {choice}"))
+    assert job.exempt and list(_carry(job, draft, [])) == []

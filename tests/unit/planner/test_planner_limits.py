@@ -7,13 +7,14 @@ import pytest
 from every_method import EVERY_METHOD
 from test_planner_joint import CODECS, SPEC, files, job_of, made_up, plan  # noqa: F401
 
-from gradwire.core import Costs, Identity
+from gradwire.core import Costs, EFSignSGD, Identity
 from gradwire.errors import PlanError
 from gradwire.plan.options import option_of
 from gradwire.plan.schemes import RESTRICTED
 from gradwire.planner.drafts import Limits, PlanningJob
 from gradwire.planner.joint import every_start, joint
-from gradwire.planner.methods import explain_plan, make_plan
+from gradwire.planner.methods import METHODS, explain_plan, make_plan
+from gradwire.planner.sweep import check_some_may
 from gradwire.sim.simulator import FS_PER_US
 
 
@@ -99,6 +100,20 @@ def test_no_device_at_all_is_refused(files, devices):  # noqa: F811
     assert isinstance(told, PlanError) and "devices (--devices) is an empty list" in str(told)
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--devices", "gpu,tpu"], "devices (--devices) is 'tpu': it must be one of gpu, cpu"),
+        (["--devices", "cpu", "--restrict", "gpu"], "restrict (--restrict) is 'gpu', and devices (--devices) has cpu alone"),
+        (["--devices", "gpu", "--restrict", "cpu"], "Add cpu to devices, or leave out one of the two."),
+    ],
+)
+def test_devices_that_are_unknown_or_contradict_the_restriction_are_refused(files, more, told):  # noqa: F811
+    refused = plan(files, *more).exception
+    assert isinstance(refused, PlanError) and told in str(refused)
+    assert plan(files, "--devices", "gpu,cpu", "--restrict", "gpu").exit_code == 0
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_no_plan_is_below_the_bound(seed):
     job = job_of(seed, 9, gbps=[1.0, 10.0, 1000.0][seed % 3], limits=Limits(exempt_vectors=seed % 2 == 0))
@@ -122,3 +137,68 @@ def test_times_that_fall_do_not_lift_the_bound():
     for option in odd.coded[SPEC]:
         assert odd.pricer.sequence_us(option, SPEC, size) <= sum(odd.pricer.program(option, SPEC, larger).busy) / FS_PER_US
     assert odd.pricer.sequence_us(odd.plain[0].option, Identity(), size) > 0
+
+
+def wide_job(limits, every=2):
+    """A job in which every second tensor, or each `every`th, is float64, which compressors do not take."""
+    given = job_of(1, 8, gbps=1.0, nodes=4, ranks_per_node=2)
+    tensors = [
+        msgspec.structs.replace(tensor, dtype="float64") if place % every == 0 else tensor
+        for place, tensor in enumerate(given.profile.tensors)
+    ]
+    profile = msgspec.structs.replace(given.profile, tensors=tuple(tensors))
+    return PlanningJob(profile, given.cluster, Costs(codecs=CODECS), [SPEC], limits)
+
+
+@pytest.mark.parametrize("method", ["joint", "fusion", "grace", "hipress", "hitopkcomm", "bytecomp"])
+def test_gradients_that_compressors_do_not_take_stay_uncompressed(method):
+    job = wide_job(Limits(exempt_vectors=False))
+    encoded = {name for bucket in make_plan(job, method).plan.buckets for name in bucket.compressed}
+    assert encoded and not encoded & {tensor.name for tensor in job.profile.tensors if tensor.dtype == "float64"}
+
+
+def test_a_job_of_gradients_that_compressors_do_not_take_is_refused():
+    job = wide_job(Limits(exempt_vectors=False), every=1)
+    with pytest.raises(PlanError, match=r"none of the 8 tensors .*gradients are float64.* take float32, bfloat16, float16"):
+        check_some_may(job.profile, job.specs, job.limits)
+    check_some_may(job.profile, (), job.limits)
+    rows = [
+        msgspec.structs.replace(tensor, dtype="float64" if len(tensor.shape) > 1 else "float32") for tensor in job.profile.tensors
+    ]
+    mixed = msgspec.structs.replace(job.profile, tensors=tuple(rows))
+    with pytest.raises(PlanError, match=r"all but those of float64 have one dimension.*--all-tensors"):
+        check_some_may(mixed, job.specs, Limits())
+    with pytest.raises(PlanError, match=r"4 tensors must stay uncompressed\. What helps: search without restrict="):
+        make_plan(wide_job(Limits(restrict="all-compressed", exempt_vectors=False)), "bytecomp")
+
+
+def embedding_job(specs, limits=None, **cluster):
+    """A job whose first and third matrices are embeddings, with the same times for each spec."""
+    profile, links = made_up(3, 10, gbps=1.0, **({"nodes": 4, "ranks_per_node": 2} | cluster))
+    matrices = [place for place, tensor in enumerate(profile.tensors) if len(tensor.shape) > 1]
+    tensors = list(profile.tensors)
+    for place in (matrices[0], matrices[2]):
+        tensors[place] = msgspec.structs.replace(tensors[place], embedding=True)
+    costs = [msgspec.structs.replace(codec, spec=spec) for codec in CODECS[:2] for spec in specs]
+    return PlanningJob(msgspec.structs.replace(profile, tensors=tuple(tensors)), links, Costs(codecs=costs), specs, limits)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "ddp"])
+@pytest.mark.parametrize("specs", [[EFSignSGD()], [EFSignSGD(), SPEC]], ids=len)
+def test_embeddings_travel_only_with_a_code_for_zero(method, specs):
+    job = embedding_job(specs)
+    made = make_plan(job, method)
+    spec_of = {name: bucket.spec_of(name) for bucket in made.plan.buckets for name in bucket.tensors}
+    assert all(spec_of[tensor.name].keeps_zeros for tensor in job.profile.tensors if tensor.embedding)
+    assert len(specs) > 1 or not all(spec.keeps_zeros for spec in spec_of.values()), "others are sent so"
+    assert "2 embeddings are not sent with EFSignSGD()" in explain_plan(job, made)
+
+
+def test_all_tensors_compressed_begin_with_what_embeddings_may_have():
+    limits = Limits(restrict="all-compressed", exempt_vectors=False)
+    job = embedding_job([EFSignSGD(), SPEC], limits)
+    assert all(part.choice.encodes for part in make_plan(job, "bytecomp").draft.parts)
+    job.line.native = None
+    assert all(part.choice.encodes for part in make_plan(job, "bytecomp").draft.parts)
+    with pytest.raises(PlanError, match=r"2 tensors must stay uncompressed\. What helps: search without restrict="):
+        make_plan(embedding_job([EFSignSGD()], limits), "bytecomp")

@@ -1,14 +1,20 @@
 """The C++ timelines and searches beside their Python twins: equal to the femtosecond, on everything they may be given."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 from test_planner_joint import job_of
 from test_planner_select import SPEC, case, options_of, tables_of
 
+from benchmarks.growth_simulated import bert_large
+from gradwire.core import Cluster, CodecCosts, Costs, Link
 from gradwire.costs import DECODE_CALLS
 from gradwire.costs.prices import bytes_of
+from gradwire.planner import select
 from gradwire.planner.bytecomp import published
+from gradwire.planner.drafts import PlanningJob
 from gradwire.planner.joint import joint
 from gradwire.planner.offload import offload, on_cpu
 from gradwire.planner.select import select_options
@@ -135,3 +141,58 @@ def test_without_the_library_python_does_it(monkeypatch):
     program = ReplayProgram(((INTER, 5, 0, 0),), (INTER,), (0, 0, 0, 5), 0)
     assert line.native is None
     assert line.step([program], [1], 1) == 15
+
+
+@needed
+def test_a_search_without_enough_memory_is_an_error():
+    """In a process of its own, which may have 64 MB more: the states of 3,000 tensors that wait for decodes take 144 MB."""
+    code = (
+        "import resource\n"
+        "from gradwire.errors import PlanError\n"
+        "from gradwire.planner.offload import offload\n"
+        "from gradwire.planner.select import select_options\n"
+        "from gradwire.sim.native import ReplayProgram\n"
+        "from gradwire.sim.replay import Replayer\n"
+        "count, program = 3000, ReplayProgram(((3, 100, 0, 0), (0, 1, 1, 0)), (3,), (1, 0, 0, 100), 1)\n"
+        "line = Replayer(0, [1] * count)\n"
+        "taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (taken + 2**26, taken + 2**26))\n"
+        "for search in (lambda: select_options(line, [[program]] * count, [4] * count),\n"
+        "               lambda: offload(line, [program] * count, {}, [0] * count)):\n"
+        "    try:\n"
+        "        search()\n"
+        "    except PlanError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ByteComp's search among 3000 tensors needs more memory than this process may have") == 2
+
+
+@needed
+@pytest.mark.parametrize("looks", [None, 2])
+@pytest.mark.parametrize("seed", range(10))
+def test_options_without_a_chance_may_take_longer_than_64_bits_hold(seed, looks, monkeypatch):
+    rng = random.Random(seed)
+    tensors = rng.randint(5, 12)
+    here, there = twins(Replayer(3, [rng.randint(0, 6) for _ in range(tensors)], rng.randint(1, 2)))
+    plain, *hopeless = [
+        ReplayProgram(((INTER, length, 0, 0),), (INTER,), (0, 0, 0, length), codecs)
+        for length, codecs in ((40, 0), (10**18, 0), (2**70, 0), (10**18, 2), (2**70, 1))
+    ]
+    table = [hopeless[0], plain, hopeless[1], *(random_program(rng) for _ in range(8)), *hopeless[2:]]
+    sizes = [rng.randint(0, 3) for _ in range(tensors)]
+    expected = select_options(there, [table] * tensors, sizes, looks=looks)
+    monkeypatch.setattr(select, "_Search", lambda *arguments: pytest.fail("left to Python"))
+    found = select_options(here, [table] * tensors, sizes, looks=looks)
+    assert found == expected
+
+
+@needed
+def test_a_slow_link_between_many_nodes_does_not_leave_the_selection_to_python(monkeypatch):
+    """64 nodes with 100 Mb/s: BERT-large through one root takes 13,500 s."""
+    cluster = Cluster(nodes=64, ranks_per_node=1, intra=Link(5.0, 400.0), inter=Link(30.0, 0.1))
+    costs = Costs(codecs=[CodecCosts(spec=SPEC, device="gpu", encode=[(1024, 15.0), (2**26, 700.0)], decode=[(1024, 15.0)])])
+    job = PlanningJob(bert_large(), cluster, costs, [SPEC])
+    monkeypatch.setattr(select, "_Search", lambda *arguments: pytest.fail("left to Python"))
+    assert any(part.choice.encodes for part in published(job).draft.parts)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.core import Cluster, Costs, Identity, Link, Plan, Profile, TensorProfile, pairs_ranks
+from gradwire.core import QSGD, Cluster, CodecCosts, Costs, Identity, Link, Plan, Profile, TensorProfile, pairs_ranks
 from gradwire.errors import FormatError
-from gradwire.planner import PlanningJob, explain_plan, make_plan
+from gradwire.planner import Limits, PlanningJob, explain_plan, make_plan, plans_for_slow_node
 from gradwire.planner.shards import least_us, shares_of
 
 EVEN, SLOW = Link(30.0, 1.0), Link(30.0, 1.0, up_gbps=0.25)
@@ -50,6 +50,16 @@ def test_the_planner_gives_the_slow_uplink_no_shard() -> None:
     if direct:
         assert made.plan.shares[2] == 0 and "Shards are by uplinks" in explain_plan(job_of(named), made)
         assert Plan.from_json(made.plan.to_json()) == made.plan
+
+
+def test_plans_for_a_slow_node_have_the_shards_of_the_clusters_own_slow_uplinks() -> None:
+    spec, cluster = QSGD(bits=4), cluster_of(slow_nodes=[SLOW], slow_at=[2])
+    codec = CodecCosts(spec=spec, device="cpu", encode=[(4096, 12.0), (2**22, 400.0)], decode=[(4096, 9.0), (2**22, 250.0)])
+    costs, profile, limits = Costs(codecs=[codec]), job_of(cluster).profile, Limits(max_encodes=2)
+    own = make_plan(PlanningJob(profile, cluster, costs, [spec], limits), "even").plan
+    plans = plans_for_slow_node(profile, cluster, costs, [1.0, 4.0], [spec], limits, method="even")
+    assert own.shares and own.shares[2] == 0
+    assert [plan.shares for plan in plans.values()] == [(), *[own.shares] * (len(plans) - 1)] and len(plans) > 1
 
 
 def test_shares_are_written_only_where_there_are_some() -> None:

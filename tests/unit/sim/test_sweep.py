@@ -1,6 +1,7 @@
 """Sweeps: lists of numbers, scaling factors over clusters, their table, JSON and picture."""
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -248,6 +249,20 @@ def test_a_plan_for_a_slow_node(files):
     assert own["steps_us"][0] == pytest.approx(one)
     only_ddp = ask(files, "plan", "--slow-node", "3", "--method", "ddp").stdout.splitlines()
     assert only_ddp[1].split() == ["3", "mean", "worst"] and only_ddp[3] == ""
+
+
+def test_the_plan_that_is_written_is_one_that_gradwire_runs(files):
+    """DDP's own all-reduce is quicker here than every plan, and gradwire's sum of DDP's buckets is not."""
+    msgspec.structs.replace(CLUSTER, ddp=Link(0.1, 1e4)).save(files / "cluster.json")
+    arguments = ("plan", "--slow-node", "1,4", "-o", str(files / "plan.json"))
+    *_, least, of_plans = ask(files, *arguments).stdout.splitlines()
+    assert least == "Least mean: plain DDP." and re.fullmatch(r"Of the plans for gradwire: (.*), in the mean .*", of_plans)
+    found = json.loads(ask(files, *arguments, "--json").stdout)
+    assert found["best"] == "plain DDP" and of_plans.startswith(f"Of the plans for gradwire: {found['best_plan']}, in the mean ")
+    means = {row["name"]: row["mean_us"] for row in found["rows"]}
+    written = json.loads(ask(files, "simulate", "--slow-node", "1,4", "--json").stdout)["rows"][1]
+    del means["plain DDP"]
+    assert written["mean_us"] == pytest.approx(means[found["best_plan"]]) and means[found["best_plan"]] == min(means.values())
 
 
 def test_a_single_node_cannot_be_slow(files):
