@@ -6,7 +6,7 @@ options, `gradwire options --collectives`. Every rank talks to its two neighbour
 
 import torch
 
-from gradwire.collectives import Copy, Decode, Encoding, OneEncode, Transfer, Transfers, in_c
+from gradwire.collectives import Copy, Decode, Encoding, Learn, OneEncode, Transfer, Transfers, Weigh, in_c
 from gradwire.core.collectives import Collective
 from gradwire.costs.collectives import flat_traffic
 from gradwire.costs.steps import Step
@@ -32,6 +32,9 @@ class Relay(Transfers, OneEncode):
             Decode(codec, payload, piece.whole, flat.dtype, source > 0, total, piece.contexts[0])
             for source, payload in enumerate(payloads)
         ] + [Copy(flat, total)]
+        if piece.energies is not None:  # the spec has weights of elements
+            hops[0].before.insert(0, Weigh(piece.energies, piece.whole))
+            hops[-1].after.append(Learn(piece.energies, flat, piece.whole))
         super().__init__([hops], rank, size)
         self.runs_in_c = in_c([codec], piece, self.memory)
 

@@ -40,8 +40,8 @@ class MuLawCompressor(Compressor):
             steep = torch.log1p(self.spec.mu * value.abs() / scale.clamp(min=1e-30)) / math.log1p(self.spec.mu)
             codes = (value.sign() * (127 * steep).round()).nan_to_num(0).to(torch.int8)
             payload[at : at + 4], payload[at + 4 : at + 4 + numel] = scale.view(torch.uint8), codes.view(torch.uint8)
-            if state and bool(scale.isfinite()):
-                state[0][run] = value - self.value(scale, codes)
+            if state:  # chosen on the device: the host does not wait for it
+                state[0][run] = torch.where(scale.isfinite(), value - self.value(scale, codes), state[0][run])
             at += 4 + numel
 
     def decode(self, payload, segments, dtype, add, dst, context):

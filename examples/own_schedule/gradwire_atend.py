@@ -66,7 +66,8 @@ class AtEndSchedule:
     def on_closed(self, closed: Closed) -> None:
         for missing in closed.missing:
             self._reducer.settle_missing(missing)
-        self._reducer.observers.measured(StepReport(self._reducer.running.meters, closed.exposed_s))
+        running = self._reducer.running
+        self._reducer.observers.measured(StepReport(running.meters, closed.exposed_s, running.device_times))
 
     def settle(self) -> None:
         """Nothing is under way."""

@@ -479,7 +479,7 @@ def voting_in_join() -> list[str]:
 def test_a_plan_with_votes_is_refused_in_join_on_all_ranks(worlds: Worlds) -> None:
     for told in worlds.run(2, voting_in_join):
         for words, spec in zip(told, ("SignSGD()", "Signum("), strict=True):
-            assert words.startswith(f"backward was called inside join(), and the plan has {spec}") and "EFSignSGD" in words
+            assert words.startswith(f"a step began inside join(), and the plan has {spec}") and "EFSignSGD" in words
 
 
 def with_a_group_beside(reverse: bool) -> tuple[str, bool]:

@@ -174,9 +174,10 @@ class Handle:
         """Go on after an exception in forward or backward that the script caught. Collective.
 
         The rank with the exception calls it where it caught it. The other ranks get StepStateError from their backward of that
-        step, and call it there. A rank whose loop in `join()` has ended goes on by itself. All ranks leave that batch out:
-        gradients are dropped (`grad` is None), and the next backward is a new step. With error feedback, the gradients that ranks
-        computed in the void step are sent with the next one. Raises a failure that cannot be recovered, such as a dead rank.
+        step, and call it there. A rank whose loop in `join()` has ended goes on by itself after a step that another rank left.
+        All ranks leave that batch out: gradients are dropped (`grad` is None), and the next backward is a new step. With error
+        feedback, the gradients that ranks computed in the void step are sent with the next one. Raises a failure that cannot be
+        recovered, such as a dead rank.
 
         Only warns if nothing failed and no training forward of the model began since the last step. So a step of a model in eval
         mode, or of parts that are called without the model, cannot be left before its first gradient. After backward only the

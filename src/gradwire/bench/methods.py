@@ -257,7 +257,8 @@ class Gradwire(Method):
 
     @property
     def warm_up_steps(self) -> int:
-        return max((getattr(spec, "warm_up_steps", 0) for spec in self.handle.plan.specs), default=0)
+        fields = ("warm_up_steps", "start_step")
+        return max((getattr(spec, field, 0) for spec in self.handle.plan.specs for field in fields), default=0)
 
     def record(self, folder: Path) -> None:
         self._recording.enter_context(self.handle.record(folder, error_steps=ERROR_STEPS))

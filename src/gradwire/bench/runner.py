@@ -347,7 +347,7 @@ class _Runner:
                     argv,
                     env={"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
                     on_line=on_line,
-                    timeout=self.request.group_timeout_s,
+                    timeout=self.request.group_timeout_s + self.request.race_s * len(methods),
                 )
             if code == 0 and result.exists():
                 return WorkerRecord.load(result)

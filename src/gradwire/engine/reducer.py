@@ -603,7 +603,7 @@ class Reducer:
         reports = told.result()
         self.control.check_complete(reports)
         if problem := self.control.why_void(reports, leaving_is_void):
-            self.left_by = [*reports.ranks_in(BackwardState.LEFT), *reports.ranks_in(BackwardState.CHANGED)]
+            self.left_by = [*reports.ranks_in(BackwardState.LEFT)]
             self.batches.void(reports)
             self.running.wait()
             self.take_back_all()

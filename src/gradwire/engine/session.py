@@ -471,8 +471,9 @@ class Session(Observer):
             self.settle()
         except GradwireError:  # a failure of the past was raised then
             misses_update = parent is not None and self.lanes.failure is None
-        self.reducer.detach()
-        self.lanes.stop()
+        finally:  # also where somebody interrupts the wait
+            self.reducer.detach()
+            self.lanes.stop()
         if misses_update:
             warnings.warn(
                 f"this process was forked from process {parent} while an exchange was under way, which does not arrive here. "

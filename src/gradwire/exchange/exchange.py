@@ -728,7 +728,8 @@ class Exchange:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise StepStateError(
                 f"wait() was called before {missing[0]!r}{more} became ready: their buckets cannot be sent. Call ready() for "
-                "each tensor in every step; under gw.Pipelined(), which sends means after all sums, before any wait()."
+                "each tensor in every step. Plans that send them before this bucket's last part, as with gw.Pipelined(), need them "
+                "before this wait()."
             )
 
     @torch.no_grad()

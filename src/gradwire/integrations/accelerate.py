@@ -159,7 +159,8 @@ def _handles_of(accelerator: Accelerator) -> _OwnHandles:
 
     def save_too(models: Any, weights: Any, folder: str) -> None:
         for handle, own in handles.folders(folder):
-            save_handle(handle, own)
+            if handle.attached:
+                save_handle(handle, own)
 
     def load_too(*arguments: Any, **named: Any) -> None:
         load(*arguments, **named)

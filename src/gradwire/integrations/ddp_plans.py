@@ -76,7 +76,7 @@ def is_joining(model: torch.nn.Module | None, exchange: Exchange) -> bool:
     voting = next((spec for spec in exchange.plan.specs if spec.votes), None) if joining else None
     if voting is not None and exchange.group.world_size > 1:
         raise StepStateError(
-            f"backward was called inside join(), and the plan has {voting!r}, a vote of all ranks: zeros of a rank without a "
+            f"a step began inside join(), and the plan has {voting!r}, a vote of all ranks: zeros of a rank without a "
             "batch count as 1 in it. Give all ranks the same number of batches, or use a spec with magnitudes, such as "
             "gw.EFSignSGD()."
         )

@@ -16,8 +16,8 @@ _NEVER = 1e300
 
 @register_spec
 class PowerSGD(Spec, frozen=True):
-    """Each tensor as a matrix of its first dimension against the rest, sent as two factors of rank r, with its residual
-    (Vogels et al. 2019). Factors are summed on the wire, in two rounds; the second factor of a step begins the next one.
+    """Each tensor as a matrix of its outermost dimension in memory against the rest, sent as two factors of rank r, with its
+    residual (Vogels et al. 2019). Factors are summed on the wire, in two rounds; the second factor of a step begins the next one.
 
     Vectors and small matrices, which would shrink too little, are summed uncompressed in the first round.
     """

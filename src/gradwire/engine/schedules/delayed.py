@@ -50,7 +50,7 @@ from gradwire.engine.schedules.weights import (
     local_moves,
     show_for_forward,
 )
-from gradwire.engine.torch_hooks.hooks import ModelHook
+from gradwire.engine.torch_hooks.hooks import ModelHook, hookable
 from gradwire.engine.torch_hooks.loss_scale import LeftOutHook
 from gradwire.engine.torch_hooks.optimizer_step import PastStepHook, Stepping, Whole, snapshot, step_later
 from gradwire.engine.torch_hooks.settling import SettleFirst
@@ -247,7 +247,9 @@ class DelayedSchedule:
         if torch._C._current_graph_task_id() != -1:  # the plan changes at the end of a backward
             self._means = [parameter.grad for parameter in parameters.values()]
             added = ModelHook(self, DelayedSchedule._forget_means)
-            self._adds = [parameter.register_post_accumulate_grad_hook(added) for parameter in parameters.values()]
+            for parameter in parameters.values():
+                with hookable(parameter):
+                    self._adds.append(parameter.register_post_accumulate_grad_hook(added))
         self._guard.remove()  # the model may have other modules now
         model, optimizer = self._model(), self._optimizer()
         acts = ModelHook(self, DelayedSchedule.settle), ModelHook(self, DelayedSchedule._walk)
@@ -399,7 +401,6 @@ class DelayedSchedule:
 
     def after_reset(self) -> None:
         """See `Launches`."""
-        self._forget_means()
         self._weights.show_global(keep_local=False)
         self._weights.computing = False
 

@@ -171,7 +171,7 @@ class GradientHooks:
                 hook: Callable[..., Any] = partial(_act, self._owner, coming, index, reference)
                 if arrivals is not None:
                     hook = arrivals.hook(index, hook)
-                with _trainable(parameter):
+                with hookable(parameter):
                     self._of_tensors.append(parameter.register_post_accumulate_grad_hook(hook))
         self.renew(None if arrivals is None else ())
 
@@ -183,7 +183,7 @@ class GradientHooks:
         for index, reference in enumerate(self._parameters):
             calls_ready = self._ready is not None and (ready is None or index in ready)
             if (calls_ready or self._before is not None) and (parameter := reference()) is not None:
-                with torch.enable_grad(), _trainable(parameter):
+                with torch.enable_grad(), hookable(parameter):
                     graph: Any = parameter.expand_as(parameter).grad_fn
                 node = graph.next_functions[0][0]
                 self._nodes.append(node)
@@ -199,7 +199,7 @@ class GradientHooks:
 
 
 @contextmanager
-def _trainable(parameter: torch.nn.Parameter) -> Iterator[None]:
+def hookable(parameter: torch.nn.Parameter) -> Iterator[None]:
     """One that was frozen since it was parallelized may be thawed again, so it is hooked as others are."""
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
