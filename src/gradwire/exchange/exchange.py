@@ -173,6 +173,8 @@ class Exchange:
         """The places whose tensors are ready in this step."""
         self._left: list[int] = []
         """How many tensors of each bucket are not ready yet; empty between steps."""
+        self._ready_on: dict[int, torch.Stream | None] = {}
+        """The stream on which a tensor of a bucket became ready last, in this step."""
         self._chosen: Sequence[int] = ()
         """The buckets of this step."""
         self._phases, self._counts_steps = BOTH, True
@@ -207,7 +209,7 @@ class Exchange:
                 sum_apart.share_total(None)  # in memory of its own: a step ends with the sums, or begins with them
         self.lanes.begin(step)
         self._lent.give_back()
-        self.step, self._phases, self.sent = step, phases, set()
+        self.step, self._phases, self.sent, self._ready_on = step, phases, set(), {}
         self._chosen = range(len(self._buckets)) if buckets is None else tuple(buckets)
         self._left = [len(each.slots) if each.index in self._chosen else 0 for each in self._buckets]
         for keys in self.random:
@@ -257,6 +259,8 @@ class Exchange:
                 observer.sends(slot, self._lent.of(slot) if slot.apart else slot.view)
         self.sent.update(slots)
         self._left[bucket] -= len(slots)
+        if len(slots) < len(self._buckets[bucket].slots):  # the others may become ready on other streams
+            self._ready_on[bucket] = self._executor.streams.after(self._ready_on.get(bucket))
         if not self._left[bucket]:
             if self._phases == GATHER:
                 for chunk in self._buckets[bucket].chunks:  # this rank gives its shards of the flat buffer as they are
