@@ -207,9 +207,10 @@ class Exchange:
             check_two_phases(self._buckets, phases)
             for sum_apart in _sums_apart(chunk for buffers in self._buckets for chunk in buffers.chunks):
                 sum_apart.share_total(None)  # in memory of its own: a step ends with the sums, or begins with them
+        self._ready_on = {}
         self.lanes.begin(step)
         self._lent.give_back()
-        self.step, self._phases, self.sent, self._ready_on = step, phases, set(), {}
+        self.step, self._phases, self.sent = step, phases, set()
         self._chosen = range(len(self._buckets)) if buckets is None else tuple(buckets)
         self._left = [len(each.slots) if each.index in self._chosen else 0 for each in self._buckets]
         for keys in self.random:
