@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from worlds import Given, digest
 
 import gradwire as gw
-from gradwire.engine import REGISTRY, Keeps, prepare
+from gradwire.engine import REGISTRY, Keeps, kept_nodes, prepare
 from gradwire.exchange import Exchange
 from gradwire.integrations import member_state, quorum, torchft
 from gradwire.integrations.gradient_means import GradientMeans
@@ -1078,3 +1078,16 @@ def test_the_example_runs_with_the_lighthouse_of_the_command_line(interpreters: 
     assert [each.returncode for each in ends] == [0, 0]
     last = {said.splitlines()[-1] for said in printed}
     assert len(last) == 1 and last.pop().startswith("step 300: weights "), printed
+
+
+def test_the_nodes_of_all_parameters_are_kept() -> None:
+    """On a device a new node would accumulate on the stream of its forward, which may be another one for each parameter."""
+    model = torch.nn.Linear(3, 2, device="meta").eval()
+    means = GradientMeans(model, dict(model.named_parameters()), [torch.optim.SGD(model.parameters())])
+    for node in kept_nodes(model.parameters()):
+        node.metadata["kept"] = True
+    del node
+    model(torch.ones(1, 3, device="meta")).sum().backward()
+    assert all("kept" in node.metadata for node in kept_nodes(model.parameters()))
+    means.detach()
+    assert not any("kept" in node.metadata for node in kept_nodes(model.parameters()))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stream_double import Device
 from threads import Threads, here
 from worlds import Given
 
@@ -71,6 +72,15 @@ def test_a_change_of_one_word_changes_the_sum(values: list[int], data: st.DataOb
     after[at] = data.draw(st.integers(-(2**31), 2**31 - 1).filter(lambda value: value != values[at]))
     assert checksums([before]) == checksums([before.clone()])
     assert checksums([before]) != checksums([after])
+
+
+def test_a_device_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.arange(3), torch.ones(0), torch.randn(5, 7)]
+    alone = [checksums([weight])[0] for weight in weights]
+    with Device().used(monkeypatch) as device:
+        assert checksums(weights) == alone
+        assert device.waits == [], "a value alone was read"
+    assert checksums([]) == []
 
 
 def test_places_and_borders_of_pieces_count() -> None:

@@ -142,6 +142,25 @@ def test_a_large_tensor_locks_no_more_memory_than_a_piece(monkeypatch: pytest.Mo
             assert 0 < largest < 1100
 
 
+def fetched_in_a_broadcast(group: Any) -> tuple[int, list[float]]:
+    """How many tensors were copied to the host in a broadcast of rank 1's values, and the values."""
+    lanes, fetched = Lanes(group), list[torch.Tensor]()
+    lanes.open({}, torch.device("cpu"))
+    ring: Any = lanes.data[0].link.pinned
+    fetch = ring.fetch
+    ring.fetch = lambda parts: (fetched.extend(parts), fetch(parts))[1]
+    values = torch.full((3,), float(group.rank))
+    lanes.run(lanes.data[0], lambda link: link.broadcast(values, 1).wait())
+    lanes.stop()
+    return len(fetched), values.tolist()
+
+
+def test_only_the_root_of_a_broadcast_copies_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    with kernels_in_torch(), Device().used(monkeypatch) as device:
+        found = run_staged_ranks(device, 3, fetched_in_a_broadcast, TIMEOUT_S)
+    assert found == [(0, [1.0] * 3), (1, [1.0] * 3), (0, [1.0] * 3)]
+
+
 SCHEMES = [name for name, each in COLLECTIVES.items() if each.carries(gw.QSGD(bits=4))]
 
 

@@ -266,6 +266,12 @@ class _Stream:
     def __init__(self, device: Device, name: str, timeline: _Timeline | None = None) -> None:
         self.device, self.timeline, self._is_entered = device, timeline or _Timeline(name), False
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and self.timeline is other.timeline
+
+    def __hash__(self) -> int:
+        return hash(self.timeline)
+
     def wait_event(self, event: "_Event") -> None:
         self.timeline.follow(event.after)
 

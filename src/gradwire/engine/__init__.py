@@ -16,6 +16,7 @@ from gradwire.engine.torch_hooks.hooks import (
     Patch,
     StepHook,
     in_reentrant_backward,
+    kept_nodes,
     leave_hooks_behind,
     tensors_in,
 )
@@ -27,6 +28,6 @@ __all__ = [
     "REGISTRY", "SET", "ClipsGradients", "CountingHook", "Driver", "EndsLater", "GradientHooks", "GradientWatcher", "Keeps",
     "LossScale", "ModelHook", "Observer", "Observers", "OuterOptimizer", "PassedOptimizers", "Patch", "Prepared", "Session",
     "ShardsOptimizer", "StepHook", "TrainedJob", "ValueWatcher", "Witness", "WitnessedJob", "check_memory", "check_optimizers",
-    "checksums", "compiled", "facts", "hear", "hear_no_more", "in_reentrant_backward", "leave_hooks_behind", "load_state",
-    "lower_second_moments", "prepare", "state_of", "state_of_decision", "tensors_in", "told_by_all",
+    "checksums", "compiled", "facts", "hear", "hear_no_more", "in_reentrant_backward", "kept_nodes", "leave_hooks_behind",
+    "load_state", "lower_second_moments", "prepare", "state_of", "state_of_decision", "tensors_in", "told_by_all",
 ]  # fmt: skip

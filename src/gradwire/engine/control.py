@@ -303,8 +303,12 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     Equal bits give equal numbers. Another value of any single word gives another number, and so does an exchange of two
     words unless by chance. Works on the tensor's device, in pieces of 1M words.
     """
-    sums = [_checksum(tensor.detach()) for tensor in tensors]
-    return [int(total) % 2**64 for total in sums]
+    by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for place, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, {})[place] = _checksum(tensor.detach())
+    # the host waits once for each device, not for each tensor
+    found = {place: total for sums in by_device.values() for place, total in zip(sums, _read(sums.values()), strict=True)}
+    return [found[place] % 2**64 for place in sorted(found)]
 
 
 class DriftWatch:
@@ -415,6 +419,11 @@ class OwnSteps:
             "backward() accumulates. Gradients that a script computes itself (torch.autograd.grad, p.grad = ...) are each rank's "
             "own: call loss.backward(), or average them with gw.Exchange before the step."
         )
+
+
+def _read(sums: Iterable[torch.Tensor]) -> list[int]:
+    numbers: list[int] = torch.stack(list(sums)).tolist()
+    return numbers
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -171,6 +171,8 @@ class Exchange:
         """The places whose tensors are ready in this step."""
         self._left: list[int] = []
         """How many tensors of each bucket are not ready yet; empty between steps."""
+        self._ready_on: dict[int, torch.Stream | None] = {}
+        """The stream on which a tensor of a bucket became ready last, in this step."""
         self._chosen: Sequence[int] = ()
         """The buckets of this step."""
         self._phases, self._counts_steps = BOTH, True
@@ -206,6 +208,7 @@ class Exchange:
             check_two_phases(self._buckets, phases)
             for sum_apart in _sums_apart(chunk for buffers in self._buckets for chunk in buffers.chunks):
                 sum_apart.share_total(None)  # in memory of its own: a step ends with the sums, or begins with them
+        self._ready_on = {}
         self.lanes.begin(step)
         self._lent.give_back()
         self.step, self._phases, self.sent = step, phases, set()
@@ -258,6 +261,8 @@ class Exchange:
                 observer.sends(slot, self._lent.of(slot) if slot.apart else slot.view)
         self.sent.update(slots)
         self._left[bucket] -= len(slots)
+        if len(slots) < len(self._buckets[bucket].slots):  # the others may become ready on other streams
+            self._ready_on[bucket] = self._executor.streams.after(self._ready_on.get(bucket))
         if not self._left[bucket]:
             if self._phases == GATHER:
                 for chunk in self._buckets[bucket].chunks:  # this rank gives its shards of the flat buffer as they are
@@ -728,8 +733,8 @@ class Exchange:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise StepStateError(
                 f"wait() was called before {missing[0]!r}{more} became ready: their buckets cannot be sent. Call ready() for "
-                "each tensor in every step. Plans that send them before this bucket's last part, as with gw.Pipelined(), need them "
-                "before this wait()."
+                "each tensor in every step. Plans that send them before this bucket's last part, as with gw.Pipelined(), need "
+                "them before this wait()."
             )
 
     @torch.no_grad()

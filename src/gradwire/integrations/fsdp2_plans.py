@@ -125,8 +125,8 @@ class ModuleSpecs:
                 )
             if self.one_phase and spec.encodes and not spec.granularity:
                 raise PlanError(
-                    f"plan is {spec!r}: it needs whole tensors, and FSDP2 gives each rank a shard of them. Take another one, such "
-                    "as gw.QSGD(bits=4) or gw.DGC() without clip."
+                    f"plan is {spec!r}: it needs whole tensors, and FSDP2 gives each rank a shard of them. Take another one, "
+                    "such as gw.QSGD(bits=4) or gw.DGC() without clip."
                 )
             policy_for(spec, self._scheme)
         self._specs = specs

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from gradwire.engine import LossScale, ModelHook, StepHook, in_reentrant_backward, leave_hooks_behind
+from gradwire.engine import LossScale, ModelHook, StepHook, in_reentrant_backward, kept_nodes, leave_hooks_behind
 from gradwire.errors import StepStateError
 from gradwire.exchange import Exchange
 from gradwire.integrations.catch_up import Means
@@ -54,6 +54,7 @@ class GradientMeans:
         for name, parameter in parameters.items():
             arrived = ModelHook(self, lambda self, parameter, name=name: self._arrived(name, parameter))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
+        self._nodes = kept_nodes(parameters.values())
         self._hooks.append(StepWatch.of_members(self.trained, optimizers))
         self._hooks += [each.register_step_pre_hook(StepHook(self, act._before_step)) for each in optimizers]
         self._hooks += [each.register_step_post_hook(StepHook(self, act._after_step)) for each in optimizers]
@@ -72,6 +73,7 @@ class GradientMeans:
         """Leave the model and the optimizers alone."""
         for hook in self._hooks:
             hook.remove()
+        self._nodes = []
         if self._auto is not None:
             self._auto.close()
 

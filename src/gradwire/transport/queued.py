@@ -34,9 +34,9 @@ class QueuedStep(NamedTuple):
 
     def await_end(self, timeout_s: float, has_lost_a_rank: Callable[[], bool]) -> int:
         """Wait until all operations have completed. Returns COMPLETE, or the first bucket with an operation that failed or did
-        not complete in time."""
+        not complete in time. Where the device reports an error, nothing more will complete."""
         until, pause, is_late = time.monotonic() + timeout_s, _FIRST_PAUSE_S, False
-        while not all(_is_done(link.streams, mark) for link, mark in self.lanes):
+        while (are_done := self._are_done()) is False:
             if any(link.has_failed() for link, _ in self.lanes) or time.monotonic() >= until:
                 return self._first_incomplete()
             if not is_late and has_lost_a_rank():
@@ -44,7 +44,15 @@ class QueuedStep(NamedTuple):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         # an operation that was ended because it failed counts as complete on its stream
-        return self._first_incomplete() if any(link.has_failed() for link, _ in self.lanes) else COMPLETE
+        is_lost = are_done is None or any(link.has_failed() for link, _ in self.lanes)
+        return self._first_incomplete() if is_lost else COMPLETE
+
+    def _are_done(self) -> bool | None:
+        """Whether the device has come to the marks of all lanes. None: it reports an error."""
+        try:
+            return all(link.streams.is_done(mark) for link, mark in self.lanes)
+        except RuntimeError:
+            return None
 
     def _first_incomplete(self) -> int:
         streams = self.lanes[0][0].streams

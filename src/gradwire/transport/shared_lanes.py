@@ -10,6 +10,7 @@ import time
 import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from gradwire.errors import GradwireError, StepStateError
@@ -109,9 +110,13 @@ class LaneSet:
         self._last = weakref.ref(user)
 
     def before(self, user: Any) -> Any:
-        """The other user that began the last step, as this thread may have left it in the middle."""
+        """The other user that began the last step, as this thread may have left it in the middle. A backward on a GPU runs in a
+        thread of autograd's own, and counts as the thread that called it."""
         last = self._last() if self._last is not None else None
-        return last if last is not user and self.thread == threading.get_ident() else None
+        if last is None or last is user:
+            return None
+        in_autograd = user.device.type != "cpu" and torch._C._current_graph_task_id() != -1
+        return last if in_autograd or self.thread == threading.get_ident() else None
 
     def why_not_here(self) -> bool:
         """Whether a user must have lanes of its own from now on, in this thread."""

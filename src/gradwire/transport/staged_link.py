@@ -49,9 +49,11 @@ class StagedLink(Link):
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Pending:
         if self._is_on_host(tensor):
             return super().broadcast(tensor, root)
-        staged = self.pinned.fetch([tensor.view(-1)])
-        super().broadcast(staged.parts[0], root).wait()
-        return _CopyBack(self.pinned, staged)
+        is_root, parts = self.rank == root, [tensor.view(-1)]
+        staged = self.pinned.fetch(parts) if is_root else self.pinned.place(parts)
+        sent = super().broadcast(staged.parts[0], root)
+        sent.wait()
+        return sent if is_root else _CopyBack(self.pinned, staged)
 
     def exchange(self, tag: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
         """Send and receive parts in the host's memory on the wire. Returns when all have arrived. Raises LinkError."""

@@ -60,6 +60,11 @@ class Streams:
     def wait(self, mark: Mark) -> None:
         """Let the current stream wait for a mark."""
 
+    def after(self, other: torch.Stream | None) -> torch.Stream | None:
+        """Let the current stream wait for what `other` has queued, if that is another one. Returns the current stream; None on
+        CPU."""
+        return None
+
     def synchronize(self, mark: Mark) -> None:
         """Let the host's thread wait for a mark."""
 
@@ -123,6 +128,14 @@ class DeviceStreams(Streams):
     def wait(self, mark: Mark) -> None:
         if mark is not None:
             torch.accelerator.current_stream(self.device).wait_event(mark)
+
+    def after(self, other: torch.Stream | None) -> torch.Stream | None:
+        current: torch.Stream = torch.accelerator.current_stream(self.device)
+        if other is not None and other != current:
+            event = torch.Event(self.device)
+            event.record(other)
+            current.wait_event(event)
+        return current
 
     def synchronize(self, mark: Mark) -> None:
         if mark is not None:

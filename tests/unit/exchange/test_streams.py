@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -114,6 +114,23 @@ def hop_by_hop(device: Device) -> None:
                 exchange.wait()
                 for flat in exchange.flats:
                     flat.mul_(2.0)
+
+
+def ready_on_two_streams(device: Device) -> None:
+    """Tensors of one bucket become ready on two streams of the script, by turns."""
+    other = device.stream("another stream of the script")
+    with lanes_of(device) as lanes:
+        exchange = exchange_on(lanes, gw.QSGD(bits=4), scheme="alltoall")
+        for step in range(2):
+            exchange.begin(BOTH, step)
+            other.timeline.follow(device.current.timeline.after)
+            for number, slot in enumerate(exchange.slots.values()):
+                with nullcontext() if number % 2 else other:
+                    slot.view.fill_(step + 1.0)
+                    exchange.ready([slot])
+            exchange.wait()
+            for flat in exchange.flats:
+                flat.mul_(2.0)
 
 
 def narrow_residuals(device: Device) -> None:
@@ -414,7 +431,8 @@ def squares_of_a_witness(device: Device) -> None:
 
 SCENARIOS = (
     *(on_a_lane, scale_of_a_scaler, buffers_beside, offloaded, squares_of_a_witness, gather_alone, gathers_later),
-    *(narrow_residuals, two_streams, reduced_for_fsdp2, quantised_by_the_backend, hop_by_hop, whole_steps, staged),
+    *(ready_on_two_streams, narrow_residuals, two_streams, reduced_for_fsdp2, quantised_by_the_backend, hop_by_hop),
+    *(whole_steps, staged),
 )
 """The quickest first."""
 

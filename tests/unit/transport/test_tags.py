@@ -1,5 +1,6 @@
-"""Tags of messages: no two handles of one set of lanes have the same, and a step has enough of them."""
+"""The users of one set of lanes: tags of messages, of which no two have the same, and steps that one of them left."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +15,8 @@ from gradwire.transport.shared_lanes import LaneSet
 class User:
     """A handle, as its lanes see it."""
 
-    def __init__(self, lanes: "LaneSet[User]") -> None:
-        self.first_tag = lanes.add(self)
+    def __init__(self, lanes: "LaneSet[User]", device: str = "cpu") -> None:
+        self.first_tag, self.device = lanes.add(self), torch.device(device)
         self.end_left: Callable[[], Callable[[], None] | None] = lambda: None
 
 
@@ -38,3 +39,24 @@ def test_a_plan_with_more_messages_than_tags_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr("gradwire.exchange.exchange.TAGS", 19)
     for words in run_ranks(2, too_many_chunks):
         assert "take 20 tags of messages, and a step has 19" in words
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_backward_on_a_gpu_finds_the_step_that_another_handle_left(device: str) -> None:
+    """Its hooks run in a thread of autograd's own."""
+    lanes: LaneSet[User] = LaneSet("lanes")
+    first, second = User(lanes, device), User(lanes, device)
+    lanes.begins(first)
+    assert lanes.before(first) is None and lanes.before(second) is first
+    found = {}
+    output = torch.ones(1, requires_grad=True) * 2
+    output.register_hook(lambda gradient: found.update(inside=lanes.before(second), own=lanes.before(first)))
+
+    def of_another_thread() -> None:
+        found["outside"] = lanes.before(second)
+        output.sum().backward()
+
+    worker = threading.Thread(target=of_another_thread)
+    worker.start()
+    worker.join()
+    assert found == {"outside": None, "inside": first if device == "cuda" else None, "own": None}

@@ -161,7 +161,7 @@ class GradientHooks:
     ) -> None:
         """`before` is called before the gradient is accumulated. What is None is not called. With `arrivals`,
         `coming` is called only for gradients that are not simply noted there, and `ready` only for those that `renew` names."""
-        self._owner, self._ready, self._before = weakref.ref(owner), ready, before
+        self._owner, self._coming, self._ready, self._before = weakref.ref(owner), coming, ready, before
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._nodes: list[Any] = []
         self._handles: list[Any] = []
@@ -179,14 +179,12 @@ class GradientHooks:
         """Hook the nodes that parameters have now. `ready`: the indices of those for which `ready` is called; None: all."""
         for handle in self._handles:
             handle.remove()
-        self._nodes, self._handles = [], []
+        living = [parameter for reference in self._parameters if (parameter := reference()) is not None]
+        self._nodes, self._handles = kept_nodes(living) if self._coming is not None else [], []
         for index, reference in enumerate(self._parameters):
             calls_ready = self._ready is not None and (ready is None or index in ready)
             if (calls_ready or self._before is not None) and (parameter := reference()) is not None:
-                with torch.enable_grad(), hookable(parameter):
-                    graph: Any = parameter.expand_as(parameter).grad_fn
-                node = graph.next_functions[0][0]
-                self._nodes.append(node)
+                self._nodes.append(node := _accumulating_node(parameter))
                 if calls_ready and self._ready is not None:
                     self._handles.append(node.register_hook(partial(_act_on, self._owner, self._ready, index, reference)))
                 if self._before is not None:
@@ -196,6 +194,21 @@ class GradientHooks:
         for handle in [*self._handles, *self._of_tensors]:
             handle.remove()
         self._parameters, self._nodes, self._handles, self._of_tensors = [], [], [], []
+
+
+def kept_nodes(parameters: Iterable[torch.nn.Parameter]) -> list[Any]:
+    """The nodes of graphs that accumulate gradients on a GPU. While the caller keeps them, every graph has these.
+
+    A node accumulates on the stream that was current when the node was made. So the gradients of kept nodes come together on one
+    stream, whatever streams the forward uses. On a CPU there is no stream, and a node would only keep the shape of its gradient.
+    """
+    return [_accumulating_node(parameter) for parameter in parameters if parameter.device.type != "cpu"]
+
+
+def _accumulating_node(parameter: torch.nn.Parameter) -> Any:
+    with torch.enable_grad(), hookable(parameter):
+        graph: Any = parameter.expand_as(parameter).grad_fn
+    return graph.next_functions[0][0]
 
 
 @contextmanager
