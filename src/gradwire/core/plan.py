@@ -236,7 +236,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         return _digest(self.to_dict())
 
     def state_digest(self) -> str:
-        """`digest` of this plan with float32 residuals. Two plans with the same state digest can load each other's states.
+        """`digest` of this plan with float32 residuals, and without the `second_moment` of local steps. Two plans with the same
+        state digest can load each other's states.
 
         >>> from gradwire.core import EFSignSGD
         >>> from gradwire.plan import Uniform
@@ -246,6 +247,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         (False, True)
         """
         data = self.to_dict()
+        data["schedule"].pop("second_moment", None)
         for bucket in data["buckets"]:
             bucket["residual_dtype"] = "float32"
         return _digest(data)
