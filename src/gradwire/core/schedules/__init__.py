@@ -234,6 +234,10 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     def fewest_buckets(self) -> int:
         return self.fragments
 
+    @property
+    def unequal_steps(self) -> bool:
+        return len({*self.steps_of_ranks}) > 1
+
     def sent_after(self, step: int, numels: Sequence[int]) -> Sequence[int]:
         begins = [self.begins_after(place) - 1 for place in range(self.fragments)]
         return self.fragments_of(numels)[begins.index(step)] if step in begins else ()
