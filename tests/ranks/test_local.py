@@ -16,7 +16,7 @@ from torch import nn
 from worlds import Given, World, digest
 
 import gradwire as gw
-from gradwire.engine.schedules.local import OuterOptimizer
+from gradwire.engine.schedules.local import LocalSchedule, OuterOptimizer
 
 STEPS = 13
 EXACT, TWO_BITS = gw.Identity(), gw.ErrorFeedback(gw.QSGD(bits=2))
@@ -296,6 +296,29 @@ def loads_of_one_moment(schedule: gw.LocalSteps) -> bool:
     handle.load_state_dict(state)
     handle.detach()
     return int(state[f"rank{here.rank}/local_steps"]) == schedule.steps_of(here.rank)
+
+
+def changed_plan_before_a_load() -> tuple[int, int]:
+    """How many changes of the plan run that a step puts off: before a load, and after it."""
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=4))
+    state, schedule, changes = handle.state_dict(), handle.session.schedule, list[int]()
+    assert isinstance(schedule, LocalSchedule)
+    found = []
+    for loads in (False, True):
+        step_on(model, optimizer, 0)
+        with schedule._putting_off():
+            schedule.when_idle(lambda: changes.append(0))
+        if loads:
+            handle.load_state_dict(state)
+        step_on(model, optimizer, 1)
+        found.append(len(changes))
+        changes.clear()
+    handle.detach()
+    return found[0], found[1]
+
+
+def test_a_change_of_the_plan_from_before_a_load_is_forgotten(threads: Threads) -> None:
+    assert threads.run(2, changed_plan_before_a_load) == [(1, 0)] * 2
 
 
 # ---- faults
