@@ -297,5 +297,5 @@ def _plan_to_resume(session: Session, saved: Saved) -> Plan:
 def _digest_of(session: Session, plan: Plan) -> str:
     """Where shards and residuals lie: in the memory format, too, of tensors that have one of their own."""
     strides = {name: p.stride() for name, p in session.parameters.items() if not p.is_contiguous()}
-    digest = plan.state_digest()
+    digest = plan.state_digest(session.group.world_size)
     return hashlib.sha256(f"{digest} {strides}".encode()).hexdigest() if strides else digest

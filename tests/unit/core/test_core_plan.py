@@ -14,6 +14,7 @@ from gradwire.core import (
     QSGD,
     Backward,
     Delayed,
+    ErrorFeedback,
     Identity,
     LocalSteps,
     Nesterov,
@@ -172,6 +173,14 @@ def test_local_steps_of_0_3_train_as_they_did_and_their_states_fit(name: str) ->
     data["schedule"] = written
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     assert plan.state_digest() == hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(("scheme", "ranks", "counts"), [("grid", 62, True), ("grid", 16, False), ("flat", 62, False)])
+def test_states_know_rows_of_unequal_lengths(scheme: str, ranks: int, counts: bool) -> None:
+    """0.3 had rows of equal lengths, and 62 ranks in two of them."""
+    plan, plain = (Uniform(spec, scheme=scheme).plan(MODEL, ranks) for spec in (ErrorFeedback(QSGD(bits=2)), QSGD(bits=4)))
+    assert (plan.state_digest(ranks) != plan.state_digest()) == counts
+    assert plain.state_digest(ranks) == plain.state_digest(), "it keeps nothing"
 
 
 @pytest.mark.parametrize("second_moment", ["mean", "own"])
