@@ -201,7 +201,8 @@ def _checked_plan(session: Session, saved: Saved) -> Plan:
         raise ValueError(
             f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {digest[:16]}: shards "
             "and residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it, and a model with "
-            "tensors of the same sizes, in the memory format that they had."
+            "tensors of the same sizes, in the memory format that they had. Defaults of policies changed between releases: write "
+            "scheme=, bucket_bytes= and so on as they were."
         )
     return plan
 

@@ -375,7 +375,8 @@ class Exchange:
         if saved.own and saved.plan != digest:
             raise ValueError(
                 f"the state was saved under plan {saved.plan[:16]}, and this exchange runs plan {digest[:16]}: residuals lie "
-                "elsewhere. Use the plan that saved it."
+                "elsewhere. Use the plan that saved it. Defaults of policies changed between releases: write scheme=, "
+                "bucket_bytes= and so on as they were."
             )
         made = self if not self.outdated(saved.step) else self._running(self.plan, saved.step)
         if saved.own:
