@@ -16,6 +16,7 @@ import gradwire as gw
 from gradwire.auto.measured_losses import WEIGHTED_4
 from gradwire.core import Cluster, Link
 from gradwire.integrations import fsdp2
+from gradwire.integrations.fsdp2_plans import ModuleSpecs, policy_for
 
 WIDE = gw.Where(min_numel=10_000)
 WARMING = gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls", levels="lloyd"), warm_up_steps=3)
@@ -217,6 +218,14 @@ def test_a_state_with_compressors_that_the_accuracy_forbids_is_refused(worlds: W
     for words, taken in worlds.run(2, with_another_accuracy):
         assert taken and "accuracy='exact' does not allow the saved plan's QSGD(bits=4" in words
         assert "Load the state with the accuracy=" in words
+
+
+def test_what_auto_chose_in_an_earlier_release_goes_on() -> None:
+    chosen: gw.Spec = gw.ErrorFeedback(gw.QSGD(bits=2))
+    specs = ModuleSpecs({}, "auto", None, "aggressive")
+    with mock.patch("torch.distributed.get_world_size", lambda: 2):
+        specs.load({"model": policy_for(chosen, None).to_json(None)})
+    assert specs.used == [chosen]
 
 
 @pytest.mark.parametrize("steps", [2, 4])

@@ -4,7 +4,9 @@ import os
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -469,3 +471,19 @@ def test_a_loop_by_hand_steps_later(framework_worlds: Worlds, tmp_path: Path) ->
 def test_options_of_ddp_and_a_sharded_optimizer_are_refused(framework_worlds: Worlds) -> None:
     for said in framework_worlds.run(2, refused_options):
         assert len(said) == 2 and all("is an option of DDP" in words for words in said)
+
+
+def taken_up_where_it_lies() -> bool:
+    """Whether the handle gets the checkpoint's own tensors, though the model is on another device."""
+    from gradwire.integrations import lightning as ours
+
+    strategy, read = ours.GradwireStrategy(), list[Any]()
+    saved = strategy._saved = {"rank0/step": torch.tensor(1), "rank1/step": torch.tensor(1)}
+    handle: Any = SimpleNamespace(session=SimpleNamespace(device=torch.device("meta")))
+    with mock.patch.multiple(ours, why_others_train=lambda *_: "", load_state=lambda _, state: read.append(state())):
+        strategy._load(handle)
+    return all(read[0][key] is value for key, value in saved.items())
+
+
+def test_states_of_all_ranks_are_not_copied_to_each_device(worlds: Worlds) -> None:
+    assert worlds.run(1, taken_up_where_it_lies) == [True]

@@ -16,7 +16,7 @@ from torch import nn
 from worlds import Given, World, digest
 
 import gradwire as gw
-from gradwire.engine.schedules.local import OuterOptimizer
+from gradwire.engine.schedules.local import LocalSchedule, OuterOptimizer
 
 STEPS = 13
 EXACT, TWO_BITS = gw.Identity(), gw.ErrorFeedback(gw.QSGD(bits=2))
@@ -261,6 +261,64 @@ def refused_state(change: str) -> str:
 def test_a_state_that_does_not_fit_is_refused(threads: Threads, change: str, words: str) -> None:
     for told in threads.run(2, refused_state, change):
         assert words in told
+
+
+def of_different_steps(saved: Any, files: list[int]) -> tuple[str, bool]:
+    """What is raised by a load of the rank's state of that save, and whether the handle then goes on as before."""
+    schedule = gw.LocalSteps(every=4, delay=1)
+    model, optimizer, handle = training(TWO_BITS, schedule)
+    state = {rank: saved[file][rank][0] for rank, file in enumerate(files)}[here.rank]
+    with pytest.raises(ValueError) as caught:
+        handle.load_state_dict(state)
+    step_on(model, optimizer, 0)
+    steps = int(handle.state_dict()[f"rank{here.rank}/local_steps"])
+    handle.detach()
+    return str(caught.value), steps == 1
+
+
+def test_states_of_two_saves_in_one_period_are_refused(threads: Threads) -> None:
+    saved = [threads.run(2, saved_at, gw.LocalSteps(every=4, delay=1), at) for at in (6, 7)]
+    for told, goes_on in threads.run(2, of_different_steps, saved, [0, 1]):
+        assert goes_on and "the number of local steps in rank 0's state is 6, and in rank 1's 7" in told
+
+
+def test_ranks_with_local_steps_of_their_own_load_theirs(threads: Threads) -> None:
+    schedule = gw.LocalSteps(every=4, steps_of_ranks=(4, 2))
+    assert all(threads.run(2, loads_of_one_moment, schedule))
+
+
+def loads_of_one_moment(schedule: gw.LocalSteps) -> bool:
+    """Whether a state loads that ranks save after different numbers of local steps."""
+    model, optimizer, handle = training(TWO_BITS, schedule)
+    for step in range(schedule.steps_of(here.rank)):
+        step_on(model, optimizer, step)
+    state = handle.state_dict()
+    handle.load_state_dict(state)
+    handle.detach()
+    return int(state[f"rank{here.rank}/local_steps"]) == schedule.steps_of(here.rank)
+
+
+def changed_plan_before_a_load() -> tuple[int, int]:
+    """How many changes of the plan run that a step puts off: before a load, and after it."""
+    model, optimizer, handle = training(EXACT, gw.LocalSteps(every=4))
+    state, schedule, changes = handle.state_dict(), handle.session.schedule, list[int]()
+    assert isinstance(schedule, LocalSchedule)
+    found = []
+    for loads in (False, True):
+        step_on(model, optimizer, 0)
+        with schedule._putting_off():
+            schedule.when_idle(lambda: changes.append(0))
+        if loads:
+            handle.load_state_dict(state)
+        step_on(model, optimizer, 1)
+        found.append(len(changes))
+        changes.clear()
+    handle.detach()
+    return found[0], found[1]
+
+
+def test_a_change_of_the_plan_from_before_a_load_is_forgotten(threads: Threads) -> None:
+    assert threads.run(2, changed_plan_before_a_load) == [(1, 0)] * 2
 
 
 # ---- faults

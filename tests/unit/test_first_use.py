@@ -35,6 +35,6 @@ def test_what_gradwire_has_itself_needs_no_list_of_installed_packages(monkeypatc
 
     monkeypatch.setattr(entry_points, "_groups", read)
     for kind in ("backward", "pipelined", "delayed", "local"):
-        assert as_schedule(kind) == as_schedule({"kind": kind})
+        assert as_schedule(kind).word == as_schedule({"kind": kind}).word == kind
     for spec in (gw.QSGD(bits=4), gw.Identity(), gw.TopK(ratio=0.01), gw.ErrorFeedback(gw.QSGD(bits=2)), gw.PowerSGD(rank=2)):
         assert compressor_for(spec).spec == spec

@@ -51,6 +51,8 @@ _SAFE_DELAYED = tuple(Delayed(k, correction, stagger=correction is None) for k i
 SPARSELOCO: Spec = ErrorFeedback(TopK(0.02, values=QSGD(bits=2)), decay=0.95)
 LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)), SPARSELOCO)
 """The specs of outer gradients under `local`, the most accurate first (docs/local_steps.md)."""
+EARLIER_SPECS: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=2)),)
+"""Specs that classes but "exact" allowed in earlier releases, and that none allows now. States have plans with them."""
 
 
 def check_accuracy(accuracy: str | float) -> None:
@@ -152,8 +154,9 @@ def _size(spec: Spec) -> int:
 
 
 def ever_allowed(accuracy: str | float) -> tuple[Spec, ...]:
-    """The specs that the class allows on some number of ranks."""
-    return tuple(dict.fromkeys(spec for ranks in COUNTS for spec in all_specs(accuracy, ranks)))
+    """The specs that the class allows on some number of ranks, and those that it allowed in earlier releases."""
+    earlier = () if accuracy == "exact" else EARLIER_SPECS
+    return tuple(dict.fromkeys([*(spec for ranks in COUNTS for spec in all_specs(accuracy, ranks)), *earlier]))
 
 
 def ever_scheduled(accuracy: str | float, words: Sequence[str]) -> tuple[Schedule, ...]:

@@ -38,6 +38,7 @@ from gradwire.core.payload import RAW
 from gradwire.core.schedules import Backward, Schedule, as_schedule
 from gradwire.core.specs import Spec, as_spec
 from gradwire.core.strict import Document
+from gradwire.core.sums import rows_of
 from gradwire.core.tensors import TensorInfo, fingerprint
 from gradwire.errors import FormatError, PlanError
 
@@ -243,8 +244,11 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     def _own_digest(self) -> str:
         return _digest(self.to_dict())
 
-    def state_digest(self) -> str:
-        """`digest` of this plan with float32 residuals. Two plans with the same state digest can load each other's states.
+    def state_digest(self, ranks: int = 1) -> str:
+        """`digest` of this plan with float32 residuals, and without the `second_moment` of local steps. Two plans with the same
+        state digest can load each other's states.
+
+        ranks: those of the group. Residuals of grids lie by rows, so rows of unequal lengths count, which 0.3 did not have.
 
         >>> from gradwire.core import EFSignSGD
         >>> from gradwire.plan import Uniform
@@ -254,6 +258,10 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         (False, True)
         """
         data = self.to_dict()
+        data["schedule"].pop("second_moment", None)
+        on_grid = any("rowscatter" in each.link_tasks and any(spec.state for spec in each.specs) for each in self.buckets)
+        if on_grid and len({*rows_of(ranks)}) > 1:
+            data["rows"] = rows_of(ranks)
         for bucket in data["buckets"]:
             bucket["residual_dtype"] = "float32"
         return _digest(data)

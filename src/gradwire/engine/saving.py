@@ -61,7 +61,7 @@ def load_state(session: Session, read: Callable[[], Mapping[str, Any] | None]) -
         if (state := read()) is not None:
             saved = read_state(state, session.group)
             plan = _checked_plan(session, saved)
-            card |= _card_of(saved, bytes(state[SET].tolist()).decode() if SET in state else "")
+            card |= _card_of(saved, plan, bytes(state[SET].tolist()).decode() if SET in state else "")
     if saved is None:
         return False
     before, together = session.plan, _taken_together(saved, card["everybody"])
@@ -147,11 +147,13 @@ def told_by_all(session: Session, own: bytes, what: str) -> list[bytes]:
     return rows
 
 
-def _card_of(saved: Saved, job: str) -> dict[str, Any]:
+def _card_of(saved: Saved, plan: Plan, job: str) -> dict[str, Any]:
     """The parts of a state that must be equal on all ranks, or that decide what ranks do together."""
     decided = " and ".join(plan.digest() for plan in (saved.decided, saved.chosen) if plan is not None)
     order = hashlib.sha256(repr(list(saved.order)).encode()).hexdigest()[:16]  # all ranks get the cards of all
     alike = {"step": saved.step, "order": order, "plan": decided, "search": saved.searching, "job": job}
+    if saved.own and not plan.schedule.unequal_steps:
+        alike["number of local steps"] = saved.local_steps
     return {"alike": alike, "own": saved.own, "measuring": bool(saved.measuring)}
 
 
@@ -160,19 +162,21 @@ def _check_alike(cards: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> No
     found = [(rank, card["alike"]) for rank, card in zip(ranks, cards, strict=True) if "alike" in card]
     if not found:
         return
-    (first, expected), without = found[0], sorted(set(ranks) - {rank for rank, _ in found})
+    (first, state), without = found[0], sorted(set(ranks) - {rank for rank, _ in found})
     if without:
         raise ValueError(
-            f"rank {without[0]} found no state to load, and rank {first} found one of step {expected['step']}. Ranks would go on "
+            f"rank {without[0]} found no state to load, and rank {first} found one of step {state['step']}. Ranks would go on "
             f"with different steps and plans. Give rank {without[0]} the file that it saved, or the files of all ranks: on "
             "several nodes use a folder that all of them share. To begin without residuals load no state on any rank."
         )
+    first_of: dict[str, tuple[int, Any]] = {}
     for rank, alike in found:
-        for what, value in expected.items():
-            if alike[what] != value:
+        for what, value in alike.items():
+            first, expected = first_of.setdefault(what, (rank, value))
+            if value != expected:
                 raise ValueError(
-                    f"the {what} in rank {first}'s state is {printable(str(value))}, and in rank {rank}'s "
-                    f"{printable(str(alike[what]))}: these were not saved together. Load the states of one checkpoint."
+                    f"the {what} in rank {first}'s state is {printable(str(expected))}, and in rank {rank}'s "
+                    f"{printable(str(value))}: these were not saved together. Load the states of one checkpoint."
                 )
 
 
@@ -198,7 +202,8 @@ def _checked_plan(session: Session, saved: Saved) -> Plan:
         raise ValueError(
             f"the state was saved under plan {saved.plan[:16]}, and this handle runs plan {digest[:16]}: shards "
             "and residuals lie elsewhere. Parallelize with the policy or the plan of the run that saved it, and a model with "
-            "tensors of the same sizes, in the memory format that they had."
+            "tensors of the same sizes, in the memory format that they had. Defaults of policies changed between releases: write "
+            "scheme=, bucket_bytes= and so on as they were."
         )
     return plan
 
@@ -294,5 +299,5 @@ def _plan_to_resume(session: Session, saved: Saved) -> Plan:
 def _digest_of(session: Session, plan: Plan) -> str:
     """Where shards and residuals lie: in the memory format, too, of tensors that have one of their own."""
     strides = {name: p.stride() for name, p in session.parameters.items() if not p.is_contiguous()}
-    digest = plan.state_digest()
+    digest = plan.state_digest(session.group.world_size)
     return hashlib.sha256(f"{digest} {strides}".encode()).hexdigest() if strides else digest

@@ -364,17 +364,19 @@ class Exchange:
         step's sums have arrived."""
         self._check_idle("state_dict")
         self.lanes.await_queued()
-        return write_state(self.group, self.step, range(len(self.slots)), self.plan.state_digest(), self.residuals.state())
+        digest = self.plan.state_digest(self.group.world_size)
+        return write_state(self.group, self.step, range(len(self.slots)), digest, self.residuals.state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where `state_dict` was made: this rank's own state, or with another number of ranks the states of all ranks
         that saved, in one dictionary. Between steps, on every rank; sends nothing. Raises ValueError naming what does not fit."""
         self._check_idle("load_state_dict")
-        saved = read_state(state, self.group)
-        if saved.own and saved.plan != self.plan.state_digest():
+        saved, digest = read_state(state, self.group), self.plan.state_digest(self.group.world_size)
+        if saved.own and saved.plan != digest:
             raise ValueError(
-                f"the state was saved under plan {saved.plan[:16]}, and this exchange runs plan "
-                f"{self.plan.state_digest()[:16]}: residuals lie elsewhere. Use the plan that saved it."
+                f"the state was saved under plan {saved.plan[:16]}, and this exchange runs plan {digest[:16]}: residuals lie "
+                "elsewhere. Use the plan that saved it. Defaults of policies changed between releases: write scheme=, "
+                "bucket_bytes= and so on as they were."
             )
         made = self if not self.outdated(saved.step) else self._running(self.plan, saved.step)
         if saved.own:

@@ -278,7 +278,7 @@ def _parts(values: State, memory: Memory, begin: int, buffers: BucketBuffers) ->
 
 def added_up(states: Iterable[State]) -> dict[str, torch.Tensor]:
     """`{what}/{tensor}` from what `Remembered.state` of several ranks returned: all their encodes added up without copies, but
-    of what is shared the first.
+    of what is shared the first. Values of a tensor end on the device of the first state that has it.
 
     Raises ValueError for a key that names no tensor, and where sizes differ.
     """
@@ -300,7 +300,7 @@ def added_up(states: Iterable[State]) -> dict[str, torch.Tensor]:
             if total[name].numel() != flat.numel():
                 raise ValueError(f"{printable(key)} has {flat.numel()} elements, and another rank's {total[name].numel()}.")
             if what not in (SHARED, ENERGY):
-                total[name] = total[name] + flat
+                total[name] = total[name] + flat.to(total[name].device)
     return total
 
 

@@ -152,12 +152,12 @@ class GradwireStrategy(DDPStrategy):
 
     def _load(self, handle: Handle) -> bool:
         """Take up gradwire's part of the checkpoint, and return whether it could be. Collective."""
-        device, saved = handle.session.device, self._saved or {}
+        saved = self._saved or {}
         if self._lacks_state:
             why = f"has optimizer states and no {_KEY!r}: it was saved with another strategy, or after a failure"
         else:
             why = why_others_train(handle, saved)
-        taken = load_state(handle.session, lambda: {k: v.to(device) for k, v in saved.items()} if saved and not why else None)
+        taken = load_state(handle.session, lambda: saved if saved and not why else None)
         if why:
             warnings.warn(begins_anew("the checkpoint", why), stacklevel=3)
         self._saved, self._lacks_state = None, False

@@ -6,7 +6,7 @@ seldom in a cache during training. States of less than 64 KB are.
 
 `cached_codecs` measures each spec once on a machine. Its file is `codecs-<key>.json` in `$GRADWIRE_CACHE_DIR`, or else in the
 folder `gradwire` of `$XDG_CACHE_HOME` or `~/.cache`. The key is made of the processor or GPU, the versions of torch and gradwire,
-the buffers, and the kernels' library, so other machines and other kernels have files of their own. An unreadable file is measured
+the buffers, the kernels and their library, so other machines and kernels have files of their own. An unreadable file is measured
 anew; one that cannot be written costs each run that. So do specs of other packages, which other runs could not read.
 """
 
@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -31,7 +32,7 @@ from gradwire.core import LIBRARY, CodecCosts, Costs, ElementRun, Made, Spec, ma
 from gradwire.costs import fit_points
 from gradwire.errors import GradwireError
 from gradwire.exchange import codec_on
-from gradwire.kernels import Segment, Segments, run_calls
+from gradwire.kernels import Segment, Segments, kernels_for, run_calls
 from gradwire.profiler.clock import Clock
 from gradwire.transport import kind_of
 
@@ -184,6 +185,8 @@ def _folder() -> Path:
 def _key(device: torch.device, sizes: tuple[int, ...]) -> str:
     name = processor_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
     library = hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if LIBRARY.exists() else "reference"
-    simd = torch.backends.cpu.get_cpu_capability()
-    text = repr((name, simd, torch.__version__, __version__, library, sizes, _BUFFER_BYTES, _MOST_STATES, _CURVES))
+    simd, kernels = torch.backends.cpu.get_cpu_capability(), kernels_for(device.type).__name__
+    triton = sys.modules["triton"].__version__ if kernels.endswith(".triton") else ""
+    versions = torch.__version__, __version__, triton
+    text = repr((name, simd, versions, library, kernels, sizes, _BUFFER_BYTES, _MOST_STATES, _CURVES))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

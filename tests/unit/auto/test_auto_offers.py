@@ -291,6 +291,15 @@ def test_a_plan_that_loses_too_much_here_is_taken_up_from_other_ranks_and_not_ke
     assert _beyond(plan, all_specs("safe", ranks)) and not _beyond(plan, all_specs("safe", saved))
 
 
+@pytest.mark.parametrize("accuracy", ["safe", "aggressive", 0.02])
+def test_a_plan_of_an_earlier_release_is_taken_up_and_not_kept(accuracy: str | float) -> None:
+    """As 0.3.0 chose for "aggressive", and 0.2.0 for "safe"."""
+    plan = Policy(default=ErrorFeedback(QSGD(bits=2))).plan(TENSORS)
+    assert Auto(accuracy, ("backward",), 2).refuses(plan, plan) == ""
+    assert "does not allow" in Auto("exact", ("backward",), 2).refuses(plan, plan)
+    assert _beyond(plan, all_specs(accuracy, 2))
+
+
 @pytest.mark.parametrize("wrong", [0.0, -0.1, 1.0, "save", True, float("nan")])
 def test_an_accuracy_is_a_class_or_a_share(wrong: Any) -> None:
     with pytest.raises(PlanError, match="accuracy"):

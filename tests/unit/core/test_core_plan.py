@@ -15,6 +15,7 @@ from gradwire.core import (
     Backward,
     Bucket,
     Delayed,
+    ErrorFeedback,
     Identity,
     LocalSteps,
     Nesterov,
@@ -150,6 +151,45 @@ def test_local_steps_average_weights_and_files_name_the_outer_optimizer() -> Non
         data = plain(schedule)
         assert isinstance(data, dict) and data["outer"] == {"lr": schedule.outer.lr, "momentum": schedule.outer.momentum}
         assert as_schedule(data) == schedule and repr(as_schedule(data)) == repr(schedule)
+
+
+OF_0_3 = {
+    "own": ({"kind": "local", "every": 30, "outer": {"lr": 1.0, "momentum": 0.0}}, LocalSteps(second_moment="own")),
+    "diloco": ({"kind": "local", "every": 500, "outer": {"lr": 0.7, "momentum": 0.9}}, LocalSteps.diloco()),
+    "streaming": (
+        {"kind": "local", "every": 100, "outer": {"lr": 0.4, "momentum": 0.9}, "delay": 5, "mixing": 0.5},
+        LocalSteps.streaming(fragments=1),
+    ),
+}
+"""Schedules as gradwire 0.3.0 wrote them."""
+
+
+@pytest.mark.parametrize("name", OF_0_3)
+def test_local_steps_of_0_3_train_as_they_did_and_their_states_fit(name: str) -> None:
+    written, schedule = OF_0_3[name]
+    assert as_schedule(written) == schedule
+    plan = Uniform(QSGD(bits=4), schedule=schedule).plan(MODEL)
+    data = plan.to_dict()
+    assert Plan.from_dict(json.loads(json.dumps(data))) == plan
+    data["schedule"] = written
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    assert plan.state_digest() == hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(("scheme", "ranks", "counts"), [("grid", 62, True), ("grid", 16, False), ("flat", 62, False)])
+def test_states_know_rows_of_unequal_lengths(scheme: str, ranks: int, counts: bool) -> None:
+    """0.3 had rows of equal lengths, and 62 ranks in two of them."""
+    plan, plain = (Uniform(spec, scheme=scheme).plan(MODEL, ranks) for spec in (ErrorFeedback(QSGD(bits=2)), QSGD(bits=4)))
+    assert (plan.state_digest(ranks) != plan.state_digest()) == counts
+    assert plain.state_digest(ranks) == plain.state_digest(), "it keeps nothing"
+
+
+@pytest.mark.parametrize("second_moment", ["mean", "own"])
+def test_files_name_the_second_moment_of_local_steps(second_moment: str) -> None:
+    schedule = LocalSteps(second_moment=second_moment)
+    data = plain(schedule)
+    assert isinstance(data, dict) and data["second_moment"] == second_moment
+    assert as_schedule(data) == schedule and as_schedule("local") == LocalSteps(second_moment="mean")
 
 
 @given(shares=st.lists(st.floats(0.01, 9), min_size=1, max_size=9), every=st.integers(6, 200), delay=st.integers(0, 3))

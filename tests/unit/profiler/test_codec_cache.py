@@ -1,8 +1,10 @@
 """Codecs' times are measured once on a machine, and a bad file costs a measurement at most."""
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -11,6 +13,7 @@ import torch
 
 from gradwire.core import QSGD, CodecCosts, Costs, ErrorFeedback, Identity, TopK
 from gradwire.core.specs import Spec
+from gradwire.kernels import reference
 from gradwire.profiler import codecs
 from gradwire.profiler.codecs import measure_codecs
 
@@ -45,6 +48,25 @@ def test_each_spec_is_measured_once(folder: Path) -> None:
     assert measured == [] and again == more and again.codecs[0] == first.codecs[0]
     assert len(list(folder.iterdir())) == 1
     assert asked([QSGD(bits=4)], sizes=(2**12, 2**14))[1] == [QSGD(bits=4)], "times of other sizes"
+
+
+def test_other_kernels_are_measured_anew(folder: Path) -> None:
+    assert asked([QSGD(bits=4)])[1] == [QSGD(bits=4)]
+    codecs._key.cache_clear()
+    with mock.patch.object(codecs, "kernels_for", lambda device: reference):
+        assert asked([QSGD(bits=4)])[1] == [QSGD(bits=4)]
+    codecs._key.cache_clear()
+    assert asked([QSGD(bits=4)])[1] == [] and len(list(folder.iterdir())) == 2
+
+
+def test_another_triton_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(codecs, "kernels_for", lambda device: SimpleNamespace(__name__="gradwire.kernels.triton"))
+    keys = set()
+    for version in ("3.4.0", "3.5.0"):
+        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+        keys.add(codecs._key.__wrapped__(torch.device("cuda"), SIZES))
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"version": 7}', b"\xff\x00"])

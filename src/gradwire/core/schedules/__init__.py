@@ -122,7 +122,7 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     LocalSteps(every=100, outer=Nesterov(lr=0.4, momentum=0.9))
     """
 
-    omit_at_default: ClassVar[tuple[str, ...]] = ("fragments", "delay", "mixing", "steps_of_ranks", "second_moment")
+    omit_at_default: ClassVar[tuple[str, ...]] = ("fragments", "delay", "mixing", "steps_of_ranks")
     engine: ClassVar[str] = "gradwire.engine.schedules.local:LocalSchedule"
     needs_optimizer: ClassVar[bool] = True
     costs_accuracy: ClassVar[bool] = True
@@ -144,7 +144,8 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     for it. Empty: `every` on all ranks. `with_shares` makes them of measured speeds."""
     second_moment: str = "mean"
     """Whose gradients the second moment of Adam, AdamW, NAdam and RAdam is of. "mean": the ranks' mean gradient, estimated after
-    each local step from the rank's own first and second moment. "own": the rank's own gradient, as torch computes it."""
+    each local step from the rank's own first and second moment. "own": the rank's own gradient, as torch computes it, and what
+    files without this field mean: gradwire 0.3 wrote them, and trained so."""
 
     def __post_init__(self) -> None:
         whole("every", self.every, "the local steps from one exchange to the next", low=1)
@@ -233,6 +234,10 @@ class LocalSteps(Schedule, frozen=True, tag="local", repr_omit_defaults=True):
     def fewest_buckets(self) -> int:
         return self.fragments
 
+    @property
+    def unequal_steps(self) -> bool:
+        return len({*self.steps_of_ranks}) > 1
+
     def sent_after(self, step: int, numels: Sequence[int]) -> Sequence[int]:
         begins = [self.begins_after(place) - 1 for place in range(self.fragments)]
         return self.fragments_of(numels)[begins.index(step)] if step in begins else ()
@@ -317,5 +322,7 @@ def as_schedule(value: object) -> Schedule:
                 "give each field a default in the class."
             )
         return schedule_class(kind)()
+    if kind == "local" and isinstance(value, Mapping):
+        value = {"second_moment": "own", **value}
     with under("schedule"):
         return convert(value, schedule_class(kind))

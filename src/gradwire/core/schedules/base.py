@@ -57,6 +57,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         """Number of later steps that run during an exchange."""
         return 1 if self.hides_exchange else 0
 
+    @property
+    def unequal_steps(self) -> bool:
+        """Whether ranks make different numbers of steps from one exchange to the next."""
+        return False
+
     def begins_after(self, exchange: int, rank: int | None = None) -> int:
         """Number of steps after which an exchange, counted from 0, begins on a rank. Differs from `exchange + 1` only if ranks
         train alone. rank: None for the rank with the most steps."""

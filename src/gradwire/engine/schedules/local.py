@@ -396,7 +396,7 @@ class LocalSchedule:
 
     def load(self, saved: Saved, state: Mapping[str, torch.Tensor]) -> None:
         assert self._outer is not None
-        self._weights.computing, self._arrived = False, None
+        self._weights.computing, self._arrived, self._put_off = False, None, None
         last, lands = self._begins_after(saved.step - 1), self._due_to_land(saved.step)
         made = last if saved.local_steps is None else saved.local_steps
         lands_later = lands > made and not saved.landed
