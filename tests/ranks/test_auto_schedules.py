@@ -147,13 +147,15 @@ def test_each_step_counts_once_while_schedules_change(worlds: Worlds, script: st
         assert made - (word == "delayed") <= count <= made
 
 
-def twice() -> str:
-    """The weights where a second backward adds to the gradients of the one in which the schedule changes to `delayed`."""
+def twice(frozen: bool) -> str:
+    """The weights where a second backward adds to the gradients of the one in which the schedule changes to `delayed`. frozen: a
+    parameter was frozen before."""
     torch.manual_seed(0)
     model = Shuffled(SIZES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     handle = gw.parallelize(model, optimizer, plan=BACK_AND_FORTH[0])
     handle.session.driver = InTurn(BACK_AND_FORTH[:2])
+    next(model.parameters()).requires_grad_(not frozen)
     word = "backward"
     while word == "backward":
         loss = model(model.random_gradients(dist.get_rank(), handle.session.step))
@@ -168,8 +170,9 @@ def twice() -> str:
     return weights
 
 
-def test_a_backward_after_the_one_in_which_delayed_begins_is_exchanged(worlds: Worlds) -> None:
-    first, second = worlds.run(2, twice)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_backward_after_the_one_in_which_delayed_begins_is_exchanged(worlds: Worlds, frozen: bool) -> None:
+    first, second = worlds.run(2, twice, frozen)
     assert first == second
 
 

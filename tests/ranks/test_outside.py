@@ -42,7 +42,11 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(folder: str, scheme: str, schedule: str, compressor: str) -> str:
     """What the weights of one rank are after six steps."""
     use(folder)
-    spec = {"mulaw": lambda: gw.ErrorFeedback(spec_from_dict({"id": "mulaw"})), "qsgd": lambda: gw.QSGD(bits=4)}
+    spec = {
+        "mulaw": lambda: gw.ErrorFeedback(spec_from_dict({"id": "mulaw"})),
+        "qsgd": lambda: gw.QSGD(bits=4),
+        "weighted": lambda: gw.ErrorFeedback(gw.QSGD(bits=2, scale="ls", levels="lloyd"), weights=0.9),
+    }
     policy = gw.Policy(default=spec[compressor](), scheme=scheme, schedule=schedule, bucket_bytes=900, chunk_bytes=500)
     torch.manual_seed(0)
     model = Given([200, 77])
@@ -61,7 +65,7 @@ def trained(folder: str, scheme: str, schedule: str, compressor: str) -> str:
 
 
 def runs(folder: str) -> list[list[str]]:
-    cases = [("backward", "qsgd"), ("pipelined", "qsgd"), ("delayed", "mulaw"), ("backward", "mulaw")]
+    cases = [("backward", "qsgd"), ("pipelined", "qsgd"), ("delayed", "mulaw"), ("backward", "mulaw"), ("backward", "weighted")]
     return [[trained(folder, scheme, *case) for scheme in ("relay", "allgather")] for case in cases]
 
 
