@@ -1,6 +1,6 @@
 """gradwire as a backend of torch.distributed: gradients of 4 bits in a script of DDP.
 
-The import and the backend's name would do; the rest tells it the layers.
+The import and the backend's name are enough to use it; the rest tells it where layers begin and end.
 
 torchrun --nproc-per-node 2 examples/c10d_backend.py
 """

@@ -225,7 +225,15 @@ def test_what_auto_chose_in_an_earlier_release_goes_on() -> None:
     specs = ModuleSpecs({}, "auto", None, "aggressive")
     with mock.patch("torch.distributed.get_world_size", lambda: 2):
         specs.load({"model": policy_for(chosen, None).to_json(None)})
+        with pytest.raises(ValueError, match="accuracy='aggressive' allowed in gradwire 0.3. Load the state with that accuracy"):
+            ModuleSpecs({}, "auto", None, "safe").load({"model": policy_for(chosen, None).to_json(None)})
     assert specs.used == [chosen]
+
+
+def test_what_needs_whole_gradients_is_refused() -> None:
+    """FSDP2 gives each rank a shard, and each would be clipped by its own norm."""
+    with pytest.raises(gw.PlanError, match="needs whole tensors, and FSDP2 gives each rank a shard"):
+        ModuleSpecs({}, gw.DGC(clip=1.0), "alltoall", "safe")
 
 
 @pytest.mark.parametrize("steps", [2, 4])

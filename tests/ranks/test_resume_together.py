@@ -191,10 +191,11 @@ def test_a_folder_that_one_rank_cannot_read_is_told_on_all_ranks(tmp_path: Path)
 
 
 def test_what_ranks_tell_of_a_state_does_not_grow_with_the_model() -> None:
-    none: Any = {"decided": None, "chosen": None, "searching": False, "measuring": b""}
+    none: Any = {"decided": None, "chosen": None, "searching": False, "measuring": b"", "local_steps": None}
     saved: Any = SimpleNamespace(step=7, order=list(range(5000)), own=True, **none)
     other = SimpleNamespace(**vars(saved) | {"order": [1, 0, *range(2, 5000)]})
-    card, unlike = (saving._card_of(each, "job") for each in (saved, other))
+    plan: Any = SimpleNamespace(schedule=gw.Backward())
+    card, unlike = (saving._card_of(each, plan, "job") for each in (saved, other))
     assert len(json.dumps(card)) < 200 and card["alike"]["order"] != unlike["alike"]["order"]
 
 

@@ -52,7 +52,7 @@ SPARSELOCO: Spec = ErrorFeedback(TopK(0.02, values=QSGD(bits=2)), decay=0.95)
 LOCAL_SPECS: tuple[Spec, ...] = (QSGD(bits=4), ErrorFeedback(QSGD(bits=2)), SPARSELOCO)
 """The specs of outer gradients under `local`, the most accurate first (docs/local_steps.md)."""
 EARLIER_SPECS: tuple[Spec, ...] = (ErrorFeedback(QSGD(bits=2)),)
-"""Specs that classes but "exact" allowed in earlier releases, and that none allows now. States have plans with them."""
+"""Specs that "safe" or "aggressive" allowed in earlier releases, and that no class allows now. States have plans with them."""
 
 
 def check_accuracy(accuracy: str | float) -> None:
@@ -155,7 +155,7 @@ def _size(spec: Spec) -> int:
 
 def ever_allowed(accuracy: str | float) -> tuple[Spec, ...]:
     """The specs that the class allows on some number of ranks, and those that it allowed in earlier releases."""
-    earlier = () if accuracy == "exact" else EARLIER_SPECS
+    earlier = EARLIER_SPECS if most_loss(accuracy) >= SAFE_LOSS else ()
     return tuple(dict.fromkeys([*(spec for ranks in COUNTS for spec in all_specs(accuracy, ranks)), *earlier]))
 
 

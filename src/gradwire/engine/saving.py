@@ -147,13 +147,16 @@ def told_by_all(session: Session, own: bytes, what: str) -> list[bytes]:
     return rows
 
 
+_LOCAL_STEPS = "number of local steps"
+
+
 def _card_of(saved: Saved, plan: Plan, job: str) -> dict[str, Any]:
     """The parts of a state that must be equal on all ranks, or that decide what ranks do together."""
     decided = " and ".join(plan.digest() for plan in (saved.decided, saved.chosen) if plan is not None)
     order = hashlib.sha256(repr(list(saved.order)).encode()).hexdigest()[:16]  # all ranks get the cards of all
     alike = {"step": saved.step, "order": order, "plan": decided, "search": saved.searching, "job": job}
     if saved.own and not plan.schedule.unequal_steps:
-        alike["number of local steps"] = saved.local_steps
+        alike[_LOCAL_STEPS] = saved.local_steps
     return {"alike": alike, "own": saved.own, "measuring": bool(saved.measuring)}
 
 
@@ -174,9 +177,10 @@ def _check_alike(cards: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> No
         for what, value in alike.items():
             first, expected = first_of.setdefault(what, (rank, value))
             if value != expected:
+                lag = ", or a rank left out local steps" if what == _LOCAL_STEPS else ""
                 raise ValueError(
                     f"the {what} in rank {first}'s state is {printable(str(expected))}, and in rank {rank}'s "
-                    f"{printable(str(value))}: these were not saved together. Load the states of one checkpoint."
+                    f"{printable(str(value))}: these were not saved together{lag}. Load the states of one checkpoint."
                 )
 
 

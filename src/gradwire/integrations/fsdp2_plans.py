@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from gradwire.auto import AllRanks, Auto, ChosenSpecs, choose_alone, counted, is_auto, say
+from gradwire.auto import EARLIER_SPECS, AllRanks, Auto, ChosenSpecs, choose_alone, counted, is_auto, say
 from gradwire.core import Plan, Spec, TensorInfo, fingerprint, show
 from gradwire.errors import PlanError
 from gradwire.exchange import info_of, warn_of_embeddings
@@ -110,7 +110,10 @@ class ModuleSpecs:
         auto = Auto(self._accuracy, ("backward",), dist.get_world_size())
         for name, spec in specs.items():
             plan = policy_for(spec, self._scheme).plan([TensorInfo(name, (1,), "float32")])
-            if why := auto.refuses(plan, plan):
+            why = auto.refuses(plan, plan)
+            if spec in EARLIER_SPECS and self._accuracy != "aggressive":  # nothing is chosen again here
+                why = f"{spec!r}, which accuracy='aggressive' allowed in gradwire 0.3. Load the state with that accuracy."
+            if why:
                 raise ValueError(f"the state was saved when {name!r} was sent by what this call does not allow: {why}")
         self._specs = specs
 

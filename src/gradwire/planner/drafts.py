@@ -223,7 +223,7 @@ class PlanningJob:
     def restricted(self, restrict: str) -> "PlanningJob":
         """A copy of this job within a restriction, with the same prices. Raises PlanError as a new job would."""
         job = copy.copy(self)
-        job.limits = msgspec.structs.replace(self.limits, restrict=restrict)
+        job.limits = Limits(**(msgspec.structs.asdict(self.limits) | {"restrict": restrict}))  # older msgspec replaces unchecked
         job._allow()
         return job
 

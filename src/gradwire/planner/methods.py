@@ -96,7 +96,7 @@ def _summary(job: PlanningJob, made: MadePlan) -> list[str]:
     )
     if job.embeddings and (unfit := [repr(spec) for spec in job.specs if not spec.keeps_zeros]):
         lines.append(
-            f"{len(job.embeddings)} embeddings are not sent with {' or '.join(unfit)}: without a code for zero, rows that no "
+            f"Embeddings ({len(job.embeddings)}) are not sent with {' or '.join(unfit)}: without a code for zero, rows that no "
             "batch uses would change."
         )
     if round(step - baseline, 3) > 0:

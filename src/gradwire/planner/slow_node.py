@@ -49,6 +49,8 @@ class SlowAnswer(NamedTuple):
     slower: tuple[float, ...]
     """Factors by which one node's link is slower."""
     rows: tuple[SlowRow, ...]
+    ddp_is_own: bool = False
+    """Whether gradwire runs plain DDP's buckets as DDP does."""
 
     @property
     def best(self) -> SlowRow:
@@ -57,8 +59,8 @@ class SlowAnswer(NamedTuple):
 
     @property
     def best_plan(self) -> SlowRow:
-        """`best` without plain DDP, if there are plans for gradwire, which would run DDP's buckets in its own way."""
-        own = tuple(row for row in self.rows if row.name != PLAIN_DDP)
+        """`best`; where gradwire would run DDP's buckets in another way, without plain DDP, if there are other plans."""
+        own = tuple(row for row in self.rows if self.ddp_is_own or row.name != PLAIN_DDP)
         return self._replace(rows=own).best if own else self.best
 
     def as_table(self) -> str:
@@ -155,7 +157,8 @@ def steps_with_slow_node(
             worst[name] = max(worst[name], *found)
         seen(done)
     rows = [SlowRow(name, tuple(us), sum(us) / len(us), worst[name]) for name, us in steps.items()]
-    return SlowAnswer(profile.model, tuple(slower), tuple(rows))
+    given = cluster, rules_of(device_of(profile), cluster) if rules is None else rules
+    return SlowAnswer(profile.model, tuple(slower), tuple(rows), as_ddp(*given) == given)
 
 
 def plans_for_slow_node(

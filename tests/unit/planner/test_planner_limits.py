@@ -191,7 +191,7 @@ def test_embeddings_travel_only_with_a_code_for_zero(method, specs):
     spec_of = {name: bucket.spec_of(name) for bucket in made.plan.buckets for name in bucket.tensors}
     assert all(spec_of[tensor.name].keeps_zeros for tensor in job.profile.tensors if tensor.embedding)
     assert len(specs) > 1 or not all(spec.keeps_zeros for spec in spec_of.values()), "others are sent so"
-    assert "2 embeddings are not sent with EFSignSGD()" in explain_plan(job, made)
+    assert "Embeddings (2) are not sent with EFSignSGD()" in explain_plan(job, made)
 
 
 def test_all_tensors_compressed_begin_with_what_embeddings_may_have():
