@@ -233,7 +233,7 @@ def test_what_auto_chose_in_an_earlier_release_goes_on() -> None:
 def test_what_needs_whole_gradients_is_refused() -> None:
     """FSDP2 gives each rank a shard, and each would be clipped by its own norm."""
     with pytest.raises(gw.PlanError, match="needs whole tensors, and FSDP2 gives each rank a shard"):
-        ModuleSpecs({}, gw.DGC(clip=1.0), "alltoall", "safe")
+        ModuleSpecs({}, "auto", "alltoall", "safe")._set({"model": gw.DGC(clip=1.0)})
 
 
 @pytest.mark.parametrize("steps", [2, 4])
