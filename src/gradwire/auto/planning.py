@@ -88,14 +88,12 @@ def offers(
     plain = min(uncompressed, key=found.us)
     evaluations = min(EVALUATIONS, int(seconds * len(found.plans) / (time.perf_counter() - began)))
     planned = []
-    # the search might compress tensors of other dtypes, which compressors do not take
+    # jobs of other dtypes were never searched: their gains are not measured
     if evaluations >= _FEWEST_EVALUATIONS and {tensor.dtype for tensor in profile.tensors} <= {"float32"}:
         # the search compares step times alone, so it gets only specs that need no more steps for a loss than the plan
         # that is fastest to a loss
         most_steps = _steps_for_one(min(found.plans.values(), key=found.us))
         paying = [spec for spec in specs if steps_for_one([spec]) <= most_steps]
-        if any(tensor.embedding for tensor in profile.tensors):  # a policy sends embeddings otherwise, the search does not
-            paying = [spec for spec in paying if spec.keeps_zeros]
         job = found.job if len(paying) == len(specs) else PlanningJob(profile, cluster, costs, paying, rules=rules)
         planned.append(job.plan(joint(job, evaluations), ddp_draft(job)))
     found.add(*planned)
